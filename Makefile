@@ -1,0 +1,62 @@
+# Every target sets up what it needs: no target has to be run before another by hand.
+# In a conda environment: make html VENV=$CONDA_PREFIX
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.rankcell-installed
+NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
+NB ?=
+SITE := site/_build/html
+
+# pip must neither ask questions nor advertise its next version.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help lab html test execute check bench student
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
+
+lab: $(INSTALLED) ## open the course in JupyterLab
+	@$(BIN)/jupyter trust $(NOTEBOOKS) >/dev/null
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+
+html: $(INSTALLED) ## build the course site, after running the notebooks that need it
+	$(BIN)/python -m rankcell.notebooks execute --stale $(NOTEBOOKS)
+	@mkdir -p site/_build/source
+	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
+	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
+
+test: $(INSTALLED) ## all tests, then every notebook from top to bottom
+	$(BIN)/python -m pytest -rs
+	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
+		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(NOTEBOOKS))
+
+execute: $(INSTALLED) ## run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
+	$(BIN)/python -m rankcell.notebooks execute $(if $(NB),$(NB),--stale $(NOTEBOOKS))
+
+check: $(INSTALLED) ## format, lint and fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyparallel to the environment)
+	$(BIN)/python -m pip install --quiet "ipyparallel>=9.0"
+	$(BIN)/python tests/bench.py
+
+student: $(INSTALLED) ## copies for students in student/: stubs for solutions, no outputs
+	$(BIN)/python -m rankcell.notebooks student --to student $(NOTEBOOKS)
+
+$(INSTALLED): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON). Install Python 3.11 or newer."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "This course needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+		echo "Name another one: make PYTHON=python3.12 html"; exit 1; }
+	@test -x $(BIN)/python || { echo "Creating $(VENV) ..."; $(PYTHON) -m venv $(VENV); } || { \
+		rm -rf $(VENV); echo "$(PYTHON) cannot make virtual environments here (Debian: apt-get install python3-venv)."; exit 1; }
+	@echo "Installing what pyproject.toml lists; the first time takes a few minutes ..."
+	@$(BIN)/python -m pip install --quiet -e '.[lab,test,site]'
+	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (rankcell)" >/dev/null
+	@$(if $(NOTEBOOKS),$(BIN)/jupyter trust $(NOTEBOOKS) >/dev/null)
+	@touch $@

@@ -1,0 +1,49 @@
+"""Rank cells: notebook cells that run on several real ranks, and pictures of what each of them did."""
+
+from typing import Any
+
+from .errors import (
+    Deadlock,
+    PullError,
+    PushError,
+    RankError,
+    RankLost,
+    RankMismatch,
+    RankTimeout,
+    WorldSizeError,
+)
+from .results import Event, RankResult, Run
+from .world import Ranks, run
+
+__all__ = [
+    "Deadlock",
+    "Event",
+    "PullError",
+    "PushError",
+    "RankError",
+    "RankLost",
+    "RankMismatch",
+    "RankResult",
+    "RankTimeout",
+    "Ranks",
+    "Run",
+    "WorldSizeError",
+    "run",
+]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext rankcell`: the magics `%%ranks` and `%ranks`, and how a Run shows."""
+    from . import magics
+
+    if getattr(shell, "_rankcell", None) is None:
+        shell._rankcell = magics.load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """`%unload_ext rankcell`: ends all ranks."""
+    from . import magics
+
+    if getattr(shell, "_rankcell", None) is not None:
+        magics.unload(shell, shell._rankcell)
+        shell._rankcell = None

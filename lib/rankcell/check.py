@@ -1,0 +1,210 @@
+"""Verdicts that stand under a cell: is it equal, is it the same on all ranks, is it what the formula says.
+
+A right answer comes back as a `Verdict`, which shows as one green line with its numbers. A wrong one raises
+`AssertionError`, so that a notebook test fails, with what was expected, what came, and the largest difference
+and where it is. It computes nothing about ranks and draws nothing; it takes tensors, arrays, numbers, lists
+and dictionaries of them. Two NaN at the same place are equal: course tensors hold NaN where nobody wrote.
+"""
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from .results import Run, name_ranks
+
+_SHOWN = 8  # numbers of a value that a verdict spells out
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A check that held: one sentence with its numbers."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return f"✓ {self.text}"
+
+    def _repr_html_(self) -> str:
+        # dark green on a light one of its own: readable on light and dark pages
+        return (
+            '<div class="rankcell-check" style="display:inline-block;padding:.15em .6em;border-radius:4px;'
+            f'background:#e3f4ec;color:#00573c">✓ {html.escape(self.text)}</div>'
+        )
+
+
+def that(condition: Any, sentence: str) -> Verdict:
+    """`sentence`, if `condition` holds."""
+    if not bool(condition):
+        _fail(f"This does not hold: {sentence}.")
+    return Verdict(sentence)
+
+
+def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0) -> Verdict:
+    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected."""
+    worst, count = _compare(actual, expected, rtol, atol)
+    if count == 1:
+        return Verdict(f"as expected: {_show(actual)}{_within(worst)}")
+    return Verdict(f"{count:,} numbers as expected: {_show(actual)}{_within(worst)}")
+
+
+def equals_dense(parallel: Any, dense: Any, *, atol: float = 1e-6, rtol: float = 0.0) -> Verdict:
+    """`parallel` (tensors, or a list or dictionary of them) equals what one process computed."""
+    worst, count = _compare(parallel, dense, rtol, atol, "one process has", "the parallel run has")
+    return Verdict(
+        f"{count:,} numbers equal those of one process (largest difference {worst:.2g}, allowed {atol:.2g})"
+    )
+
+
+def same_on_all_ranks(values: Any, *, atol: float = 0.0) -> Verdict:
+    """All ranks hold the same; `values` is a `Run` or a list by rank."""
+    if isinstance(values, Run):
+        ranks, values = [r.rank for r in values.ran], values.values
+    else:
+        values = list(values)
+        ranks = list(range(len(values)))
+    if len(values) < 2:
+        _fail(f"Only {len(values)} value came: nothing to compare. Give one value per rank.")
+    for rank, value in zip(ranks[1:], values[1:], strict=True):
+        try:
+            _compare(value, values[0], 0.0, atol, f"rank {ranks[0]} has", f"rank {rank} has")
+        except AssertionError as error:
+            raise AssertionError(f"Rank {rank} does not hold what rank {ranks[0]} holds. {error}") from None
+    return Verdict(f"{name_ranks(ranks)} hold the same: {_show(values[0])}")
+
+
+def bytes_match(measured: float, formula: float, *, rtol: float = 0.05) -> Verdict:
+    """`measured` bytes are within a fraction `rtol` of what the `formula` gives."""
+    off = abs(measured - formula)
+    ratio = measured / formula if formula else float("nan")
+    if not off <= rtol * abs(formula):
+        _fail(
+            f"Expected {formula:,.0f} bytes, measured {measured:,.0f}: {ratio:.3f} times as many. "
+            f"The difference is {off:,.0f} bytes, allowed are {rtol * abs(formula):,.0f} ({rtol:.0%})."
+        )
+    return Verdict(
+        f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: "
+        f"{ratio:.3f} of it (allowed ± {rtol:.0%})"
+    )
+
+
+def overlap_above(fraction: float, floor: float) -> Verdict:
+    """At least `floor` of the communication ran while the rank computed; `fraction` is what was measured."""
+    if not fraction >= floor:
+        _fail(
+            f"Expected at least {floor:.0%} of the communication hidden behind computing, got {fraction:.0%}."
+        )
+    return Verdict(
+        f"{fraction:.0%} of the communication is hidden behind computing (at least {floor:.0%} asked)"
+    )
+
+
+def _fail(sentence: str) -> NoReturn:
+    raise AssertionError(sentence)
+
+
+def _array(value: Any) -> np.ndarray:
+    if hasattr(value, "detach"):  # a tensor; bfloat16 has no numpy type of its own
+        value = value.detach().cpu()
+        if value.is_floating_point():
+            value = value.double()
+        value = value.numpy()
+    return np.asarray(value)
+
+
+def _is_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(v, (bool, int, float, np.number)) for v in values)
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, np.ndarray]:
+    """The arrays inside nested dictionaries and lists, by name; a list of numbers is one array."""
+    if isinstance(value, Mapping):
+        return {n: a for key, v in value.items() for n, a in _leaves(v, f"{name}[{key!r}]").items()}
+    if isinstance(value, (list, tuple)) and not _is_numbers(value):
+        return {n: a for i, v in enumerate(value) for n, a in _leaves(v, f"{name}[{i}]").items()}
+    return {name: _array(value)}
+
+
+def _compare(
+    actual: Any, expected: Any, rtol: float, atol: float, owner: str = "expected", other: str = "got"
+) -> tuple[float, int]:
+    """Largest difference and how many numbers were compared; raises where one is beyond the tolerance."""
+    mine, theirs = _leaves(actual), _leaves(expected)
+    if mine.keys() != theirs.keys():
+        missing, extra = [*(theirs.keys() - mine.keys())], [*(mine.keys() - theirs.keys())]
+        parts = [f"missing {', '.join(sorted(missing))}"] if missing else []
+        parts += [f"not expected {', '.join(sorted(extra))}"] if extra else []
+        _fail(f"The entries differ: {'; '.join(parts)}.")
+    worst, worst_at, wrong, count = 0.0, None, 0, 0
+    for name, x in mine.items():
+        y = theirs[name]
+        at = f" at {name}" if name else ""
+        if x.shape != y.shape:
+            _fail(f"The shapes differ{at}: {owner} {_shape(y)}, {other} {_shape(x)}.")
+        count += x.size
+        if x.dtype.kind not in "biuf" or y.dtype.kind not in "biuf":
+            if not np.array_equal(x, y):
+                _fail(f"The values differ{at}: {owner} {_show(y.tolist())}, {other} {_show(x.tolist())}.")
+            continue
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        nan = np.isnan(x) & np.isnan(y)
+        with np.errstate(invalid="ignore"):
+            difference = np.where(nan | (x == y), 0.0, np.abs(x - y))
+        bad = ~(difference <= atol + rtol * np.where(np.isfinite(y), np.abs(y), 0.0))
+        wrong += int(bad.sum())
+        score = np.where(np.isnan(difference), np.inf, difference)
+        if score.size and (score.max() > worst or (worst_at is None and bad.any())):
+            index = np.unravel_index(int(score.argmax()), score.shape)
+            worst, worst_at = float(score[index]), (name, index, x[index], y[index])
+    if wrong:
+        name, index, x, y = worst_at
+        where = name + (f"[{', '.join(map(str, index))}]" if index else "")
+        parts = (
+            [f"{wrong:,} of {count:,} numbers {'differs' if wrong == 1 else 'differ'}."] if count > 1 else []
+        )
+        place = (
+            f"The largest difference is at {where}: {owner}" if where else f"{owner[0].upper()}{owner[1:]}"
+        )
+        parts.append(f"{place} {_number(y)}, {other} {_number(x)}.")
+        parts.append(
+            "One of them is NaN." if np.isnan(x) != np.isnan(y) else f"The difference is {_number(worst)}."
+        )
+        _fail(" ".join([*parts, f"Allowed: {_allowed(rtol, atol)}."]))
+    return worst, count
+
+
+def _allowed(rtol: float, atol: float) -> str:
+    parts = [f"{atol:g}"] if atol or not rtol else []
+    return " + ".join(parts + ([f"{rtol:g} of the expected number"] if rtol else []))
+
+
+def _within(worst: float) -> str:
+    return f" (largest difference {worst:.2g})" if worst else ""
+
+
+def _shape(array: np.ndarray) -> str:
+    return str(tuple(array.shape)) if array.ndim else "a single number"
+
+
+def _number(x: float) -> str:
+    return f"{float(x):.10g}"
+
+
+def _show(value: Any) -> str:
+    """A value in a few characters: numbers as they would be said, long ones cut."""
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key!r}: {_show(v)}" for key, v in value.items()) + "}"
+    elif isinstance(value, (list, tuple)) and not _is_numbers(value):
+        text = "[" + ", ".join(_show(v) for v in value) + "]"
+    else:
+        array = _array(value)
+        if array.dtype.kind not in "biuf":
+            text = repr(array.item() if array.ndim == 0 else value)
+        elif not array.ndim:
+            text = _number(array)
+        else:
+            more = f", … {array.size - _SHOWN} more" if array.size > _SHOWN else ""
+            text = f"[{', '.join(_number(x) for x in array.ravel()[:_SHOWN])}{more}]"
+    return text if len(text) <= 100 else text[:99] + "…"

@@ -1,0 +1,288 @@
+"""Who waits for whom, and what is to blame: a pure function of the ranks' states.
+
+A deadlock is proved, not timed out: a rank is stuck when it waits for a rank that will never answer (it finished the
+cell, raised, died, or does not run the cell) or for one that is stuck itself. A rank that computes can always still
+answer, so a slow rank is never reported.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .results import name_ranks
+
+OVER = ("finished", "error", "lost", "absent")  # in this cell such a rank issues nothing more
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An operation that a rank has called and that is not over."""
+
+    op: str
+    text: str  # "all_reduce(float32[4])"
+    group: str
+    ranks: tuple[int, ...]  # of the group
+    key: Any  # what `seq` counts: the group, or the pair and tag of a send or receive
+    seq: int
+    nth: int = 0  # the same, counted from the beginning of the cell
+    peer: int | None = None
+    tag: int = 0
+    line: int = 0
+    via: str = ""
+    waiting: bool = True  # Python stands in it
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank is doing. `phase` is "running" or one of `OVER`."""
+
+    rank: int
+    phase: str
+    waits: tuple[Wait, ...] = ()
+    counts: Mapping[Any, int] | None = None
+    calls: int = 0  # operations called in this cell
+    line: int = 0
+    blocked_in_torch: bool = False  # its main thread stands still inside torch: C++ waits, not Python
+    other_threads: bool = False  # a thread of the learner communicates too: it could still answer
+    why: str = ""  # for "error" and "lost"
+
+    @property
+    def blocking(self) -> tuple[Wait, ...]:
+        """The operations that this rank stands in and cannot leave alone."""
+        if self.phase != "running":
+            return ()
+        waiting = tuple(w for w in self.waits if w.waiting)
+        return waiting or (self.waits if self.blocked_in_torch else ())
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A proved deadlock: a headline, a line per rank, and what to change."""
+
+    blame: int
+    headline: str
+    lines: tuple[str, ...]
+    advice: str
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *(f"  {line}" for line in self.lines), self.advice])
+
+
+def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[int, ...]:
+    """The ranks that have not yet done their part of `wait`, an operation of `rank`."""
+
+    def count(peer: int, key: Any) -> int:
+        return (states[peer].counts or {}).get(key, 0)
+
+    if wait.op in ("send", "recv"):
+        if wait.peer is None:  # a receive from anyone: whoever has sent less than was received may still answer
+            return tuple(r for r in wait.ranks if r != rank)
+        other = "recv" if wait.op == "send" else "send"
+        key = (*wait.key[:-1], other)
+        return () if count(wait.peer, key) >= wait.seq else (wait.peer,)
+    return tuple(r for r in wait.ranks if r != rank and count(r, wait.key) < wait.seq)
+
+
+def diagnose(states: Sequence[State]) -> Diagnosis | None:
+    """The deadlock that `states` prove, or None while somebody can still go on."""
+    by_rank = {s.rank: s for s in states}
+    edges: dict[int, list[tuple[Wait, tuple[int, ...]]]] = {}
+    for state in states:
+        for wait in state.blocking:
+            missing = missing_peers(wait, by_rank, state.rank)
+            if missing:
+                edges.setdefault(state.rank, []).append((wait, missing))
+    over = {s.rank for s in states if s.phase in OVER}
+    free = {s.rank for s in states if s.rank not in over and (s.rank not in edges or s.other_threads)}
+    while True:
+        freed = {
+            rank
+            for rank, waits in edges.items()
+            if rank not in free and all(_answerable(wait, missing, free) for wait, missing in waits)
+        }
+        if not freed:
+            break
+        free |= freed
+    stuck = [r for r in edges if r not in free]
+    if not stuck:
+        return None
+    return _explain(by_rank, {r: edges[r] for r in stuck}, over)
+
+
+def _answerable(wait: Wait, missing: Sequence[int], free: set[int]) -> bool:
+    if wait.op == "recv" and wait.peer is None:
+        return any(peer in free for peer in missing)
+    return all(peer in free for peer in missing)
+
+
+def _explain(
+    states: Mapping[int, State], stuck: Mapping[int, list[tuple[Wait, tuple[int, ...]]]], over: set[int]
+) -> Diagnosis:
+    ended = sorted({m for waits in stuck.values() for _, missing in waits for m in missing if m in over})
+    lines = tuple(describe(states[r], len(states)) for r in sorted(states))
+    if ended:
+        return _ended(states, stuck, ended, lines)
+    waits = {r: w[0][0] for r, w in stuck.items()}
+    who = name_ranks(list(stuck))
+    blame = min(stuck)
+    kinds = {w.op for w in waits.values()}
+    if kinds == {"send"}:
+        head = f"{who} all send first, and nobody receives."
+        advice = (
+            "A send waits until the other side receives. Let one side receive first, or use isend, or batch_isend_irecv."
+        )
+    elif kinds == {"recv"}:
+        head = f"{who} all receive first, and nobody sends."
+        advice = "Let one side send first, or post irecv, send, and then wait."
+    elif kinds <= {"send", "recv"}:
+        head = f"the sends and receives of {who} do not fit together."
+        advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
+    elif len({w.group for w in waits.values()}) > 1:
+        head = f"{who} take their process groups in different order, and each waits for the other."
+        advice = "Call the collectives of two groups in the same order on every rank that is in both."
+        rows = [f"rank {r}: {_group(w, len(states))}" for r, w in sorted(waits.items())]
+        lines = (*lines, *(f"{row} first" for row in rows))
+    else:
+        head = f"{who} wait for each other."
+        advice = "Every rank of a group must call the same operations in the same order."
+    return Diagnosis(blame, head, lines, advice)
+
+
+def _ended(
+    states: Mapping[int, State],
+    stuck: Mapping[int, list[tuple[Wait, tuple[int, ...]]]],
+    ended: list[int],
+    lines: tuple[str, ...],
+) -> Diagnosis:
+    # the rank that is missed by an operation, and by which
+    blame = next((r for r in ended if states[r].phase in ("error", "lost")), ended[0])
+    victims = [(rank, wait) for rank, waits in sorted(stuck.items()) for wait, missing in waits if blame in missing]
+    first = victims[0][1]
+    who = name_ranks(sorted({r for r, _ in victims}))
+    verb = "waits" if len({r for r, _ in victims}) == 1 else "wait"
+    state = states[blame]
+    call = first.via or first.op
+    if state.phase == "absent":
+        head = f"rank {blame} does not run this cell, and {who} {verb} for it in {call}."
+        advice = "A collective needs every rank of its group: leave --only away, or make a group of those ranks."
+    elif state.phase == "lost":
+        head = f"rank {blame} {state.why}, and {who} {verb} for it in {call}."
+        advice = "The other ranks were freed."
+    elif state.phase == "error":
+        head = f"rank {blame} failed ({state.why}), and {who} {verb} for it in {call}."
+        advice = "The other ranks were freed."
+    elif first.op == "send":
+        head = f"rank {blame} finished without receiving what {who} {'sends' if verb == 'waits' else 'send'}."
+        advice = f"Add the missing dist.recv(buffer, src={victims[0][0]}) on rank {blame}, or drop the send."
+    elif first.op == "recv":
+        head = f"rank {blame} finished without sending what {who} {verb} for."
+        advice = f"Add the missing dist.send(tensor, dst={victims[0][0]}) on rank {blame}, or drop the receive."
+    elif first.op == "new_group":
+        head = f"rank {blame} finished without calling new_group, and {who} {verb} in it."
+        advice = "new_group must be called by every rank of the world, also by those outside the new group."
+    else:
+        head = f"rank {blame} finished the cell without the {call} that {who} {verb} in."
+        advice = (
+            f"Every rank of a group must call the same collectives in the same order: look at what rank {blame} skips."
+        )
+        if len(ended) == 1 and len(stuck) == 1 and len(states) > 2 or len(stuck) < len(ended):
+            blame = min(stuck)
+            head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
+            advice = (
+                "Every rank of a group must call the same collectives equally often: look at what this rank does "
+                "in addition (one more batch, a call inside `if rank == ...`)."
+            )
+    return Diagnosis(blame, head, lines, advice)
+
+
+def describe(state: State, world_size: int) -> str:
+    """One rank's state in a line."""
+    name = f"rank {state.rank}"
+    if state.phase == "error":
+        return f"{name}  failed: {state.why}"
+    if state.phase == "lost":
+        return f"{name}  {state.why}"
+    if state.phase == "absent":
+        return f"{name}  does not run this cell"
+    calls = state.calls
+    if state.phase == "finished":
+        return f"{name}  finished the cell after {calls} {'call' if calls == 1 else 'calls'}"
+    blocking = state.blocking
+    if not blocking:
+        at = f" at line {state.line}" if state.line else ""
+        return f"{name}  computes{at}"
+    wait = blocking[0]
+    where = f", line {wait.line}" if wait.line else ""
+    inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
+    return f"{name}  waits in {wait.text}{inside} (call {wait.nth} {_group(wait, world_size)}{where})"
+
+
+def _group(wait: Wait, world_size: int) -> str:
+    if wait.op in ("send", "recv"):
+        return "of this pair"
+    if len(wait.ranks) == world_size:
+        return "of the world" if wait.group in ("0", "new_group") else "of a group of all ranks"
+    return f"of the group of {name_ranks(wait.ranks)}"
+
+
+def summary(states: Sequence[State]) -> str:
+    """What the ranks are doing, in one line for the live display."""
+    rows: dict[str, list[int]] = {}
+    for state in states:
+        if state.phase == "absent":
+            continue
+        blocking = state.blocking
+        if state.phase != "running":
+            what = {"finished": "done", "error": "failed", "lost": "lost"}[state.phase]
+        elif blocking:
+            what = f"waiting in {blocking[0].op}"
+        else:
+            what = "computing"
+        rows.setdefault(what, []).append(state.rank)
+    return ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in rows.items())
+
+
+def from_status(status: Mapping[str, Any], previous_cpu: float | None) -> State:
+    """The state of a running rank from what its control thread answered.
+
+    A rank stands still inside torch when its main thread used no CPU time since the last answer: measured, a wait in
+    C++ (DDP's reducer, a functional collective) uses none at all.
+    """
+    cpu = status["cpu"]
+    still = cpu is not None and previous_cpu is not None and cpu - previous_cpu < 1e-4
+    return State(
+        rank=status["rank"],
+        phase=status["phase"],
+        waits=tuple(
+            Wait(**{k: o[k] for k in ("op", "text", "group", "ranks", "key", "seq", "nth", "peer", "tag", "line", "via", "waiting")})
+            for o in status["operations"]
+        ),
+        counts=status["counts"],
+        calls=status["calls"],
+        line=status["line"],
+        blocked_in_torch=bool(status["in_torch"] and still),
+        other_threads=status["other_threads"],
+    )
+
+
+def unmatched(counts: Mapping[int, Mapping[Any, int]]) -> str | None:
+    """A sentence if some ranks called more collectives of a group than others by the end of a cell, else None.
+
+    Such a cell came to its end only because the extra call did not wait (the root of a broadcast, `async_op=True`);
+    the next collective would be matched with the wrong one. `counts` holds, by rank, the calls under each `Wait.key`.
+    """
+    for key in {k for c in counts.values() for k in c if len(k) == 2}:
+        _, ranks = key
+        calls = {r: counts.get(r, {}).get(key, 0) for r in ranks}
+        most = max(calls.values())
+        fewer = [r for r in ranks if calls[r] < most]
+        if fewer and key[0] != "new_group":
+            more = [r for r in ranks if calls[r] == most]
+            extra = most - min(calls.values())
+            return (
+                f"{name_ranks(more)} called {extra} {'collective' if extra == 1 else 'collectives'} more than "
+                f"{name_ranks(fewer)}, and did not wait for the answer.\n"
+                f"Every rank of a group must call the same collectives in the same order. The process group was set up "
+                f"anew, so that the next cell starts clean."
+            )
+    return None

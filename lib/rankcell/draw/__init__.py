@@ -1,0 +1,1 @@
+"""Pictures of what ranks did: pure functions from events and numbers to SVG and HTML."""

@@ -1,0 +1,171 @@
+"""What stands under a rank cell: a `Run` as text and as HTML. Pure functions; they never talk to a rank.
+
+Ranks that said the same are shown once. Nothing that changes from run to run (times, pids) is shown, so that a stored
+output is the same after every run. Long output shows its head and tail; all of it stays on the run.
+"""
+
+import base64
+import html
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..results import Display, NotSent, RankResult, Run, name_ranks
+from .svg import RANK_COLOURS
+
+HEAD, TAIL = 40, 15  # lines shown of a long output
+MAX_LINE = 2000  # characters shown of a long line
+_MARK = "padding:0 0.6em;margin:0.35em 0;border-left:4px solid "
+_PRE = "margin:0;padding:0;background:transparent;border:0;white-space:pre-wrap;overflow-wrap:anywhere;font-size:inherit"
+_NAME = "font-size:0.85em;opacity:0.75"
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def as_text(run: Run) -> str:
+    """`run` for a terminal: a heading per group of ranks that said the same, then what they said."""
+    parts = []
+    for group in groups(run):
+        result = group[0]
+        body = [text for kind, text in _pieces(result, plain=True) if text]
+        name = _heading(group, run)
+        if body:
+            parts.append(f"{name}\n" + "\n".join(_indent(b) for b in body))
+        elif result.state == "ok":
+            parts.append(f"{name}: done")
+        else:
+            parts.append(f"{name}: {_why(result)}")
+    return "\n".join(parts)
+
+
+def as_html(run: Run) -> str:
+    """`run` as HTML that reads without any style sheet, on light and on dark pages."""
+    rows = []
+    for group in groups(run):
+        result = group[0]
+        name = html.escape(_heading(group, run))
+        pieces = [_as_html(kind, piece) for kind, piece in _pieces(result, plain=False) if piece]
+        if not pieces:
+            note = "done" if result.state == "ok" else html.escape(_why(result))
+            pieces = [f'<span style="{_NAME}">{note}</span>']
+            rows.append(f'<div style="{_MARK}{_colour(group)}"><span style="{_NAME}">{name}</span>: {pieces[0]}</div>')
+        else:
+            rows.append(
+                f'<div style="{_MARK}{_colour(group)}"><div style="{_NAME}">{name}</div>{"".join(pieces)}</div>'
+            )
+    return f'<div class="rankcell-run">{"".join(rows)}</div>'
+
+
+def groups(run: Run) -> list[list[RankResult]]:
+    """The ranks that ran, in order of their lowest rank, together where they said the same."""
+    found: dict[Any, list[RankResult]] = {}
+    for result in run.ran:
+        said = (
+            result.state,
+            shorten(settle(result.stdout)),
+            shorten(settle(result.stderr)),
+            tuple((d.stdout_offset, _freeze(d.data)) for d in result.displays),
+            _freeze(result.data),
+            _why(result) if result.state != "ok" else "",
+        )
+        found.setdefault(said, []).append(result)
+    return list(found.values())
+
+
+def settle(text: str) -> str:
+    """`text` as a terminal would leave it: a carriage return begins the line anew (progress bars do this)."""
+    if "\r" not in text:
+        return text
+    lines = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        shown = ""
+        for part in line.split("\r"):
+            shown = part + shown[len(part) :]
+        lines.append(shown)
+    return "\n".join(lines)
+
+
+def shorten(text: str) -> str:
+    """Head and tail of a long text, with the number of lines left out between them."""
+    lines = text.split("\n")
+    ends_with_newline = lines[-1] == ""
+    if ends_with_newline:
+        lines.pop()
+    if len(lines) > HEAD + TAIL + 5:
+        left_out = len(lines) - HEAD - TAIL
+        lines = [*lines[:HEAD], f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...", *lines[-TAIL:]]
+    lines = [
+        line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}... ({len(line) - MAX_LINE:,} more characters)"
+        for line in lines
+    ]
+    return "\n".join(lines)
+
+
+def _heading(group: Sequence[RankResult], run: Run) -> str:
+    return name_ranks([r.rank for r in group])
+
+
+def _colour(group: Sequence[RankResult]) -> str:
+    if group[0].state not in ("ok", "running"):
+        return "#d55e00"
+    return RANK_COLOURS[group[0].rank % len(RANK_COLOURS)] if len(group) == 1 else "#999999"
+
+
+def _why(result: RankResult) -> str:
+    if result.error is None:
+        return "running"
+    return result.error.message if result.state == "lost" else str(result.error)
+
+
+def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
+    """What a rank said, in order: ("out", text), ("display", MIME types), ("err", text), ("value", MIME types)."""
+    raw, pieces, at = result.stdout.encode(), [], 0
+    for display in result.displays:
+        place = min(max(display.stdout_offset, at), len(raw))
+        pieces.append(("out", shorten(settle(raw[at:place].decode("utf-8", "replace")))))
+        pieces.append(("display", display))
+        at = place
+    pieces.append(("out", shorten(settle(raw[at:].decode("utf-8", "replace")))))
+    pieces.append(("err", shorten(settle(result.stderr))))
+    if result.data:
+        pieces.append(("value", Display(result.data)))
+    if isinstance(result.value, NotSent) and not result.data:
+        pieces.append(("value", Display({"text/plain": result.value.text})))
+    if plain:
+        return [(kind, _plain(piece) if isinstance(piece, Display) else piece.rstrip("\n")) for kind, piece in pieces]
+    return pieces
+
+
+def _plain(display: Display) -> str:
+    return str(display.data.get("text/plain", ""))
+
+
+def _as_html(kind: str, piece: Any) -> str:
+    if isinstance(piece, Display):
+        return _rich(piece)
+    colour = ";color:#b3261e" if kind == "err" else ""
+    return f'<pre style="{_PRE}{colour}">{html.escape(_ANSI.sub("", piece.rstrip(chr(10))))}</pre>'
+
+
+def _rich(display: Display) -> str:
+    data = display.data
+    if "text/html" in data:
+        return str(data["text/html"])
+    if "image/svg+xml" in data:
+        uri = base64.b64encode(str(data["image/svg+xml"]).encode()).decode()
+        return f'<img alt="figure" src="data:image/svg+xml;base64,{uri}" style="max-width:100%">'
+    for kind in ("image/png", "image/jpeg"):
+        if kind in data:
+            raw = data[kind]
+            text = base64.b64encode(raw).decode() if isinstance(raw, bytes) else str(raw).replace("\n", "")
+            alt = html.escape(str(data.get("text/plain", "figure")))
+            return f'<img alt="{alt}" src="data:{kind};base64,{text}" style="max-width:100%">'
+    text = shorten(str(data.get("text/plain", "")))
+    return f'<pre style="{_PRE}">{html.escape(_ANSI.sub("", text))}</pre>' if text else ""
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.split("\n"))
+
+
+def _freeze(data: Any) -> Any:
+    return tuple(sorted((k, v if isinstance(v, (str, bytes)) else repr(v)) for k, v in data.items()))

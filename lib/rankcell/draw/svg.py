@@ -1,0 +1,205 @@
+"""What every picture of the course is made of: a figure, a slider over figures, the colours, the marks.
+
+Pure functions from numbers to SVG text. A figure is stored as a picture inside `text/html`, because that is the
+one form that JupyterLab shows in an untrusted notebook, that works from file://, in print and on a phone. It does
+not plot data by itself: the other modules of this package do.
+"""
+
+import base64
+import html
+import json
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+# Okabe and Ito's palette, safe for the colour-blind (https://jfly.uni-koeln.de/color/, 2008). One colour per
+# operation, the same in every notebook.
+COLOURS = {
+    "compute": "#999999",
+    "wait": "#e3e3e3",
+    "send": "#e69f00",
+    "recv": "#e69f00",
+    "all_reduce": "#0072b2",
+    "reduce_scatter": "#56b4e9",
+    "all_gather": "#009e73",
+    "broadcast": "#cc79a7",
+    "reduce": "#cc79a7",
+    "scatter": "#d55e00",
+    "gather": "#d55e00",
+    "all_to_all": "#f0e442",
+    "barrier": "#444444",
+}
+RANK_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
+INK, MUTED, PAPER, LINE = "#1a1a1a", "#5a5a5a", "#ffffff", "#c8c8c8"
+FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif"
+
+# The script that turns the still picture into a slider; it runs on the static site and in a trusted notebook.
+_SLIDER = """(s=>{const f=s.closest('figure'),d=JSON.parse(f.querySelector('script[type="application/json"]').textContent),
+box=document.createElement('div'),lab=document.createElement('label'),inp=document.createElement('input'),out=document.createElement('output');
+lab.style.cssText='display:flex;flex-wrap:wrap;gap:.75em;align-items:center';inp.style.cssText='flex:1 1 12em;min-width:8em';
+inp.type='range';inp.min=0;inp.max=d.frames.length-1;inp.value=d.start;lab.append(d.name,inp,out);
+const img=f.querySelector('img'),show=()=>{const k=inp.value;img.src='data:image/svg+xml;base64,'+d.frames[k];img.alt=d.alts[k];out.value=inp.ariaValueText=d.labels[k]};
+inp.oninput=show;img.after(box,lab);show();f.dataset.ready='1'})(document.currentScript)"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One picture: SVG text, a sentence that says the finding, and a text twin for terminals and screen readers."""
+
+    svg: str
+    alt: str
+    text: str = ""
+
+    def __repr__(self) -> str:
+        return self.text or self.alt
+
+    def data_uri(self) -> str:
+        """The picture as the address of an `<img>`."""
+        return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode()
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(self.alt)}" '
+            f'src="{self.data_uri()}" style="max-width:100%"></figure>'
+        )
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Several pictures of one size under a slider; the picture `start` alone where scripts are off.
+
+    `labels` says what each picture shows, `name` what the slider moves through (for example "step").
+    """
+
+    figures: tuple[Figure, ...]
+    labels: tuple[str, ...]
+    name: str = "step"
+    caption: str = ""
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.figures or len(self.figures) != len(self.labels):
+            raise ValueError(
+                f"Frames got {len(self.figures)} figures and {len(self.labels)} labels. Give one label per figure, at least one."
+            )
+
+    def __repr__(self) -> str:
+        return "\n\n".join(
+            f"[{label}]\n{figure!r}" for label, figure in zip(self.labels, self.figures, strict=True)
+        )
+
+    def _repr_html_(self) -> str:
+        first = self.figures[self.start]
+        data = json.dumps(
+            {
+                "name": self.name,
+                "frames": [base64.b64encode(f.svg.encode()).decode() for f in self.figures],
+                "alts": [f.alt for f in self.figures],
+                "labels": self.labels,
+                "start": self.start,
+            }
+        ).replace("</", "<\\/")
+        caption = f"<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
+        return (
+            f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(first.alt)}" '
+            f'src="{first.data_uri()}" style="max-width:100%">{caption}'
+            f'<script type="application/json">{data}</script><script>{_SLIDER}</script></figure>'
+        )
+
+
+def drawing(width: float, height: float, *marks: str, alt: str, text: str = "") -> Figure:
+    """A figure of `width` x `height` px on white paper, so that it reads on a dark page too.
+
+    Keep `width` near 640: at 380 px (a phone) a 640 px figure is shown at 0.6 times its size, so text of 20 px
+    stays above 11 px there.
+    """
+    body = "".join(marks)
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" font-family="{FONT}">'
+        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{body}</svg>'
+    )
+    return Figure(svg, alt, text)
+
+
+def rect(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    *,
+    fill: str = "none",
+    stroke: str = "none",
+    title: str = "",
+    radius: float = 2,
+    dash: str = "",
+) -> str:
+    """A bar. `title` is what a mouse over it shows. An outline without fill means predicted, a filled bar measured."""
+    tip = f"<title>{escape(title)}</title>" if title else ""
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" rx="{radius:g}" '
+        f'fill="{fill}" stroke="{stroke}"{dashed}>{tip}</rect>'
+    )
+
+
+def label(
+    x: float,
+    y: float,
+    text: object,
+    *,
+    size: float = 20,
+    anchor: str = "start",
+    fill: str = INK,
+    bold: bool = False,
+    mono: bool = False,
+) -> str:
+    """Text with its baseline at `y`. `anchor` is start, middle or end."""
+    weight = ' font-weight="600"' if bold else ""
+    family = " font-family=\"ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace\"" if mono else ""
+    return (
+        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"{weight}{family}>'
+        f"{escape(str(text))}</text>"
+    )
+
+
+def line(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    *,
+    stroke: str = LINE,
+    width: float = 1,
+    dash: str = "",
+    arrow: bool = False,
+) -> str:
+    """A straight line, with a head at its end where `arrow` is set."""
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    mark = f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" stroke="{stroke}" stroke-width="{width:g}"{dashed}/>'
+    if not arrow:
+        return mark
+    length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5 or 1.0
+    ux, uy = (x2 - x1) / length, (y2 - y1) / length
+    size = 5 + width * 1.5
+    left = (x2 - size * ux - size / 2 * uy, y2 - size * uy + size / 2 * ux)
+    right = (x2 - size * ux + size / 2 * uy, y2 - size * uy - size / 2 * ux)
+    head = " ".join(f"{px:.2f},{py:.2f}" for px, py in ((x2, y2), left, right))
+    return mark + f'<polygon points="{head}" fill="{stroke}"/>'
+
+
+def format_bytes(nbytes: float) -> str:
+    """`nbytes` with a binary unit: 1 MiB = 2^20 B. The one place that formats bytes."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` with the unit that suits it. The one place that formats time."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if abs(seconds) * factor >= 1 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError("the last unit always answers")

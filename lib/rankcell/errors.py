@@ -1,0 +1,242 @@
+"""Every error a learner can meet, with its wording.
+
+A message says what happened, the numbers, and what to do. No port, pid or backend text stands in a message: it would
+change from run to run and teach nothing. It is kept in `error.run.ranks[r].error`.
+"""
+
+import difflib
+import linecache
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .results import Call, Mismatch, RankFailure, RankResult, Run, name_ranks
+
+
+class _Told:
+    """An error whose message says it all: IPython shows it without a traceback through our own code."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class RankError(_Told, RuntimeError):
+    """A rank cell did not finish on every rank. `run` holds what each rank did and printed until then."""
+
+    def __init__(self, message: str, run: Run) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+class Deadlock(RankError):
+    """The ranks wait for each other, or for a rank that will never answer: proved from what each of them waits for."""
+
+
+class RankTimeout(RankError):
+    """The ranks did not all finish within the time that the cell was given."""
+
+
+class RankLost(RankError):
+    """The process of a rank ended in the middle of a cell. A new one has taken its place."""
+
+
+class RanksInterrupted(KeyboardInterrupt):
+    """The learner interrupted a rank cell. `run` holds what each rank did and printed until then."""
+
+    def __init__(self, message: str, run: Run) -> None:
+        super().__init__(message)
+        self.run = run
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]
+
+
+class RankMismatch(RankError):
+    """The ranks called things that do not fit together. Nothing was sent."""
+
+
+class MismatchError(RuntimeError):
+    """On a rank: this call does not match the call of another rank. Nothing was sent."""
+
+    def __init__(self, details: Mismatch) -> None:
+        self.details = details
+        calls = ", ".join(f"rank {r} calls {c.text}{_at_line(c.line)}" for r, c in sorted(details.calls.items()))
+        super().__init__(f"{details.problem}: {calls}. Nothing was sent. {_advice(details.problem)}")
+
+
+def _at_line(line: int) -> str:
+    return f" at line {line}" if line else ""
+
+
+def _advice(problem: str) -> str:
+    return _MISMATCH_ADVICE.get(problem, _SPLIT_ADVICE)
+
+
+_MISMATCH_ADVICE = {
+    "different operations": "Every rank of a group must call the same operations in the same order.",
+    "different dtypes": "Give the tensors the same dtype on every rank.",
+    "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest.",
+    "different sizes": "The receiving tensor must have as many elements as the one sent.",
+    "different roots": "src or dst must name the same rank on every rank.",
+    "different reduce operations": "Pass the same `op=` on every rank.",
+}
+_SPLIT_ADVICE = "What one rank sends to another must be as long as what that rank expects."
+
+
+class RankInputError(EOFError):
+    """A rank asked for keyboard input, which only the notebook has."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "input() does not work on a rank: the ranks have no keyboard. Ask in an ordinary cell and push the answer "
+            "with `--push NAME`."
+        )
+
+
+class WorldSizeError(_Told, ValueError):
+    """The machine cannot hold that many ranks."""
+
+
+class PushError(_Told, TypeError):
+    """A name could not be sent to the ranks. No rank has run."""
+
+
+class PullError(_Told, NameError):
+    """A name could not be fetched from the ranks. The cell itself ran: `run` holds its result."""
+
+    def __init__(self, message: str, run: Run) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+class OptionError(_Told, ValueError):
+    """A magic's line has an option or a word that does not exist."""
+
+
+class CellSyntaxError(_Told, ValueError):
+    """The cell is no Python. No rank has run."""
+
+    def __init__(self, error: SyntaxError) -> None:
+        lines = [f"{error.msg}, line {error.lineno}"]
+        if error.text:
+            text = error.text.rstrip("\n")
+            lines.append(f"    {text.lstrip()}")
+            if error.offset:
+                lines.append("    " + " " * max(error.offset - 1 - (len(text) - len(text.lstrip())), 0) + "^")
+        super().__init__("\n".join([*lines, "No rank has run."]))
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"SyntaxError: {self}"]
+
+
+def unknown_option(word: str, known: Sequence[str], magic: str) -> str:
+    """The sentence for a misspelt option: the nearest one first, then all of them."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    guess = f" Did you mean {near[0]}?" if near else ""
+    return f"{magic} has no option {word}.{guess} Its options are: {', '.join(known)}. `{magic}?` explains them."
+
+
+def describe_frames(failure: RankFailure) -> str:
+    """The learner's part of a traceback: where in the cell it happened, with the lines themselves."""
+    parts = []
+    for frame in failure.frames:
+        source = frame.source or linecache.getline(frame.filename, frame.lineno).strip()
+        where = _where(frame.filename, frame.lineno)
+        parts.append(f"  {where}, in {frame.name}\n    {source}" if source else f"  {where}, in {frame.name}")
+    return "\n".join(parts)
+
+
+def _where(filename: str, lineno: int) -> str:
+    if filename.startswith("<cell"):
+        return f'File "{filename}", line {lineno}'
+    if "ipykernel_" in filename:  # the kernel's name for a notebook cell holds its pid
+        return f"An earlier cell of the notebook, line {lineno}"
+    for mark in ("/site-packages/", "/lib/python3"):
+        if mark in filename:
+            return f"File \"{filename.rsplit(mark, 1)[1].split('/', 1)[-1] if mark != '/site-packages/' else filename.rsplit(mark, 1)[1]}\", line {lineno}"
+    return f'File "{filename}", line {lineno}'
+
+
+def rank_error(run: Run) -> RankError:
+    """The error for a cell in which at least one rank raised, the earliest failure first."""
+    first = run.failed[0]
+    assert first.error is not None
+    same = [r for r in run.failed if r.error and str(r.error) == str(first.error)]
+    if len(same) > 1:
+        head = f"{name_ranks([r.rank for r in same])} of {run.world_size} failed alike: {first.error}"
+    elif len(run.failed) == 1:
+        head = f"rank {first.rank} of {run.world_size} failed: {first.error}"
+    else:
+        head = f"rank {first.rank} of {run.world_size} failed first: {first.error}"
+    lines = [head]
+    victims = [r.rank for r in run.failed if r.error and r.error.caused_by_abort and r not in same]
+    if victims:
+        lines.append(
+            f"  {name_ranks(victims)} waited for it and {'was' if len(victims) == 1 else 'were'} freed "
+            f"(`error.run.ranks[r].error`)"
+        )
+    others = [r for r in run.failed if r not in same and r.rank not in victims]
+    lines += [f"  rank {r.rank} failed too: {r.error}" for r in others]
+    frames = describe_frames(first.error)
+    if frames:
+        lines += ["", frames]
+    lines += [f"\n{note}" for note in first.error.notes]
+    return RankError("\n".join(lines), run)
+
+
+def mismatch_error(run: Run) -> RankMismatch:
+    """The error for calls that do not match. It names the ranks in the minority: who noticed first is chance."""
+    first = next(r.error for r in run.failed if r.error and r.error.mismatch)
+    assert first.mismatch is not None
+    calls: dict[int, Call] = {}
+    for result in run.failed:
+        failure = result.error
+        if failure is None:
+            continue
+        if failure.mismatch and failure.mismatch.problem == first.mismatch.problem:
+            calls |= failure.mismatch.calls
+        elif failure.call is not None and failure.caused_by_abort:
+            calls[result.rank] = failure.call
+    texts: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        texts.setdefault(call.text, []).append(rank)
+    parties = sorted(texts.items(), key=lambda item: (len(item[1]), -item[1][0]))
+    odd_text, odd = parties[0]
+    problem = first.mismatch.problem
+    verb = "calls" if len(odd) == 1 else "call"
+    if len(parties) == 1:  # alike in words: the pieces differ
+        head = f"the calls of {name_ranks(list(calls))} do not fit together: {problem}."
+    else:
+        rest_text, rest = parties[-1]
+        rest_verb = "calls" if len(rest) == 1 else "call"
+        head = f"{name_ranks(odd)} {verb} {odd_text} where {name_ranks(rest)} {rest_verb} {rest_text}: {problem}."
+    width = max(len(name_ranks(r)) for r in texts.values())
+    lines = [
+        f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]].line)} (call {calls[ranks[0]].nth})"
+        for text, ranks in sorted(texts.items(), key=lambda item: item[1][0])
+    ]
+    return RankMismatch("\n".join([head, *lines, f"Nothing was sent. {_advice(problem)}"]), run)
+
+
+def lost_error(run: Run, lost: Iterable[RankResult], *, groups_closed: bool) -> RankLost:
+    """The error for a cell in which the process of a rank ended."""
+    lost = list(lost)
+    lines = []
+    for result in lost:
+        assert result.error is not None
+        lines.append(f"rank {result.rank} of {run.world_size} {result.error.message}")
+    others = [r.rank for r in run.ran if r not in lost]
+    who = name_ranks([r.rank for r in lost])
+    lines.append(
+        f"A new process has taken the place of {who}: names defined there are gone. Run the cells that define them "
+        f"again, or `%ranks restart` for fresh ranks."
+    )
+    if others:
+        kept = f"{name_ranks(others)} kept {'its' if len(others) == 1 else 'their'} names"
+        lines.append(kept + (", but process groups made with new_group were closed." if groups_closed else "."))
+    return RankLost("\n".join(lines), run)
+
+
+def plain_value(value: Any) -> str:
+    """A short name for a value in a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,341 @@
+"""The IPython side: `%%ranks` runs a cell on the ranks, `%ranks` shows, stops and restarts them.
+
+Parses the magic's line, calls `Ranks.run`, returns its value. The worlds live in the one `RankMagics` instance that
+`%load_ext rankcell` makes.
+"""
+
+import argparse
+import ast
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from IPython.core.completer import SimpleCompletion, SimpleMatcherResult, context_matcher
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+from IPython.core.magic_arguments import MagicArgumentParser, argument, magic_arguments
+from IPython.display import clear_output, display
+
+from . import errors, world
+from .draw import page
+from .draw.svg import format_bytes
+from .results import Run, name_ranks
+
+PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
+_WORDS = ("stop", "restart")
+
+
+def _ranks(text: str) -> list[int]:
+    """Ranks from "2", "0,2" or "0-2"."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not match:
+            raise argparse.ArgumentTypeError(f"{text!r} names no ranks. Write 2, or 0,2, or 0-2.")
+        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return ranks
+
+
+def _names(text: str) -> list[str]:
+    """Names from "a,b"."""
+    names = [n.strip() for n in text.split(",") if n.strip()]
+    wrong = [n for n in names if not n.isidentifier()]
+    if wrong or not names:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of names. Write x or x,y.")
+    return names
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time. Write a number of seconds above 0, such as 60.")
+    return seconds
+
+
+@magics_class
+class RankMagics(Magics):
+    """`%%ranks` and `%ranks`, and the worlds that they have started."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.worlds: dict[tuple[int, str], world.Ranks] = {}
+        self.last: world.Ranks | None = None
+
+    @magic_arguments()
+    @argument(
+        "world_size",
+        nargs="?",
+        help="how many ranks: `%%%%ranks 4`. As a line, `%%ranks` lists the worlds alive, `%%ranks stop` ends their "
+        "processes, `%%ranks restart` gives fresh ones.",
+    )
+    @argument("--only", type=_ranks, metavar="RANKS", help="run on these ranks of the world only: 2, or 0,2, or 0-2")
+    @argument("--push", type=_names, metavar="NAMES", help="copy these names from the notebook to the ranks first")
+    @argument(
+        "--pull", type=_names, metavar="NAMES", help="afterwards fetch these names, each as a list by rank"
+    )
+    @argument("-o", "--out", type=_names, metavar="NAME", help="name the Run in the notebook")
+    @argument("--timeout", type=_seconds, metavar="SECONDS", help="interrupt the ranks after this time")
+    @argument("--device", default="auto", help="cpu, cuda, or auto (the default: a GPU for each rank, else the CPU)")
+    @argument("--fresh", action="store_true", help="start new ranks first: no names from earlier cells")
+    @argument("--values", action="store_true", help="record what the tensors of every communication held")
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell on several real ranks, and show what each of them said.
+
+        On every rank the names rank, world_size, device, torch and dist are there, and all names that earlier
+        %%ranks cells of the same world defined. The value is a Run: run.ranks[2].stdout, run.values, run.events.
+
+            %%ranks 4 --pull x -o run
+            x = torch.ones(3, device=device) * rank
+            dist.all_reduce(x)
+            x
+        """
+        if cell is None:
+            return self._line(line)
+        options = _parse(RankMagics.ranks.parser, line)
+        if options.world_size is None:
+            raise errors.OptionError("how many ranks? Write for example `%%ranks 4`.")
+        if not options.world_size.isdigit() or int(options.world_size) < 1:
+            raise errors.OptionError(f"{options.world_size!r} is no number of ranks. Write for example `%%ranks 4`.")
+        push = self._pushed(options.push or ())
+        source = self._source(cell)
+        ranks = self._world(int(options.world_size), options.device, fresh=options.fresh)
+        live = _Live()
+        try:
+            run = ranks.run(
+                source,
+                only=options.only,
+                push=push,
+                pull=options.pull or (),
+                timeout=options.timeout,
+                values=options.values,
+                filename=f"<cell {self.shell.execution_count}>",
+                on_update=live.update,
+            )
+        except (errors.RankError, errors.RanksInterrupted, errors.PullError) as error:
+            self._keep(error.run, options)
+            _show_before_error(live, error.run)
+            raise
+        live.end()
+        self._tell(ranks)
+        self._keep(run, options)
+        return run
+
+    # -- parts of a cell -----------------------------------------------------------------------------------------
+
+    def _source(self, cell: str) -> str:
+        """The cell with its magics translated, and lines counted as the notebook counts them: `%%ranks` is line 1."""
+        source = "\n" + self.shell.input_transformer_manager.transform_cell(cell)
+        try:
+            ast.parse(source)
+        except SyntaxError as error:
+            raise errors.CellSyntaxError(error) from None
+        return source
+
+    def _pushed(self, names: Sequence[str]) -> dict[str, Any]:
+        missing = [n for n in names if n not in self.shell.user_ns]
+        if missing:
+            raise errors.PushError(
+                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an ordinary cell "
+                f"first. No rank has run."
+            )
+        return {n: self.shell.user_ns[n] for n in names}
+
+    def _world(self, world_size: int, device: str, *, fresh: bool) -> world.Ranks:
+        try:
+            kind = world.choose_device(world_size, device)[0]
+        except errors.WorldSizeError:
+            raise
+        except ValueError as error:
+            raise errors.OptionError(str(error)) from None
+        key = (world_size, kind)
+        ranks = self.worlds.get(key)
+        if ranks is not None and ranks.alive:
+            if fresh:
+                ranks.restart()
+        else:
+            ranks = self.worlds[key] = world.Ranks(world_size, device=device)
+            if kind != "cpu":
+                print(f"{world_size} ranks: {ranks.device_note}.")
+        self.last = ranks
+        return ranks
+
+    def _tell(self, ranks: world.Ranks) -> None:
+        while ranks.notes:
+            print(ranks.notes.pop(0))
+
+    def _keep(self, run: Run | None, options: Any) -> None:
+        if run is None:
+            return
+        if options.out:
+            self.shell.user_ns[options.out[0]] = run
+        for name, values in run.pulled.items():
+            self.shell.user_ns[name] = list(values)
+
+    # -- the line magic ------------------------------------------------------------------------------------------
+
+    def _line(self, line: str) -> Any:
+        word = line.strip()
+        if word == "":
+            return Worlds.of(self.worlds.values())
+        if word == "stop":
+            count = sum(w.alive for w in self.worlds.values())
+            self.stop()
+            print(f"Stopped {count} {'world' if count == 1 else 'worlds'}. The next %%ranks cell starts new ranks.")
+            return None
+        if word == "restart":
+            alive = [w for w in self.worlds.values() if w.alive]
+            for ranks in alive:
+                ranks.restart()
+            sizes = ", ".join(f"{w.world_size} ranks" for w in alive) or "nothing: no world is alive"
+            print(f"Started anew: {sizes}.")
+            return None
+        if re.match(r"\d", word):
+            raise errors.OptionError(
+                f"`%ranks {word}` runs nothing. To run a cell on the ranks, begin it with `%%ranks {word}`."
+            )
+        raise errors.OptionError(errors.unknown_option(word, _WORDS, "%ranks"))
+
+    def stop(self) -> None:
+        """End all worlds."""
+        for ranks in self.worlds.values():
+            if ranks.alive:
+                ranks.stop()
+        self.worlds.clear()
+
+    # -- completion ----------------------------------------------------------------------------------------------
+
+    def completions(self, text: str, word: str) -> list[str]:
+        """Names that complete `word` in the rank cell `text`: predefined ones and those that the ranks know."""
+        head = re.match(r"\s*%%ranks\s+(\d+)", text)
+        if not head:
+            return []
+        ranks = next(
+            (w for (size, _), w in reversed(list(self.worlds.items())) if size == int(head[1]) and w.alive), None
+        )
+        if "." in word:
+            return ranks.complete(word) if ranks else []
+        known = dict.fromkeys((*PREDEFINED, *(ranks.names if ranks else ())))
+        return [n for n in known if n.startswith(word)]
+
+
+class Worlds:
+    """What `%ranks` shows: a row per world, with its processes and their memory."""
+
+    def __init__(self, rows: list[tuple[str, str, list[int], list[int | None]]]) -> None:
+        self.rows = rows
+
+    @classmethod
+    def of(cls, worlds: Any) -> "Worlds":
+        """The rows for these worlds."""
+        alive = [w for w in worlds if w.alive]
+        return cls([(f"{w.world_size} ranks", f"{w.device} ({w.backend})", w.pids, w.memory()) for w in alive])
+
+    def __repr__(self) -> str:
+        if not self.rows:
+            return "No ranks are alive. A `%%ranks 4` cell starts four."
+        lines = []
+        for size, device, pids, memory in self.rows:
+            known = [m for m in memory if m is not None]
+            used = format_bytes(sum(known)) if len(known) == len(memory) else "unknown memory"
+            lines.append(f"{size} on {device}, {used} in all, pids {', '.join(map(str, pids))}")
+        return "\n".join(lines)
+
+
+class _Live:
+    """Shows a cell's output while it runs; gone when the cell ends, its value stands there then."""
+
+    def __init__(self) -> None:
+        self.shown = False
+        self._last: tuple[str, str] | None = None
+
+    def update(self, run: Run, doing: str) -> None:
+        """Called while the ranks run."""
+        text = page.as_html(run) if any(r.stdout or r.stderr or r.displays for r in run.ran) else ""
+        if self._last == (text, doing):
+            return
+        self._last = (text, doing)
+        if self.shown:
+            clear_output(wait=True)
+        self.shown = True
+        line = f'<div style="font-size:0.85em;opacity:0.75">running: {doing}</div>'
+        display({"text/html": text + line, "text/plain": f"{page.as_text(run)}\nrunning: {doing}"}, raw=True)
+
+    def end(self) -> None:
+        """Take the live output away."""
+        if self.shown:
+            clear_output(wait=True)
+            self.shown = False
+
+
+def _show_before_error(live: _Live, run: Run | None) -> None:
+    """Show what the ranks printed before something went wrong."""
+    live.end()
+    if run is not None and any(r.stdout or r.stderr or r.displays or r.data for r in run.ran):
+        display(run)
+
+
+def _parse(parser: MagicArgumentParser, line: str) -> Any:
+    try:
+        return parser.parse_argstring(line)
+    except UsageError as error:
+        text = str(error)
+        unknown = re.search(r"unrecognized arguments: (\S+)", text)
+        if unknown:
+            word = unknown[1]
+            known = sorted({o for action in parser._actions for o in action.option_strings if o != "-h"} - {"--help"})
+            if not word.startswith("-"):
+                raise errors.OptionError(
+                    f"{word!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; names are "
+                    f"separated by commas without spaces. `%%ranks?` explains the options."
+                ) from None
+            raise errors.OptionError(errors.unknown_option(word.split("=")[0], known, "%%ranks")) from None
+        raise errors.OptionError(re.sub(r"^argument ", "", text)) from None
+
+
+def load(shell: Any) -> RankMagics:
+    """Register the magics, the display of a Run and the completion with an IPython shell."""
+    magics = RankMagics(shell)
+    shell.register_magics(magics)
+    formatters = shell.display_formatter.formatters
+    formatters["text/plain"].for_type(Run, lambda run, p, cycle: p.text(page.as_text(run)))
+    formatters["text/html"].for_type(Run, page.as_html)
+
+    @context_matcher(identifier="rankcell")
+    def matcher(context: Any) -> SimpleMatcherResult:
+        found = magics.completions(context.full_text, _dotted_word(context.line_with_cursor or context.token, context))
+        prefix = len(_dotted_word(context.line_with_cursor, context)) - len(context.token)
+        return SimpleMatcherResult(completions=[SimpleCompletion(text=n[prefix:]) for n in found])
+
+    shell.Completer.custom_matchers.append(matcher)
+    magics._matcher = matcher
+    # torch takes over a second to import: the fork server does it meanwhile, and so does this process
+    world.warm_up()
+    threading.Thread(target=_import_torch, name="rankcell import", daemon=True).start()
+    return magics
+
+
+def _dotted_word(line: str, context: Any) -> str:
+    """The name, dotted or not, that ends at the cursor."""
+    match = re.search(r"[\w.]*$", line[: context.cursor_position] if line is context.line_with_cursor else line)
+    return match[0] if match else ""
+
+
+def _import_torch() -> None:
+    import torch.multiprocessing  # noqa: F401
+
+
+def unload(shell: Any, magics: RankMagics) -> None:
+    """Stop the worlds and take the completion away."""
+    magics.stop()
+    if magics._matcher in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.remove(magics._matcher)
+    shell.magics_manager.magics["cell"].pop("ranks", None)
+    shell.magics_manager.magics["line"].pop("ranks", None)
+
+
+__all__ = ["RankMagics", "Worlds", "load", "name_ranks", "unload"]

@@ -1,0 +1,325 @@
+"""Keeps the course's notebooks executed, clean and in step with their outputs; makes the student copies.
+
+    python -m rankcell.notebooks stale notebooks/*.ipynb      # which notebooks need a run, and why
+    python -m rankcell.notebooks execute notebooks/04_*.ipynb # run these top to bottom, in place
+    python -m rankcell.notebooks execute --stale notebooks/*  # run only those that need it
+    python -m rankcell.notebooks student --to student notebooks/*.ipynb
+
+A notebook is stale when its code is not the code that made its outputs. A change in the library does not make
+it stale: `make test` runs every notebook against the library of the day. This module does not judge prose or
+style; tests/test_notebooks.py does.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+LANGUAGE = {
+    "name": "python",
+    "file_extension": ".py",
+    "mimetype": "text/x-python",
+    "pygments_lexer": "ipython3",
+}
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+# The first line of a solution, below a cell magic if there is one. Students get it as the text of an error.
+EXERCISE = re.compile(r"^#\s*(Exercise (\d+): \S.*)$")
+
+# Paths that only one machine has: they teach nothing, change on every run, and tell who ran the notebook.
+FOREIGN_PATHS = re.compile(
+    r"File ~/|/tmp/ipykernel_\d+|/root/|/home/[\w.-]+/|/Users/[\w.-]+/|site-packages/|/var/folders/"
+)
+
+
+class NotebookError(Exception):
+    """What is wrong with one notebook, in words for its author."""
+
+
+def read(path: Path) -> NotebookNode:
+    """The notebook stored at `path`, or a `NotebookError` that says why it cannot be read."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except FileNotFoundError:
+        raise NotebookError(f"{path}: there is no such notebook.") from None
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
+        raise NotebookError(f"{path}: not a notebook: {str(error).splitlines()[0]}") from None
+
+
+def write(notebook: NotebookNode, path: Path) -> None:
+    """Store `notebook` at `path` whole or not at all: a reader never meets half a file."""
+    text = nbformat.writes(notebook) + "\n"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    draft = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        draft.chmod(0o644)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    """The cells that have something to run, in order."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+def tags(cell: NotebookNode) -> list[str]:
+    """The tags of one cell."""
+    return cell.metadata.get("tags", [])
+
+
+def fingerprint(notebook: NotebookNode) -> str:
+    """16 hex digits that change whenever the code of any cell changes."""
+    sources = json.dumps([cell.source for cell in code_cells(notebook)], ensure_ascii=False)
+    return hashlib.sha256(sources.encode()).hexdigest()[:16]
+
+
+def why_stale(notebook: NotebookNode) -> str:
+    """Why the stored outputs cannot be trusted, in a few words; empty when they can."""
+    cells = code_cells(notebook)
+    stored = notebook.metadata.get("rankcell", {}).get("executed")
+    if stored is None:
+        return "never executed by `make execute`"
+    if stored != fingerprint(notebook):
+        return "its code changed since it was executed"
+    counts = [cell.execution_count for cell in cells]
+    if counts != list(range(1, len(cells) + 1)):
+        return f"not executed from top to bottom (execution counts {counts})"
+    for count, cell in enumerate(cells, start=1):
+        failed = any(output.output_type == "error" for output in cell.outputs)
+        expected = "raises-exception" in tags(cell)
+        if failed and not expected:
+            return f"cell [{count}] holds an error but has no tag `raises-exception`"
+        if expected and not failed:
+            return f"cell [{count}] has the tag `raises-exception` but holds no error"
+    return ""
+
+
+def output_texts(notebook: NotebookNode) -> Iterator[tuple[int, str]]:
+    """Every text stored as output, with the execution count of its cell."""
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                yield cell.execution_count, output.text
+            elif output.output_type == "error":
+                yield cell.execution_count, "\n".join([output.evalue, *output.traceback])
+            else:
+                for value in output.data.values():
+                    yield cell.execution_count, value if isinstance(value, str) else json.dumps(value)
+
+
+def machine_paths(notebook: NotebookNode, here: Iterable[str] = ()) -> list[str]:
+    """One sentence for each stored output that names a path of one machine. `here` adds paths to look for."""
+    known = [re.escape(path) for path in here if len(path) > 1]
+    pattern = re.compile("|".join([FOREIGN_PATHS.pattern, *known]))
+    found = []
+    for count, text in output_texts(notebook):
+        match = pattern.search(text)
+        if match:
+            start = text.rfind("\n", 0, match.start()) + 1
+            line = text[start:].splitlines()[0].strip()
+            found.append(f"cell [{count}] shows the path {match[0]!r} of this machine: {line[:160]}")
+    return found
+
+
+def paths_of_this_machine() -> list[str]:
+    """The folders that must not appear in a stored output."""
+    return [str(Path.home()), str(Path.cwd()), sys.prefix]
+
+
+def clean(notebook: NotebookNode) -> None:
+    """Keep what a reader needs; what differs from run to run or from editor to editor goes."""
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    seen: set[str] = set()
+    uses_widgets = False
+    for index, cell in enumerate(notebook.cells):
+        if not cell.get("id") or cell["id"] in seen:
+            cell["id"] = hashlib.sha256(f"{index} {cell.source}".encode()).hexdigest()[:8]
+        seen.add(cell["id"])
+        kept = tags(cell)
+        cell.metadata = NotebookNode({"tags": kept} if kept else {})
+        for output in cell.get("outputs", []):
+            if "metadata" in output:
+                output.metadata = NotebookNode()
+            uses_widgets |= WIDGET_VIEW in output.get("data", {})
+    kept_metadata = {"kernelspec": KERNELSPEC, "language_info": LANGUAGE}
+    if "rankcell" in notebook.metadata:
+        kept_metadata["rankcell"] = notebook.metadata["rankcell"]
+    if uses_widgets and WIDGET_STATE in notebook.metadata.get("widgets", {}):
+        kept_metadata["widgets"] = {WIDGET_STATE: notebook.metadata["widgets"][WIDGET_STATE]}
+    notebook.metadata = nbformat.from_dict(kept_metadata)
+
+
+def execute(path: Path, *, timeout: float = 600) -> float:
+    """Run the notebook at `path` in a fresh kernel, store its outputs, return the seconds it took.
+
+    Nothing is stored unless every cell ended as its tags say: `timeout` is the limit of one cell in seconds.
+    """
+    notebook = read(path)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    notebook.metadata.pop("widgets", None)
+    # No kernel folder: jupyter_client then starts the interpreter that runs this line, and not whichever
+    # environment was the last to register a kernel called python3 in the user's home.
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    client = NotebookClient(
+        notebook,
+        km=manager,
+        timeout=timeout,
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        extra_arguments=["--IPKernelApp.log_level=40"],  # else every kernel warns of its unencrypted sockets
+        coalesce_streams=True,
+    )
+    start = time.perf_counter()
+    try:
+        client.execute(cleanup_kc=True)
+    except CellTimeoutError:
+        raise NotebookError(
+            f"{path}: {where_it_stopped(notebook)} did not end within {timeout:g} s."
+        ) from None
+    except CellExecutionError as error:
+        detail = "" if str(error.evalue) in error.traceback else f"\n{error.ename}: {error.evalue}"
+        raise NotebookError(
+            f"{path}: {where_it_stopped(notebook)} raised {error.ename}: {first_line(error.evalue)}\n\n"
+            f"{error.traceback}{detail}\n"
+            "The notebook on disk is as it was. A cell that fails on purpose has the tag `raises-exception`."
+        ) from None
+    except DeadKernelError:
+        raise NotebookError(f"{path}: {where_it_stopped(notebook)} ended the kernel.") from None
+    seconds = time.perf_counter() - start
+    notebook.metadata["rankcell"] = {"executed": fingerprint(notebook)}
+    clean(notebook)
+    problems = machine_paths(notebook, paths_of_this_machine())
+    reason = why_stale(notebook)
+    if reason:
+        problems.append(reason)
+    if problems:
+        raise NotebookError("\n  ".join([f"{path}: executed, but not stored:", *problems]))
+    write(notebook, path)
+    return seconds
+
+
+def where_it_stopped(notebook: NotebookNode) -> str:
+    """The last cell that was started, by its number and its first line."""
+    cells = code_cells(notebook)
+    started = [cell for cell in cells if cell.execution_count or cell.outputs]
+    cell = started[-1] if started else cells[0]
+    return f"code cell {cells.index(cell) + 1} of {len(cells)} (`{first_line(cell.source)}`)"
+
+
+def first_line(text: str) -> str:
+    """The first line of `text`, shortened for a message."""
+    line = (text.strip().splitlines() or [""])[0]
+    return line if len(line) <= 100 else line[:99] + "…"
+
+
+def exercise_text(cell: NotebookNode) -> str | None:
+    """The words of `# Exercise N: ...` at the head of a solution cell, or None where they are missing."""
+    lines = cell.source.splitlines()
+    if lines and lines[0].startswith("%%"):
+        lines = lines[1:]
+    match = EXERCISE.match(lines[0]) if lines else None
+    return match[1] if match else None
+
+
+def stub(cell: NotebookNode) -> str:
+    """What a student gets for the solution: the cell magic, if any, and an error that states the task."""
+    first = cell.source.split("\n", 1)[0]
+    magic = first + "\n" if first.startswith("%%") else ""
+    return f"{magic}raise NotImplementedError({json.dumps(exercise_text(cell), ensure_ascii=False)})"
+
+
+def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
+    """A copy of `notebook` without outputs, a stub in place of each solution. Errors call it `name`."""
+    copy = deepcopy(notebook)
+    copy.metadata.pop("rankcell", None)
+    copy.metadata.pop("widgets", None)
+    for index, cell in enumerate(copy.cells, start=1):
+        if "solution" in tags(cell):
+            if cell.cell_type != "code" or exercise_text(cell) is None:
+                raise NotebookError(
+                    f"{name}: cell {index} is tagged `solution` but does not begin with a comment like "
+                    f"`# Exercise 2: send the last shard first` (below the `%%ranks` line, if there is one). "
+                    f"It begins with `{first_line(cell.source)}`."
+                )
+            cell.source = stub(cell)
+            cell.metadata["tags"] = ["exercise" if tag == "solution" else tag for tag in tags(cell)]
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return copy
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the number for the shell is 0 when all went well."""
+    parser = argparse.ArgumentParser(prog="python -m rankcell.notebooks", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, help_text in (
+        ("stale", "name the notebooks whose outputs are not those of their code"),
+        ("execute", "run notebooks from top to bottom, in place"),
+        ("student", "write copies with stubs in place of solutions"),
+    ):
+        command = commands.add_parser(name, help=help_text)
+        command.add_argument("notebooks", nargs="*", type=Path)
+        if name == "execute":
+            command.add_argument("--stale", action="store_true", help="only those that need it")
+            command.add_argument(
+                "--timeout", type=float, default=600, help="seconds for one cell (default 600)"
+            )
+        if name == "student":
+            command.add_argument("--to", type=Path, default=Path("student"), help="folder of the copies")
+    options = parser.parse_args(arguments)
+    failures = 0
+    for path in options.notebooks:
+        try:
+            if options.command == "student":
+                make_student_copy(path, options.to)
+            elif options.command == "stale" or options.stale:
+                reason = why_stale(read(path))
+                if reason:
+                    print(f"{path}: {reason}", flush=True)
+                if reason and options.command == "execute":
+                    run_and_report(path, options.timeout)
+            else:
+                run_and_report(path, options.timeout)
+        except NotebookError as error:
+            print(error, file=sys.stderr, flush=True)
+            failures += 1
+    return 1 if failures else 0
+
+
+def make_student_copy(path: Path, folder: Path) -> None:
+    """Write the student copy of the notebook at `path` into `folder`."""
+    copy = student_copy(read(path), str(path))
+    folder.mkdir(parents=True, exist_ok=True)
+    write(copy, folder / path.name)
+    print(folder / path.name, flush=True)
+
+
+def run_and_report(path: Path, timeout: float) -> None:
+    """Execute the notebook at `path` and say how long it took."""
+    print(f"{path}: running ...", flush=True)
+    print(f"{path}: {execute(path, timeout=timeout):.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

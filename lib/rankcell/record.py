@@ -1,0 +1,625 @@
+"""Inside a rank: sees every communication before it is sent, whoever issues it, and writes it down.
+
+All of torch's distributed operations (calls of the user, DDP's reducer, FSDP2, DTensor, functional collectives,
+pipelining) pass the dispatcher as `c10d::...`. We register at its BackendSelect key, which sits right above the
+backends: nothing is overridden, one registration serves every backend and device, and the real kernel is reached by
+redispatch. Measured against nine other ways to listen: the only one that saw everything without deadlock and without
+a tax on computing.
+
+Beside the record it keeps, in memory that the ranks of a machine share, a signature of each operation: a rank whose
+call does not match its peers' raises `MismatchError` before any data moves, where gloo would abort the process or
+return garbage. It does not draw, and it decides nothing about hangs: `diagnose.py` does.
+"""
+
+import contextlib
+import mmap
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import MismatchError
+from .results import Call, Event, Mismatch, Values
+
+clock = time.monotonic  # one clock for all processes of a machine
+
+MAX_EVENTS = 10_000  # per rank and cell; the oldest are dropped and counted
+MAX_VALUES = 64  # numbers kept per tensor with `--values`
+
+# Operation of the dispatcher -> its name in the course.
+OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "barrier": "barrier",
+    "monitored_barrier_": "monitored_barrier",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+}
+_INPUTS = ("input_tensors", "input_tensor", "input", "inputs", "input_list", "tensors", "tensor")
+_OUTPUTS = ("output_tensors", "output_tensor", "output", "outputs", "output_list", "tensors", "tensor")
+_REDUCING = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+)
+_REDUCING_OPS = {"all_reduce", "reduce", "reduce_scatter"}
+
+_LIBRARY = ("/torch/", "/rankcell/record.py", "/rankcell/worker.py", "<frozen")
+
+_here = threading.local()  # what the Python side of a call knows and the dispatcher does not: the reduce op, the caller
+
+
+class Operation:
+    """One communication of this rank, from its call to its end. Becomes an `Event` when the cell ends."""
+
+    __slots__ = (
+        "after",
+        "before",
+        "before_out",
+        "done",
+        "dtype",
+        "error",
+        "group",
+        "inputs",
+        "is_async",
+        "issued",
+        "key",
+        "line",
+        "nbytes",
+        "nth",
+        "op",
+        "outputs",
+        "peer",
+        "ranks",
+        "reduce_op",
+        "seq",
+        "shape",
+        "start",
+        "tag",
+        "thread",
+        "via",
+        "wait_end",
+        "wait_start",
+        "work",
+    )
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.group, self.ranks, self.seq, self.nth, self.key = "", (), 0, 0, None
+        self.shape, self.dtype, self.nbytes = (), "", 0
+        self.peer, self.tag, self.reduce_op = None, 0, ""
+        self.is_async, self.line, self.via, self.thread = False, 0, "", 0
+        self.start = self.issued = self.wait_start = self.wait_end = self.done = None
+        self.error, self.work, self.inputs, self.outputs = None, None, (), ()
+        self.before = self.before_out = self.after = None
+
+    def describe(self) -> str:
+        """The call in a learner's words: "all_reduce(float32[4])"."""
+        what = f"{self.dtype}{list(self.shape)}" if self.dtype and self.op != "barrier" else ""
+        if self.reduce_op not in ("", "SUM"):
+            what += f", {self.reduce_op}"
+        if self.op == "send":
+            what += f" to rank {self.peer}"
+        elif self.op == "recv":
+            what += f" from {'any rank' if self.peer is None else f'rank {self.peer}'}"
+        elif self.peer is not None:
+            what += f", root {self.peer}"
+        return f"{self.op}({what})"
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a thread of the rank stands in this operation now, as far as Python can see."""
+        if self.error is not None or self.done is not None:
+            return False
+        if self.issued is None:
+            return True
+        return self.wait_start is not None and self.wait_end is None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the operation is over."""
+        if self.error is not None or self.done is not None or self.wait_end is not None:
+            return True
+        if self.issued is not None and self.work is not None:
+            return bool(self.work.is_completed())
+        return self.issued is not None and self.work is None
+
+    def event(self, rank: int, began: float) -> Event:
+        """This operation as frozen data, with times since the cell `began`."""
+        ends = [t for t in (self.wait_end, self.done) if t is not None]
+        # a call that somebody waits for in Python ends with the wait; one that C++ waits for ends when it is done
+        end = max(ends) if ends else self.issued if self.issued is not None else clock()
+        values = None
+        if self.before is not None:
+            values = Values(self.before, self.before_out or (), self.after or ())
+        return Event(
+            rank=rank,
+            op=self.op,
+            start=self.start - began,
+            end=end - began,
+            group=self.group,
+            ranks=self.ranks,
+            seq=self.nth,
+            shape=self.shape,
+            dtype=self.dtype,
+            nbytes=self.nbytes,
+            peer=self.peer,
+            tag=self.tag,
+            reduce_op=self.reduce_op,
+            is_async=self.is_async,
+            issued=(self.issued if self.issued is not None else end) - began,
+            wait_start=None if self.wait_start is None else self.wait_start - began,
+            line=self.line,
+            via=self.via,
+            values=values,
+        )
+
+
+class Board:
+    """The signatures of the ranks' latest operations, in memory that all of them see.
+
+    `write` puts down what this rank is about to call and answers the first peer whose call under the same key does
+    not match. Reading and writing need no lock: a slot's key is written last and contains the cell and the sequence
+    number, so that a slot of another operation is never mistaken for this one.
+    """
+
+    SLOTS = 128
+    SLOT = 1024  # bytes: key, line, length, text
+    _HEAD = struct.Struct("<QII")
+
+    @classmethod
+    def nbytes(cls, world_size: int) -> int:
+        """Bytes of shared memory for `world_size` ranks."""
+        return world_size * cls.SLOTS * cls.SLOT
+
+    def __init__(self, fd: int, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.map = mmap.mmap(fd, self.nbytes(world_size))
+        self._fence = threading.Lock()
+
+    def write(self, name: str, signature: str, line: int) -> None:
+        """Publish this rank's `signature` under `name`."""
+        key, at = self._place(name, self.rank)
+        text = signature.encode()[: self.SLOT - self._HEAD.size]
+        self._HEAD.pack_into(self.map, at, 0, 0, 0)
+        self.map[at + self._HEAD.size : at + self._HEAD.size + len(text)] = text
+        self._HEAD.pack_into(self.map, at, key, line, len(text))
+        with self._fence:  # a full memory barrier: our write is out before we read the peers' slots
+            pass
+
+    def read(self, name: str, rank: int) -> tuple[str, int] | None:
+        """Signature and line that `rank` published under `name`, or None."""
+        key, at = self._place(name, rank)
+        found, line, length = self._HEAD.unpack_from(self.map, at)
+        if found != key:
+            return None
+        text = self.map[at + self._HEAD.size : at + self._HEAD.size + length].decode(errors="replace")
+        return (text, line) if self._HEAD.unpack_from(self.map, at)[0] == key else None
+
+    def _place(self, name: str, rank: int) -> tuple[int, int]:
+        key = zlib.crc32(name.encode()) << 8 | 1
+        return key, (rank * self.SLOTS + (key >> 8) % self.SLOTS) * self.SLOT
+
+
+def _flatten(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _flatten(v)]
+    return []
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(t.detach().flatten()[:MAX_VALUES].tolist()) for t in tensors)
+
+
+def _caller() -> tuple[int, str]:
+    """The line of the cell that led here, and the public torch function it called, if any."""
+    frame, via = sys._getframe(2), ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith("<cell"):
+            return frame.f_lineno, via
+        if not any(part in name for part in _LIBRARY):
+            if _here_line(name):
+                return frame.f_lineno, via
+        elif "/torch/" in name:
+            via = _public_name(frame) or via
+        frame = frame.f_back
+    return 0, via
+
+
+def _public_name(frame: Any) -> str:
+    """How a learner calls the torch function of this frame: "all_reduce", "DistributedDataParallel", "backward"."""
+    name = frame.f_code.co_name
+    if name == "__init__":
+        return type(frame.f_locals.get("self")).__name__
+    return "" if name.startswith("_") or "<locals>" in frame.f_code.co_qualname else name
+
+
+def _here_line(filename: str) -> bool:
+    """Whether a function that does not come from a rank cell is the learner's own: a notebook function or a script."""
+    return "ipykernel_" in filename or "site-packages" not in filename and "/lib/python" not in filename
+
+
+class Recorder:
+    """Writes down every communication of this rank while a cell runs. One per rank, installed for good.
+
+    Between cells it costs one dictionary look-up per operation. `state` for the watchdog thread is read without a
+    lock: lists and dictionaries of CPython are safe to read while the main thread appends.
+    """
+
+    def __init__(self, rank: int, board: Board | None) -> None:
+        self.rank = rank
+        self.board = board
+        self.cell = ""
+        self.generation = 0
+        self.failed_call: Call | None = None  # the last operation of this cell that raised
+        self._before: dict[Any, int] = {}  # the counts when the cell began
+        self.began = clock()
+        self.keep_values = False
+        self.line_offset = 0
+        self.operations: deque[Operation] = deque(maxlen=MAX_EVENTS)
+        self.total = 0
+        self.counts: dict[Any, int] = {}
+        self.open: dict[int, Operation] = {}  # issued and not known to be finished
+        self.threads: set[int] = set()  # Python threads other than the main one that communicated in this cell
+        self._spans: list[Event] = []
+        self._by_work: dict[int, Operation] = {}
+        self._lock = threading.Lock()
+        self._libraries: list[torch.library.Library] = []
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Register at the dispatcher and wrap the few Python methods that know what the dispatcher does not."""
+        key = torch._C.DispatchKey.BackendSelect
+        library = torch.library.Library("c10d", "IMPL")
+        for name in torch._C._dispatch_get_all_op_names():
+            short = name.removeprefix("c10d::")
+            if name.startswith("c10d::") and short in OPERATIONS:
+                op = getattr(torch.ops.c10d, short).default
+                library.impl(short, self._implementation(short, op, key), "BackendSelect", with_keyset=True)
+        self._libraries.append(library)
+        original_wait = dist.Work.wait
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            operation = self._by_work.pop(id(work), None)
+            if operation is None:
+                return original_wait(work, *args, **kwargs)
+            operation.wait_start = clock()
+            try:
+                return original_wait(work, *args, **kwargs)
+            except BaseException as error:
+                self._fail(operation, error)
+                raise
+            finally:
+                operation.wait_end = clock()
+                self._close(operation)
+
+        dist.Work.wait = wait
+        for name in _REDUCING:
+            method = dist.ProcessGroup.__dict__.get(name)
+            if method is not None:
+                setattr(dist.ProcessGroup, name, _remember_reduce_op(method))
+
+    def begin(self, cell: str, *, values: bool) -> None:
+        """Forget the last cell and start recording one called `cell` (its name must be the same on all ranks)."""
+        with self._lock:
+            self.cell, self.keep_values, self.began = cell, values, clock()
+            self._sweep()
+            self.operations.clear()
+            self._before = dict(self.counts)
+            self.threads, self.total, self._spans, self.failed_call = set(), 0, [], None
+
+    def join(self, generation: int) -> None:
+        """Count from 1 again: the process groups are new, and nothing is open any more."""
+        with self._lock:
+            self.generation = generation
+            self.counts, self._before = {}, {}
+            self.open.clear()
+            self._by_work.clear()
+
+    def events(self) -> tuple[list[Event], int]:
+        """What was recorded since `begin`, and how many older events were dropped."""
+        events = [o.event(self.rank, self.began) for o in self.operations if o.start is not None]
+        return events + self._spans, self.total - len(self.operations)
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record the time spent inside as a compute span called `name`."""
+        start = clock()
+        try:
+            yield
+        finally:
+            now = clock()
+            if len(self._spans) < MAX_EVENTS:
+                self._spans.append(
+                    Event(
+                        self.rank, name, start - self.began, now - self.began, kind="compute", line=_caller()[0]
+                    )
+                )
+
+    # -- one operation ------------------------------------------------------------------------------------------
+
+    def _implementation(self, name: str, op: Any, key: Any) -> Callable[..., Any]:
+        arguments = [a.name for a in op._schema.arguments]
+        at_group = arguments.index("process_group")
+        at_async = arguments.index("async_op") if "async_op" in arguments else None
+        at_peer = next((arguments.index(k) for k in ("root_rank", "dst", "src") if k in arguments), None)
+        at_tag = arguments.index("tag") if "tag" in arguments else None
+        at_in = next((i for i, k in enumerate(arguments) if k in _INPUTS), 0)
+        at_out = next((i for i, k in enumerate(arguments) if k in _OUTPUTS), 0)
+        at_splits = (
+            (arguments.index("output_split_sizes"), arguments.index("input_split_sizes"))
+            if "output_split_sizes" in arguments
+            else None
+        )
+        course_name = OPERATIONS[name]
+        unbox_work, unbox_group = dist.Work.unbox, dist.ProcessGroup.unbox
+        public_wait = name not in ("send", "recv_", "recv_any_source_")
+
+        def implementation(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            o = Operation(course_name)
+            group = unbox_group(args[at_group])
+            o.group, o.ranks = group.group_name, _ranks_of(group)
+            inputs, outputs = _flatten(args[at_in]), _flatten(args[at_out])
+            first = inputs[0] if inputs else outputs[0] if outputs else None
+            if first is not None:
+                o.shape, o.dtype = tuple(first.shape), _dtype(first)
+            o.nbytes = 0 if course_name == "barrier" else sum(t.numel() * t.element_size() for t in inputs)
+            if at_async is not None:
+                o.is_async = len(args) <= at_async or args[at_async] is not False
+            if at_peer is not None:
+                o.peer = o.ranks[args[at_peer]]
+            if at_tag is not None:
+                o.tag = args[at_tag]
+            if course_name in _REDUCING_OPS:
+                o.reduce_op = getattr(_here, "reduce_op", "")
+            o.line, o.via = _caller()
+            o.thread = threading.get_ident()
+            if self.keep_values:
+                o.inputs, o.outputs = inputs, outputs
+                o.before, o.before_out = _numbers(inputs), _numbers(outputs)
+            with self._lock:
+                self._number(o)
+                if len(self.open) > 256:
+                    self._sweep()
+                self.operations.append(o)
+                self.total += 1
+                self.open[id(o)] = o
+                if o.thread != threading.main_thread().ident and o.thread in threading._active:
+                    self.threads.add(o.thread)
+            o.start = clock()
+            try:
+                splits = None if at_splits is None else (args[at_splits[0]], args[at_splits[1]])
+                self._check(o, inputs, outputs, splits)
+                result = op.redispatch(keyset.remove(key), *args, **kwargs)
+            except BaseException as error:
+                self._fail(o, error)
+                self._close(o)
+                raise
+            o.issued = clock()
+            boxed = result[-1] if isinstance(result, tuple) else result
+            if boxed is None:
+                o.done = o.issued
+                self._close(o)
+                return result
+            work = unbox_work(boxed)
+            o.work = work
+            self._by_work[id(work)] = o
+            if public_wait and o.is_async:
+                try:
+                    work.get_future().add_done_callback(lambda _: self._mark_done(o))
+                except RuntimeError:  # gloo's reduce-scatter has no future: its end is the end of the wait
+                    pass
+            return result
+
+        return implementation
+
+    def _number(self, o: Operation) -> None:
+        if o.op == "send":
+            o.key = (o.group, "p2p", self.rank, o.peer, o.tag, "send")
+        elif o.op == "recv":
+            o.key = (o.group, "p2p", o.peer, self.rank, o.tag, "recv")
+        else:
+            o.key = (o.group, o.ranks)
+        o.seq = self.counts[o.key] = self.counts.get(o.key, 0) + 1
+        o.nth = o.seq - self._before.get(o.key, 0)
+
+    def _fail(self, o: Operation, error: BaseException) -> None:
+        """An operation that failed counts as never called: whoever waits for it waits in vain."""
+        o.error = repr(error)
+        self.failed_call = Call(o.describe(), o.line, o.nth)
+        with self._lock:
+            if self.counts.get(o.key) == o.seq:
+                self.counts[o.key] -= 1
+
+    def _mark_done(self, o: Operation) -> None:
+        o.done = clock()
+        if o.wait_end is None and o.wait_start is None and self._by_work.get(id(o.work)) is o:
+            del self._by_work[id(o.work)]
+        self._close(o)
+
+    def _close(self, o: Operation) -> None:
+        if o.outputs and o.error is None:
+            o.after = _numbers(o.outputs)
+        o.inputs = o.outputs = ()
+        o.work = None  # a Work holds its tensors: keeping it would keep the learner's memory
+        self.open.pop(id(o), None)
+
+    def _sweep(self) -> None:
+        """Drop operations that nobody waited for and that are over."""
+        for o in list(self.open.values()):
+            if o.issued is not None and o.finished:
+                if o.work is not None:
+                    self._by_work.pop(id(o.work), None)
+                self._close(o)
+
+    # -- signatures ---------------------------------------------------------------------------------------------
+
+    def _check(self, o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> None:
+        if self.board is None or len(o.ranks) < 2 or o.op == "monitored_barrier":
+            return
+        if o.op in ("send", "recv"):
+            if o.peer is None:
+                return
+            source, destination = (self.rank, o.peer) if o.op == "send" else (o.peer, self.rank)
+            name = f"{self.generation}|{o.group}|{source}>{destination}|{o.tag}|{o.seq}"
+            tensor = inputs[0] if inputs else outputs[0]
+            signature = f"{o.describe()}\n{tensor.numel()} {_dtype(tensor)}"
+            peers: tuple[int, ...] = (o.peer,)
+        else:
+            name = f"{self.generation}|{o.group}|{o.seq}"
+            signature = f"{o.describe()}\n{_collective_signature(o, inputs, outputs)}"
+            if o.op == "all_to_all":
+                signature += "\n" + _pieces(o, inputs, outputs, splits)
+            peers = tuple(r for r in o.ranks if r != self.rank)
+        self.board.write(name, signature, o.line)
+        for peer in peers:
+            other = self.board.read(name, peer)
+            if other is None:
+                continue
+            mine, theirs = signature.split("\n"), other[0].split("\n")
+            problem = _difference(o, self.rank, peer, mine, theirs)
+            if problem:
+                raise MismatchError(
+                    Mismatch(
+                        problem,
+                        {
+                            self.rank: Call(mine[0], o.line, o.nth),
+                            peer: Call(theirs[0], other[1], o.nth),
+                        },
+                    )
+                )
+
+
+def _collective_signature(o: Operation, inputs: list[Any], outputs: list[Any]) -> str:
+    """What must be equal on all ranks of a collective, apart from `all_to_all`'s pieces."""
+    if o.op == "barrier":
+        return "barrier"
+    tensors = outputs if o.op == "scatter" else inputs
+    shapes = ";".join(f"{_dtype(t)}{list(t.shape)}" for t in tensors[:4])
+    if o.op == "all_to_all":
+        shapes = _dtype(tensors[0]) if tensors else ""
+    return f"{o.op}|{shapes}|{o.reduce_op}|{'' if o.peer is None else o.peer}"
+
+
+def _pieces(o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> str:
+    """Rows sent to each rank of the group and rows expected from each, as text."""
+    n = len(o.ranks)
+    if splits is None:
+        sent, expected = [t.numel() for t in inputs], [t.numel() for t in outputs]
+    else:
+        out_splits, in_splits = splits
+        rows_in, rows_out = inputs[0].shape[0], outputs[0].shape[0]
+        sent = list(in_splits) or [rows_in // n] * n
+        expected = list(out_splits) or [rows_out // n] * n
+    return ",".join(map(str, sent)) + "|" + ",".join(map(str, expected))
+
+
+def _difference(o: Operation, rank: int, peer: int, mine: list[str], theirs: list[str]) -> str:
+    """What does not match between this rank's call and a peer's, in words; "" if they match."""
+    if o.op in ("send", "recv"):
+        return "" if mine[1] == theirs[1] else _unequal_p2p(mine[1], theirs[1])
+    if mine[1] != theirs[1]:
+        a, b = mine[1].split("|"), theirs[1].split("|")
+        if a[0] != b[0]:
+            return "different operations"
+        if a[1] != b[1]:
+            dtypes = [[s.split("[")[0] for s in side[1].split(";")] for side in (a, b)]
+            return "different dtypes" if dtypes[0] != dtypes[1] else "different shapes"
+        if a[3] != b[3]:
+            return "different roots"
+        # an empty reduce op was issued from C++, where it is not known: it is DDP's reducer, which sums
+        return "different reduce operations" if a[2] and b[2] else ""
+    if len(mine) > 2 and len(theirs) > 2:
+        sent, expected = ([int(x) for x in part.split(",") if x] for part in mine[2].split("|"))
+        peer_sent, peer_expected = ([int(x) for x in part.split(",") if x] for part in theirs[2].split("|"))
+        i, j = o.ranks.index(rank), o.ranks.index(peer)
+        try:
+            if sent[j] != peer_expected[i]:
+                return f"rank {rank} sends {sent[j]} to rank {peer}, which expects {peer_expected[i]}"
+            if peer_sent[i] != expected[j]:
+                return f"rank {peer} sends {peer_sent[i]} to rank {rank}, which expects {expected[j]}"
+        except IndexError:
+            return "different numbers of splits"
+    return ""
+
+
+def _unequal_p2p(mine: str, theirs: str) -> str:
+    return "different dtypes" if mine.split()[1] != theirs.split()[1] else "different sizes"
+
+
+_group_ranks: dict[str, tuple[int, ...]] = {}
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group, by name: asking torch each time costs more than the rest of the record."""
+    name = group.group_name
+    ranks = _group_ranks.get(name)
+    if ranks is None:
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except (KeyError, ValueError):  # while the default group is being set up
+            return tuple(range(group.size()))
+        _group_ranks[name] = ranks
+    return ranks
+
+
+def forget_groups() -> None:
+    """Call when process groups were destroyed: their names will be given out again."""
+    _group_ranks.clear()
+
+
+def _remember_reduce_op(method: Any) -> Any:
+    """Wrap a reducing method of ProcessGroup: its options name the reduce op, which the dispatcher hides."""
+
+    def wrapper(group: Any, *args: Any, **kwargs: Any) -> Any:
+        _here.reduce_op = _reduce_op(args, kwargs)
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            _here.reduce_op = ""
+
+    return wrapper
+
+
+def _reduce_op(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    for value in (*args, *kwargs.values()):
+        value = getattr(value, "reduceOp", value)
+        if isinstance(value, dist.ReduceOp):
+            return value.op.name
+        if isinstance(value, dist.ReduceOp.RedOpType):
+            return value.name
+    return "SUM"

@@ -1,0 +1,209 @@
+"""What a rank cell leaves behind: frozen data that the other modules read, draw and check.
+
+It starts nothing, draws nothing and imports nothing of ours.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Values:
+    """Contents of one operation's tensors, flattened: one tuple of numbers per tensor.
+
+    For an in-place operation (all-reduce, broadcast) input and output are the same tensor.
+    """
+
+    input_before: tuple[tuple[float, ...], ...]
+    output_before: tuple[tuple[float, ...], ...]
+    output_after: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that one rank did: a communication or a span of computing, measured or predicted.
+
+    Times are in seconds since the cell began, on a clock that all ranks of a machine share. `nbytes` counts the
+    input tensors. `peer` is the global rank at the other end: the root of a collective, the destination of a send,
+    the source of a receive. `seq` counts the operations of this group from 1 (for send and recv: per pair).
+    """
+
+    rank: int
+    op: str
+    start: float
+    end: float
+    kind: str = "comm"
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    seq: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    nbytes: int = 0
+    peer: int | None = None
+    tag: int = 0
+    reduce_op: str = ""
+    is_async: bool = False
+    issued: float = 0.0
+    wait_start: float | None = None
+    line: int = 0
+    via: str = ""
+    values: Values | None = None
+    predicted: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the call to its end."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Display:
+    """A rich display made on a rank: MIME type to data, and how many bytes of stdout stood before it."""
+
+    data: Mapping[str, Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    stdout_offset: int = 0
+    display_id: str | None = None
+
+
+@dataclass(frozen=True)
+class NotSent:
+    """Stands for a value that stayed on its rank, and says why. It shows as the value's own text."""
+
+    text: str
+    reason: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a traceback. `source` is the text of the line where it is known."""
+
+    filename: str
+    lineno: int
+    name: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A communication as a rank called it: "all_reduce(float32[4])", the line of the cell, the how-many-th call."""
+
+    text: str
+    line: int = 0
+    nth: int = 0
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Calls that should have been alike and were not: what differs, and what each rank called."""
+
+    problem: str
+    calls: Mapping[int, Call]
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """Why a rank did not finish the cell: the exception as text, its frames, and when it happened."""
+
+    type: str
+    message: str
+    frames: tuple[Frame, ...] = ()
+    at: float = 0.0  # seconds since the cell began
+    caused_by_abort: bool = False  # it was freed from an operation that could never finish: a victim
+    notes: tuple[str, ...] = ()
+    call: Call | None = None  # the communication in which it happened
+    mismatch: Mismatch | None = None
+
+    @property
+    def line(self) -> int:
+        """Line of the cell, counted from the magic's line as 1; 0 where it is not known."""
+        return next((f.lineno for f in reversed(self.frames) if f.filename.startswith("<cell")), 0)
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank did in one cell.
+
+    `state` is "ok", "error" (it raised), "lost" (its process ended), "stopped" (interrupted or timed out) or
+    "skipped" (the cell ran on other ranks only).
+    """
+
+    rank: int
+    state: str = "ok"
+    stdout: str = ""
+    stderr: str = ""
+    value: Any = None
+    data: Mapping[str, Any] = field(default_factory=dict)  # the value as MIME types, made on the rank
+    displays: tuple[Display, ...] = ()
+    error: RankFailure | None = None
+    seconds: float = 0.0
+    events: tuple[Event, ...] = ()
+    dropped_events: int = 0  # oldest events forgotten, so that a long run stays small
+
+    def __repr__(self) -> str:
+        return f"RankResult(rank={self.rank}, state={self.state!r}, value={self.value!r})"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The value of a rank cell: one `RankResult` per rank of the world, by rank."""
+
+    source: str
+    ranks: tuple[RankResult, ...]
+    device: str = "cpu"
+    backend: str = "gloo"
+    seconds: float = 0.0
+    pulled: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the world has, those that skipped the cell included."""
+        return len(self.ranks)
+
+    @property
+    def ran(self) -> tuple[RankResult, ...]:
+        """The results of the ranks that ran the cell."""
+        return tuple(r for r in self.ranks if r.state != "skipped")
+
+    @property
+    def values(self) -> list[Any]:
+        """The value of the cell's last expression, by rank, of the ranks that ran it."""
+        return [r.value for r in self.ran]
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What all ranks did, in order of time."""
+        return tuple(sorted((e for r in self.ranks for e in r.events), key=lambda e: (e.start, e.rank)))
+
+    @property
+    def failed(self) -> tuple[RankResult, ...]:
+        """The ranks that did not finish, the earliest failure first, victims of another rank's failure last."""
+        bad = [r for r in self.ran if r.state != "ok"]
+        return tuple(
+            sorted(bad, key=lambda r: (bool(r.error and r.error.caused_by_abort), r.error.at if r.error else 0.0))
+        )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`ranks` in words: "rank 2", "ranks 0-3", "ranks 0, 2"."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    parts, i = [], 0
+    while i < len(ranks):
+        j = i
+        while j + 1 < len(ranks) and ranks[j + 1] == ranks[j] + 1:
+            j += 1
+        if j - i >= 2:
+            parts.append(f"{ranks[i]}-{ranks[j]}")
+        else:
+            parts += [str(r) for r in ranks[i : j + 1]]
+        i = j + 1
+    return "ranks " + ", ".join(parts)

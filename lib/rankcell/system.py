@@ -1,0 +1,124 @@
+"""What only some operating systems offer, each behind one function with an honest fallback.
+
+Linux has /proc, prctl, larger pipes and per-thread CPU clocks. Elsewhere these functions answer None, an empty
+list or do nothing, and their callers say what they cannot know.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LINUX = sys.platform.startswith("linux")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_F_SETPIPE_SZ = 1031  # linux/fcntl.h
+LOOPBACK = "lo" if LINUX else "lo0"
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends (Linux). Elsewhere only the control channel tells."""
+    if LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def enlarge_pipe(fd: int, nbytes: int = 1 << 20) -> None:
+    """Let a pipe hold `nbytes`, so that a rank that prints much is not slowed by its reader (Linux)."""
+    if LINUX:
+        import fcntl
+
+        try:
+            fcntl.fcntl(fd, _F_SETPIPE_SZ, nbytes)
+        except PermissionError:  # the user's share of pipe memory is used up: the default size works, only slower
+            return
+
+
+def shared_file(nbytes: int) -> int:
+    """A descriptor of `nbytes` zeroed bytes that processes can map together and that has no name on disk."""
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(nbytes)
+        return os.dup(file.fileno())
+
+
+def process_memory(pid: int) -> int | None:
+    """Bytes of memory that process `pid` stands for (PSS: shared pages counted in parts); None where unknown."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that new processes can have; None where unknown."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def open_file_limit() -> int:
+    """How many descriptors this process may hold, after raising its soft limit to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else 1 << 16
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+        except (ValueError, OSError):  # macOS refuses values above its own maximum
+            return soft
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+def thread_cpu_seconds(ident: int) -> float | None:
+    """CPU seconds that the thread `ident` of this process has used; None where unknown (macOS)."""
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    return time.clock_gettime(clock(ident)) if clock else None
+
+
+def tcp_connections() -> dict[int, int]:
+    """Inode -> descriptor of every connected TCP socket of this process; empty where /proc is missing."""
+    found: dict[int, int] = {}
+    if not LINUX:
+        return found
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if not target.startswith("socket:["):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as s:
+                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                    s.getpeername()
+                    found[int(target[8:-1])] = fd
+        except OSError:  # closed meanwhile, or not connected
+            continue
+    return found
+
+
+def close_connections(inodes: set[int]) -> int:
+    """Shut down those TCP connections of this process: whoever waits on them gets an error. Returns how many.
+
+    Measured: this frees a rank from a blocked gloo operation in 2-4 ms, where abort(), SIGINT and a shorter timeout
+    do not free it at all.
+    """
+    closed = 0
+    for inode, fd in tcp_connections().items():
+        if inode in inodes:
+            try:
+                with socket.socket(fileno=os.dup(fd)) as s:
+                    s.shutdown(socket.SHUT_RDWR)
+                closed += 1
+            except OSError:  # the other end was faster
+                continue
+    return closed

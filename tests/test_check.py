@@ -1,0 +1,157 @@
+"""Each verdict right, and wrong with its message sentence by sentence."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rankcell import check
+from rankcell.results import RankResult, Run
+
+NAN = math.nan
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(AssertionError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_a_verdict_is_frozen_and_shows_as_text_and_html():
+    verdict = check.that(True, "1 < 2 & 3")
+    assert repr(verdict) == "✓ 1 < 2 & 3"
+    assert "✓ 1 &lt; 2 &amp; 3</div>" in verdict._repr_html_()
+    assert "color:#00573c" in verdict._repr_html_()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        verdict.text = "other"
+
+
+def test_that():
+    assert check.that(torch.tensor(True), "it holds").text == "it holds"
+    assert message(check.that, 1 > 2, "one exceeds two") == "This does not hold: one exceeds two."
+
+
+def test_close_to_a_number():
+    assert repr(check.close_to(6, 6.0)) == "✓ as expected: 6"
+    assert repr(check.close_to(1.5, 1.4, atol=0.2)) == "✓ as expected: 1.5 (largest difference 0.1)"
+    assert message(check.close_to, 3, 4) == (
+        "Expected 4, got 3. The difference is 1. Allowed: 1e-06 of the expected number."
+    )
+    assert message(check.close_to, NAN, 4, atol=1).startswith("Expected 4, got nan. One of them is NaN.")
+    assert message(check.close_to, math.inf, 4).startswith("Expected 4, got inf. The difference is inf.")
+
+
+def test_close_to_names_the_worst_entry():
+    actual, expected = torch.ones(2, 2), torch.tensor([[1.0, 1.5], [1.0, 3.0]])
+    assert message(check.close_to, actual, expected, atol=0.1) == (
+        "2 of 4 numbers differ. The largest difference is at [1, 1]: expected 3, got 1. The difference is 2. "
+        "Allowed: 0.1 + 1e-06 of the expected number."
+    )
+
+
+def test_untouched_parts_are_nan_on_both_sides():
+    assert repr(check.close_to([1.0, NAN], [1.0, NAN])) == "✓ 2 numbers as expected: [1, nan]"
+    assert message(check.close_to, [1.0, NAN], [1.0, 2.0], rtol=0) == (
+        "1 of 2 numbers differs. The largest difference is at [1]: expected 2, got nan. One of them is NaN. "
+        "Allowed: 0."
+    )
+
+
+def test_infinities_are_equal_to_themselves_only():
+    check.close_to([math.inf, -math.inf], [math.inf, -math.inf])
+    assert "expected inf, got -inf" in message(check.close_to, [1, -math.inf], [1, math.inf])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.bool])
+def test_every_dtype_compares(dtype):
+    check.close_to(torch.ones(3, dtype=dtype), [1, 1, 1])
+
+
+def test_large_integers_print_in_full():
+    assert repr(check.close_to(16777220, 16777220)) == "✓ as expected: 16777220"
+
+
+def test_shapes_and_entries_must_agree():
+    assert (
+        message(check.close_to, torch.ones(2), torch.ones(3)) == "The shapes differ: expected (3,), got (2,)."
+    )
+    assert message(check.close_to, 1, [1, 2]) == "The shapes differ: expected (2,), got a single number."
+    assert message(check.close_to, {"w": 1, "c": 1}, {"w": 1, "b": 1}) == (
+        "The entries differ: missing ['b']; not expected ['c']."
+    )
+
+
+def test_equals_dense_names_the_parameter():
+    dense = {"0.weight": torch.zeros(2, 3), "0.bias": torch.zeros(3)}
+    parallel = {name: t.clone() for name, t in dense.items()}
+    assert repr(check.equals_dense(parallel, dense)) == (
+        "✓ 9 numbers equal those of one process (largest difference 0, allowed 1e-06)"
+    )
+    parallel["0.weight"][1, 2] = 0.5
+    assert message(check.equals_dense, parallel, dense) == (
+        "1 of 9 numbers differs. The largest difference is at ['0.weight'][1, 2]: one process has 0, "
+        "the parallel run has 0.5. The difference is 0.5. Allowed: 1e-06."
+    )
+    assert "at [1][0]" in message(
+        check.equals_dense, [torch.ones(2), torch.ones(1)], [torch.ones(2), torch.zeros(1)]
+    )
+
+
+def test_same_on_all_ranks_takes_a_list():
+    assert repr(check.same_on_all_ranks([torch.ones(2)] * 4)) == "✓ ranks 0-3 hold the same: [1, 1]"
+    assert (
+        repr(check.same_on_all_ranks([[torch.ones(1), NAN]] * 2)) == "✓ ranks 0, 1 hold the same: [[1], nan]"
+    )
+    assert message(check.same_on_all_ranks, [1, 1, 2]) == (
+        "Rank 2 does not hold what rank 0 holds. Rank 0 has 1, rank 2 has 2. The difference is 1. Allowed: 0."
+    )
+    assert message(check.same_on_all_ranks, ["a", "b"]) == (
+        "Rank 1 does not hold what rank 0 holds. The values differ: rank 0 has 'a', rank 1 has 'b'."
+    )
+    assert (
+        message(check.same_on_all_ranks, [1])
+        == "Only 1 value came: nothing to compare. Give one value per rank."
+    )
+
+
+def test_same_on_all_ranks_takes_a_run_and_names_its_ranks():
+    def run(*values):
+        ranks = [
+            RankResult(r, state="skipped") if v is None else RankResult(r, value=v)
+            for r, v in enumerate(values)
+        ]
+        return Run("x", tuple(ranks))
+
+    assert repr(check.same_on_all_ranks(run(None, 5, 5))) == "✓ ranks 1, 2 hold the same: 5"
+    assert message(check.same_on_all_ranks, run(None, 5, 6)).startswith(
+        "Rank 2 does not hold what rank 1 holds."
+    )
+
+
+def test_bytes_match():
+    assert repr(check.bytes_match(1_572_876, 1.5 * 2**20)) == (
+        "✓ 1,572,876 bytes measured, 1,572,864 by the formula: 1.000 of it (allowed ± 5%)"
+    )
+    assert message(check.bytes_match, 100, 200, rtol=0.1) == (
+        "Expected 200 bytes, measured 100: 0.500 times as many. "
+        "The difference is 100 bytes, allowed are 20 (10%)."
+    )
+    assert "measured nan" in message(check.bytes_match, NAN, 200)
+
+
+def test_overlap_above():
+    assert repr(check.overlap_above(0.91, 0.8)) == (
+        "✓ 91% of the communication is hidden behind computing (at least 80% asked)"
+    )
+    assert message(check.overlap_above, 0.5, 0.8) == (
+        "Expected at least 80% of the communication hidden behind computing, got 50%."
+    )
+    assert "got nan%" in message(check.overlap_above, NAN, 0.8)
+
+
+def test_long_values_are_cut():
+    assert repr(check.close_to(np.arange(1000), np.arange(1000))).endswith(
+        "[0, 1, 2, 3, 4, 5, 6, 7, … 992 more]"
+    )

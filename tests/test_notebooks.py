@@ -1,0 +1,342 @@
+"""The notebooks are in order, executed, clean and well proportioned; so are their student copies."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from itertools import groupby
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from rankcell import notebooks
+
+ROOT = Path(__file__).parent.parent
+PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LESSONS = [
+    lesson
+    for part in tomllib.loads((ROOT / "site" / "lessons.toml").read_text("utf-8"))["part"]
+    for lesson in part["lesson"]
+]
+
+each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Each notebook, read once."""
+    return {path: notebooks.read(path) for path in PATHS}
+
+
+# The course
+
+
+def test_lessons_are_numbered_in_reading_order():
+    assert [lesson["notebook"][:3] for lesson in LESSONS] == [f"{n:02d}_" for n in range(1, len(LESSONS) + 1)]
+
+
+def test_every_notebook_is_a_lesson():
+    assert {path.stem for path in PATHS} <= {lesson["notebook"] for lesson in LESSONS}
+
+
+@each_notebook
+def test_title_is_the_lesson_s_number_and_name(path, loaded):
+    titles = re.findall(r"^# .*$", "\n".join(markdown(loaded[path])), re.MULTILINE)
+    lesson = next(lesson for lesson in LESSONS if lesson["notebook"] == path.stem)
+    assert titles == [f"# {int(path.stem[:2])} {lesson['title']}"]
+    assert loaded[path].cells[0].source.startswith(titles[0])
+
+
+@each_notebook
+def test_links_to_files_resolve(path, loaded):
+    for source in markdown(loaded[path]):
+        for target in re.findall(r"\]\(([^)\s#]+)", source):
+            if not re.match(r"[a-z]+:", target):
+                assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@each_notebook
+def test_outputs_are_those_of_the_code(path, loaded):
+    assert notebooks.why_stale(loaded[path]) == ""
+
+
+@each_notebook
+def test_outputs_name_no_machine(path, loaded):
+    assert notebooks.machine_paths(loaded[path], notebooks.paths_of_this_machine()) == []
+
+
+@each_notebook
+def test_metadata_is_clean(path, loaded):
+    before = nbformat.writes(loaded[path])
+    again = notebooks.read(path)
+    notebooks.clean(again)
+    assert nbformat.writes(again) == before, f"run `make execute NB={path.relative_to(ROOT)}`"
+
+
+@each_notebook
+def test_code_cells_are_short(path, loaded):
+    for cell in notebooks.code_cells(loaded[path]):
+        lines = len(cell.source.splitlines())
+        assert lines <= 40, f"the cell that begins `{cell.source[:50]}` has {lines} lines"
+
+
+@each_notebook
+def test_prose_comes_between_code(path, loaded):
+    for kind, cells in groupby(loaded[path].cells, key=lambda cell: cell.cell_type):
+        cells = list(cells)
+        assert kind != "code" or len(cells) <= 3, (
+            f"{len(cells)} code cells in a row: `{cells[0].source[:50]}`"
+        )
+
+
+@each_notebook
+def test_exercises_have_a_task_a_solution_and_a_check(path, loaded):
+    cells = loaded[path].cells
+    numbers = []
+    for index, cell in enumerate(cells):
+        if "solution" not in notebooks.tags(cell):
+            continue
+        text = notebooks.exercise_text(cell)
+        assert text, f"this solution lacks its comment `# Exercise N: ...`: `{cell.source[:60]}`"
+        name = text.split(":")[0]
+        number = int(name.removeprefix("Exercise "))
+        numbers.append(number)
+        task = "\n".join(c.source for c in cells[:index] if c.cell_type == "markdown")
+        assert re.search(rf"\b{name}\b", task), f"no markdown cell above states {name}"
+        following = cells[index + 1 :]
+        until_next = following[
+            : next((i for i, c in enumerate(following) if "solution" in notebooks.tags(c)), 99)
+        ]
+        assert any(
+            c.cell_type == "code" and re.search(r"\bcheck\.|^\s*assert\b", c.source, re.MULTILINE)
+            for c in until_next
+        ), f"no cell below checks {name}"
+    assert sorted(set(numbers)) == list(range(1, len(set(numbers)) + 1)), f"exercises are numbered {numbers}"
+
+
+@each_notebook
+def test_rank_cells_are_linted(path, loaded, tmp_path):
+    """ruff does not read cells that begin with a magic of ours, so it is given their bodies here."""
+    for cell in notebooks.code_cells(loaded[path]):
+        if cell.source.startswith("%%ranks") and "raises-exception" not in notebooks.tags(cell):
+            body = cell.source.split("\n", 1)[1] if "\n" in cell.source else ""
+            (tmp_path / f"cell_{cell.execution_count:02d}.py").write_text(body + "\n", "utf-8")
+    ignored = "F821,F401,E402,B018,E731,E741"  # names and imports live on from cell to cell
+    command = [
+        "ruff",
+        "check",
+        "--isolated",
+        "--line-length=110",
+        "--select=E,F,B",
+        f"--ignore={ignored}",
+        ".",
+    ]
+    result = subprocess.run([sys.executable, "-m", *command], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@each_notebook
+def test_student_copy_has_the_tasks_and_none_of_the_solutions(path, loaded):
+    copy = notebooks.student_copy(loaded[path], path.name)
+    assert len(copy.cells) == len(loaded[path].cells)
+    for ours, theirs in zip(loaded[path].cells, copy.cells, strict=True):
+        assert not theirs.get("outputs")
+        if "solution" in notebooks.tags(ours):
+            assert "raise NotImplementedError(" in theirs.source
+            assert "solution" not in notebooks.tags(theirs)
+            assert len(theirs.source.splitlines()) <= 2
+        else:
+            assert theirs.source == ours.source
+
+
+def markdown(notebook):
+    """The text of every markdown cell, code fences left out."""
+    return [
+        re.sub(r"(?ms)^```.*?^```", "", cell.source)
+        for cell in notebook.cells
+        if cell.cell_type == "markdown"
+    ]
+
+
+# The tool, on notebooks of two or three cells
+
+
+def tiny(path, *cells):
+    """A notebook at `path`: a string is a code cell, a tuple a code cell and its tags."""
+    built = [new_markdown_cell("# 1 Tiny")]
+    for cell in cells:
+        source, *tags = (cell,) if isinstance(cell, str) else cell
+        built.append(new_code_cell(source, metadata={"tags": tags} if tags else {}))
+    nbformat.write(new_notebook(cells=built, metadata={"language_info": {"name": "python"}}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """A tiny notebook that was executed once, to be copied and changed."""
+    path = tiny(
+        tmp_path_factory.mktemp("tiny") / "01_tiny.ipynb",
+        "x = 1",
+        "print('a')\nprint(x)\nx + 1",
+        ("1 / 0", "raises-exception"),
+    )
+    assert notebooks.main(["execute", str(path)]) == 0
+    return path
+
+
+def test_execute_stores_outputs_counts_and_the_fingerprint(executed):
+    notebook = notebooks.read(executed)
+    first, second, third = notebooks.code_cells(notebook)
+    assert [first.execution_count, second.execution_count, third.execution_count] == [1, 2, 3]
+    assert [output.output_type for output in second.outputs] == ["stream", "execute_result"]
+    assert second.outputs[0].text == "a\n1\n"
+    assert third.outputs[0].ename == "ZeroDivisionError"
+    assert set(notebook.metadata) == {"kernelspec", "language_info", "rankcell"}
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert notebooks.why_stale(notebook) == ""
+
+
+def test_execute_twice_changes_nothing(executed):
+    before = executed.read_text("utf-8")
+    notebooks.execute(executed)
+    assert executed.read_text("utf-8") == before
+
+
+def change_the_code(cells):
+    cells[1].source = "x = 2"
+
+
+def drop_a_count(cells):
+    cells[2].execution_count = None
+
+
+def swap_the_counts(cells):
+    cells[1].execution_count, cells[2].execution_count = 2, 1
+
+
+def drop_the_error(cells):
+    cells[3].outputs = []
+
+
+def drop_the_tag(cells):
+    cells[3].metadata = {}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_the_code, "its code changed since it was executed"),
+        (drop_a_count, "not executed from top to bottom (execution counts [1, None, 3])"),
+        (swap_the_counts, "not executed from top to bottom (execution counts [2, 1, 3])"),
+        (drop_the_error, "cell [3] has the tag `raises-exception` but holds no error"),
+        (drop_the_tag, "cell [3] holds an error but has no tag `raises-exception`"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_stale_says_why(executed, tmp_path, capsys, change, reason):
+    notebook = notebooks.read(executed)
+    change(notebook.cells)
+    path = tmp_path / "01_tiny.ipynb"
+    nbformat.write(notebook, path)
+    assert notebooks.main(["stale", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: {reason}\n"
+
+
+def test_prose_does_not_make_a_notebook_stale(executed):
+    notebook = notebooks.read(executed)
+    notebook.cells[0].source += "\n\nA sentence."
+    assert notebooks.why_stale(notebook) == ""
+
+
+def test_execute_stale_leaves_the_others_alone(executed, capsys):
+    assert notebooks.main(["execute", "--stale", str(executed)]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_failing_cell_is_named_and_nothing_is_stored(tmp_path, capsys):
+    path = tiny(tmp_path / "01_tiny.ipynb", "x = 1", "y = x / 0", "z = 1")
+    before = path.read_bytes()
+    assert notebooks.main(["execute", str(path)]) == 1
+    message = capsys.readouterr().err
+    assert f"{path}: code cell 2 of 3 (`y = x / 0`) raised ZeroDivisionError: division by zero" in message
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_cell_that_takes_too_long_is_named(tmp_path):
+    path = tiny(tmp_path / "01_tiny.ipynb", "import time", "time.sleep(60)")
+    with pytest.raises(notebooks.NotebookError, match=r"code cell 2 of 2 .* did not end within 1 s\."):
+        notebooks.execute(path, timeout=1)
+
+
+def test_a_cell_that_should_have_failed_is_named(tmp_path):
+    path = tiny(tmp_path / "01_tiny.ipynb", ("x = 1", "raises-exception"))
+    with pytest.raises(notebooks.NotebookError, match="has the tag `raises-exception` but holds no error"):
+        notebooks.execute(path)
+
+
+def test_an_output_with_a_path_of_this_machine_is_refused(tmp_path):
+    path = tiny(tmp_path / "01_tiny.ipynb", "import warnings; warnings.warn('old')", "print('/home/me/data')")
+    with pytest.raises(notebooks.NotebookError) as caught:
+        notebooks.execute(path)
+    assert "cell [1] shows the path '/tmp/ipykernel_" in str(caught.value) or sys.platform != "linux"
+    assert "cell [2] shows the path '/home/me/' of this machine: /home/me/data" in str(caught.value)
+    assert "executed" not in path.read_text("utf-8")
+
+
+def test_clean_keeps_tags_and_drops_the_rest():
+    cell = new_code_cell("1", metadata={"tags": ["time"], "collapsed": True})
+    twin = new_code_cell("2")
+    twin["id"] = cell["id"]
+    notebook = new_notebook(
+        metadata={"widgets": {}, "vscode": {}, "kernelspec": {"name": "me", "display_name": "Me"}}
+    )
+    notebook.cells = [cell, twin]
+    notebooks.clean(notebook)
+    assert cell.metadata == {"tags": ["time"]}
+    assert cell["id"] != twin["id"]
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+
+
+def test_not_a_notebook(tmp_path):
+    with pytest.raises(notebooks.NotebookError, match="there is no such notebook"):
+        notebooks.read(tmp_path / "none.ipynb")
+    (tmp_path / "text.ipynb").write_text("hello")
+    with pytest.raises(notebooks.NotebookError, match="not a notebook"):
+        notebooks.read(tmp_path / "text.ipynb")
+
+
+def test_student_stub_keeps_the_magic_and_states_the_task(tmp_path, executed):
+    path = tiny(
+        tmp_path / "01_tiny.ipynb",
+        ("# Exercise 1: say \"hello\"\nprint('hello')", "solution"),
+        ("%%ranks 4 -o run\n# Exercise 2: send the last shard first\ndist.send(x, 1)", "solution", "time"),
+        "assert True",
+    )
+    assert notebooks.main(["student", "--to", str(tmp_path / "student"), str(path)]) == 0
+    copy = notebooks.read(tmp_path / "student" / "01_tiny.ipynb")
+    assert [cell.source for cell in copy.cells[1:]] == [
+        'raise NotImplementedError("Exercise 1: say \\"hello\\"")',
+        '%%ranks 4 -o run\nraise NotImplementedError("Exercise 2: send the last shard first")',
+        "assert True",
+    ]
+    assert [notebooks.tags(cell) for cell in copy.cells[1:]] == [["exercise"], ["exercise", "time"], []]
+    assert "hello" in path.read_text("utf-8")
+
+
+def test_student_copy_of_an_executed_notebook_holds_no_output(executed):
+    text = json.dumps(notebooks.student_copy(notebooks.read(executed), "tiny"))
+    assert "ZeroDivisionError" not in text and '"executed"' not in text
+
+
+def test_a_solution_without_its_comment_is_refused(tmp_path, capsys):
+    path = tiny(tmp_path / "01_tiny.ipynb", ("print('hello')", "solution"))
+    assert notebooks.main(["student", "--to", str(tmp_path / "student"), str(path)]) == 1
+    assert (
+        "cell 2 is tagged `solution` but does not begin with a comment like `# Exercise 2: "
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "student").exists()
