@@ -23,7 +23,7 @@ lab: $(INSTALLED) ## open the course in JupyterLab
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 html: $(INSTALLED) ## build the course site, after running the notebooks that need it
-	$(BIN)/python -m rankcell.notebooks execute --stale $(NOTEBOOKS)
+	@$(BIN)/python -m rankcell.notebooks execute --stale $(NOTEBOOKS)
 	@mkdir -p site/_build/source
 	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
 	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
@@ -33,8 +33,9 @@ test: $(INSTALLED) ## all tests, then every notebook from top to bottom
 	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(NOTEBOOKS))
 
-execute: $(INSTALLED) ## run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
-	$(BIN)/python -m rankcell.notebooks execute $(if $(NB),$(NB),--stale $(NOTEBOOKS))
+execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
+	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))
+	@$(BIN)/python -m rankcell.notebooks execute $(or $(NB),--stale $(NOTEBOOKS))
 
 check: $(INSTALLED) ## format, lint and fast tests
 	$(BIN)/ruff format --check .
@@ -46,7 +47,7 @@ bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyp
 	$(BIN)/python tests/bench.py
 
 student: $(INSTALLED) ## copies for students in student/: stubs for solutions, no outputs
-	$(BIN)/python -m rankcell.notebooks student --to student $(NOTEBOOKS)
+	@$(BIN)/python -m rankcell.notebooks student --to student $(NOTEBOOKS)
 
 $(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON). Install Python 3.11 or newer."; exit 1; }

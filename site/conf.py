@@ -15,13 +15,13 @@ from pathlib import Path
 from ipython_pygments_lexers import IPython3Lexer
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexer import bygroups, using
+from pygments.lexer import RegexLexer, bygroups, using
 from pygments.lexers.python import PythonLexer
-from pygments.token import Keyword, Operator, Text
+from pygments.token import Generic, Keyword, Operator, Text
 
 HERE = Path(__file__).parent
 NOTEBOOKS = HERE.parent / "notebooks"
-HERO = "04_collectives"  # the landing page shows this notebook's first rank cell
+HERO = "04_collectives"  # the landing page shows this notebook's all-reduce
 PARTS = tomllib.loads((HERE / "lessons.toml").read_text("utf-8"))["part"]
 
 project = "Distributed training, one rank cell at a time"
@@ -38,6 +38,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_merge_streams = True
+nb_render_error_lexer = "cell-error"
 # A bundle that holds every standard widget, so that require.js and its CDN are not needed.
 nb_ipywidgets_js = {"vendor/widgets/embed.js": {}}
 
@@ -95,6 +96,20 @@ class RankCellLexer(IPython3Lexer):
     }
 
 
+class CellErrorLexer(RegexLexer):
+    """The name of the error and the line that raised it stand out; a rank's error is prose, not Python."""
+
+    name, aliases = "Error of a cell", ["cell-error"]
+    flags = re.MULTILINE
+    tokens = {  # noqa: RUF012  (Pygments reads a class attribute)
+        "root": [
+            (r"^\w*(Error|Exception|Timeout|Lost|Deadlock|Interrupt)\b", Generic.Strong),
+            (r"^-+> ?\d+.*\n", Generic.Strong),
+            (r".*\n", Text),
+        ]
+    }
+
+
 def lesson_exists(lesson):
     """Whether the notebook of this lesson is there; the others are marked as in preparation."""
     return (NOTEBOOKS / f"{lesson['notebook']}.ipynb").exists()
@@ -113,26 +128,30 @@ def lesson_cards():
     return "::::{grid} 1 1 2 2\n:gutter: 3\n\n" + "\n".join(cards) + "::::\n"
 
 
-HERO_CELL = """```{{raw}} html
-<div class="cell docutils container">
+HERO_CELL = """<div class="cell docutils container">
 <div class="cell_input docutils container">{code}</div>
-<div class="cell_output docutils container"><div class="output text_html">{output}</div></div>
+<div class="cell_output docutils container">{outputs}</div>
 </div>
-```
 """
 
 
-def hero_cell():
-    """The first rank cell of the lesson on collectives as it was run, output included (MyST source)."""
+def cell_as_html(cell):
+    """One stored code cell with its HTML outputs, in the elements that MyST-NB would use."""
+    code = highlight("".join(cell["source"]), RankCellLexer(), HtmlFormatter())
+    shown = ["".join(output.get("data", {}).get("text/html", "")) for output in cell["outputs"]]
+    outputs = "\n".join(f'<div class="output text_html">{text}</div>' for text in shown if text)
+    return HERO_CELL.format(code=code, outputs=outputs)
+
+
+def hero_cells():
+    """An all-reduce on four ranks and its picture, as the lesson on collectives stored them (MyST source)."""
     path = NOTEBOOKS / f"{HERO}.ipynb"
-    for cell in json.loads(path.read_text("utf-8"))["cells"] if path.exists() else []:
+    cells = json.loads(path.read_text("utf-8"))["cells"] if path.exists() else []
+    for index, cell in enumerate(cells):
         source = "".join(cell["source"])
-        shown = [
-            output["data"] for output in cell.get("outputs", []) if "text/html" in output.get("data", {})
-        ]
-        if source.startswith("%%ranks") and shown:
-            code = highlight(source, RankCellLexer(), HtmlFormatter())
-            return HERO_CELL.format(code=code, output="".join(shown[-1]["text/html"]))
+        if source.startswith("%%ranks") and "dist.all_reduce(" in source:
+            picture = [after for after in cells[index + 1 : index + 2] if after["cell_type"] == "code"]
+            return "```{raw} html\n" + "".join(map(cell_as_html, [cell, *picture])) + "```\n"
     return ""
 
 
@@ -154,7 +173,7 @@ def course_map():
 
 
 def sidebar():
-    """One hidden toctree for each part that has lessons to read: the sidebar, previous and next (MyST source)."""
+    """A hidden toctree for each part that has lessons: the sidebar, previous and next (MyST source)."""
     trees = []
     for part in PARTS:
         names = [f"notebooks/{lesson['notebook']}" for lesson in part["lesson"] if lesson_exists(lesson)]
@@ -175,7 +194,7 @@ def landing_page():
     """index.md with the lessons that exist, so that nobody keeps a second list by hand."""
     page = (HERE / "index.md").read_text("utf-8")
     page = page.replace("<!-- cards -->", lesson_cards()).replace("<!-- course map -->", course_map())
-    page = page.replace("<!-- rank cell -->", hero_cell())
+    page = page.replace("<!-- rank cell -->", hero_cells())
     return page.replace("FIRST-LESSON", first_lesson()) + "\n" + sidebar() + "\n"
 
 
@@ -260,6 +279,7 @@ def setup(app):
     """Called by Sphinx."""
     gather_the_sources(Path(app.srcdir))
     app.add_lexer("ipython3", RankCellLexer)
+    app.add_lexer("cell-error", CellErrorLexer)
     app.connect("source-read", fold_solutions)
     app.connect("html-page-context", mend_the_page, priority=900)
     app.connect("build-finished", finish_the_pages)

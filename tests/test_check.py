@@ -33,6 +33,12 @@ def test_that():
     assert message(check.that, 1 > 2, "one exceeds two") == "This does not hold: one exceeds two."
 
 
+def test_every():
+    both = check.every(check.that(True, "a < b"), check.close_to(2, 2))
+    assert repr(both) == "✓ a < b\n✓ as expected: 2"
+    assert "✓ a &lt; b<br>✓ as expected: 2</div>" in both._repr_html_()
+
+
 def test_close_to_a_number():
     assert repr(check.close_to(6, 6.0)) == "✓ as expected: 6"
     assert repr(check.close_to(1.5, 1.4, atol=0.2)) == "✓ as expected: 1.5 (largest difference 0.1)"

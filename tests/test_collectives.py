@@ -5,24 +5,18 @@ import textwrap
 import pytest
 import torch
 
-from rankcell import RankError, Ranks
+from rankcell import RankError
 from rankcell.draw.collectives import steps
 
 N = 4
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks(N, device="cpu") as world:
-        yield world
-
-
 @pytest.fixture
-def cell(ranks):
-    """Run the source of a cell on the shared world and return its `Run`."""
+def cell(four):
+    """Run the source of a cell on the shared world of four ranks and return its `Run`."""
 
     def run(source, **options):
-        return ranks.run(textwrap.dedent(source), timeout=60, **options)
+        return four.run(textwrap.dedent(source), timeout=60, **options)
 
     return run
 
@@ -210,7 +204,7 @@ ONLY_ROOT_PUTS_IN = {"broadcast", "broadcast_from_0", "scatter"}
 
 @pytest.mark.parametrize("op", [o for o in FORWARD if o != "broadcast_from_0"])
 def test_adjoints(cell, numbers, op):
-    """<A x, v> = <x, B v> over the vector of all ranks, for the collective B that the table calls A's backward."""
+    """<A x, v> = <x, B v> over the numbers of all ranks, where the table calls B the backward of A."""
     n_in, n_out, forward, backward = FORWARD[op]
     run = cell(f"x = numbers({n_in}); {forward}; Ax = y\nx = v = numbers({n_out} + 100)[:{n_out}].clone()")
     run = cell(f"{FORWARD[backward][2]}\nAx, v, y")
@@ -264,7 +258,7 @@ class TestBroken:
         ["torch.ones(4 if rank == 1 else 3)", "torch.ones(3, dtype=torch.int32 if rank == 3 else None)"],
     )
     def test_calls_that_do_not_match(self, cell, tensor):
-        with pytest.raises(RankError, match="different (shapes|dtypes)"):
+        with pytest.raises(RankError, match=r"different (shapes|dtypes)"):
             cell(f"dist.all_reduce({tensor})")
 
     def test_the_world_works_afterwards(self, cell):

@@ -70,6 +70,8 @@ def all_figures():
             x_log=False,
             y_log=False,
         ),
+        "by size": charts.by_size([Series("copy", [(2**12, 3e9), (2**28, 9e9)])], alt="It grows."),
+        "generations": charts.generations([hw.GPUS[n] for n in ("V100 SXM2", "A100 SXM 80GB", "B200 SXM")]),
         "small machine": charts.machine_map(example_machine()),
         "large machine": charts.machine_map(example_machine(128, 8, 2)),
         "machine that says little": charts.machine_map(hw.Machine("x", ((0,), (1,)), (), (), None)),
@@ -192,7 +194,20 @@ def test_lines_refuse_zero_on_a_log_axis_and_no_points():
         charts.lines([Series("a", [])], x_label="", y_label="", alt="")
 
 
+def test_generations_say_how_much_each_rate_grew():
+    figure = charts.generations([hw.GPUS["V100 SXM2"], hw.GPUS["B200 SXM"]])
+    assert figure.alt == (
+        "From V100 SXM2 to B200 SXM rates grew: HBM 8.9 times, NVLink 6 times, PCIe x16 4 times."
+    )
+    assert "year: V100, B200" in words(figure)
+
+
 # Tables and rates
+
+
+def test_shares_are_of_the_published_rate():
+    table = charts.shares(hw.REPORTED.values())
+    assert table.rows[0] == ("host to H200", "55.4 GB/s", "63 GB/s", "88%")
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def test_sums_are_striped_with_the_colours_of_the_group():
     assert frames.figures[2].svg.count("<pattern") == 2
     assert text(frames, 0)[0] == "all_reduce on ranks 0, 2 and ranks 1, 3"
     assert text(frames, 1)[1:3] == ["rank 0: 0  ->  ranks 0, 2", "rank 1: 1  ->  ranks 1, 3"]
+    assert text(frames, 1)[-1] == "the tensor of every rank of a group goes to all of them"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,11 @@ def test_sums_are_striped_with_the_colours_of_the_group():
 )
 def test_the_arithmetic_follows_the_reduce_op(reduce_op, result, sentence):
     assert text(steps(all_reduce(reduce_op, result)), 2)[-1] == f"first number of rank 0: {sentence}"
+
+
+def test_a_sum_that_lost_numbers_says_what_it_should_be():
+    foot = text(steps(all_reduce("SUM", 8)), 2)[-1]
+    assert foot == "first number of rank 0: 0 + 1 + 2 + 3 gave 8, not 6"
 
 
 @pytest.mark.parametrize("build", [all_gather, reduce_scatter])
@@ -309,6 +315,8 @@ def test_matrices_colour_a_column_by_the_rank_it_reads():
     ]
     assert squares == [RANK_COLOURS[0], RANK_COLOURS[0], RANK_COLOURS[0], RANK_COLOURS[1]]
     assert repr(figure) == "A\n1 .\n1 .\n\nB\n1 1\n. ."
+    alone = matrices({"A": [[1, 0], [0, 1]]}, "", world_size=2, owners={"A": [1, 1]})
+    assert alone.svg.count(f'height="11.00" rx="2" fill="{RANK_COLOURS[1]}"') == 2
     assert figure.alt == (
         "B is the transpose of A. Matrices of zeros and ones, outputs x inputs: A 2 x 2, B 2 x 2."
     )

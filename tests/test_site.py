@@ -208,9 +208,11 @@ def test_axe_finds_nothing_serious(open_page, name, colours):
 
 
 @each_page
-def test_page_fits_a_phone(open_page, name):
+def test_page_fits_every_width(open_page, name):
     page = open_page(name, viewport=PHONE)
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    for width in (380, 600, 800, 1024, 1280, 1400, 1700):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @each_notebook_page

@@ -20,18 +20,18 @@ _SHOWN = 8  # numbers of a value that a verdict spells out
 
 @dataclass(frozen=True)
 class Verdict:
-    """A check that held: one sentence with its numbers."""
+    """A check that held: a sentence with its numbers, or one per line."""
 
     text: str
 
     def __repr__(self) -> str:
-        return f"✓ {self.text}"
+        return "\n".join(f"✓ {line}" for line in self.text.split("\n"))
 
     def _repr_html_(self) -> str:
         # dark green on a light one of its own: readable on light and dark pages
         return (
             '<div class="rankcell-check" style="display:inline-block;padding:.15em .6em;border-radius:4px;'
-            f'background:#e3f4ec;color:#00573c">✓ {html.escape(self.text)}</div>'
+            f'background:#e3f4ec;color:#00573c">{html.escape(repr(self)).replace(chr(10), "<br>")}</div>'
         )
 
 
@@ -40,6 +40,11 @@ def that(condition: Any, sentence: str) -> Verdict:
     if not bool(condition):
         _fail(f"This does not hold: {sentence}.")
     return Verdict(sentence)
+
+
+def every(*verdicts: Verdict) -> Verdict:
+    """Several checks that all held, in one."""
+    return Verdict("\n".join(verdict.text for verdict in verdicts))
 
 
 def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0) -> Verdict:

@@ -75,7 +75,9 @@ def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[i
         return (states[peer].counts or {}).get(key, 0)
 
     if wait.op in ("send", "recv"):
-        if wait.peer is None:  # a receive from anyone: whoever has sent less than was received may still answer
+        if (
+            wait.peer is None
+        ):  # a receive from anyone: whoever has sent less than was received may still answer
             return tuple(r for r in wait.ranks if r != rank)
         other = "recv" if wait.op == "send" else "send"
         key = (*wait.key[:-1], other)
@@ -128,15 +130,15 @@ def _explain(
     kinds = {w.op for w in waits.values()}
     if kinds == {"send"}:
         head = f"{who} all send first, and nobody receives."
-        advice = (
-            "A send waits until the other side receives. Let one side receive first, or use isend, or batch_isend_irecv."
-        )
+        advice = "A send waits until the other side receives. Let one side receive first, or use isend, or batch_isend_irecv."
     elif kinds == {"recv"}:
         head = f"{who} all receive first, and nobody sends."
         advice = "Let one side send first, or post irecv, send, and then wait."
     elif kinds <= {"send", "recv"}:
         head = f"the sends and receives of {who} do not fit together."
-        advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
+        advice = (
+            "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
+        )
     elif len({w.group for w in waits.values()}) > 1:
         head = f"{who} take their process groups in different order, and each waits for the other."
         advice = "Call the collectives of two groups in the same order on every rank that is in both."
@@ -156,7 +158,9 @@ def _ended(
 ) -> Diagnosis:
     # the rank that is missed by an operation, and by which
     blame = next((r for r in ended if states[r].phase in ("error", "lost")), ended[0])
-    victims = [(rank, wait) for rank, waits in sorted(stuck.items()) for wait, missing in waits if blame in missing]
+    victims = [
+        (rank, wait) for rank, waits in sorted(stuck.items()) for wait, missing in waits if blame in missing
+    ]
     first = victims[0][1]
     who = name_ranks(sorted({r for r, _ in victims}))
     verb = "waits" if len({r for r, _ in victims}) == 1 else "wait"
@@ -164,7 +168,9 @@ def _ended(
     call = first.via or first.op
     if state.phase == "absent":
         head = f"rank {blame} does not run this cell, and {who} {verb} for it in {call}."
-        advice = "A collective needs every rank of its group: leave --only away, or make a group of those ranks."
+        advice = (
+            "A collective needs every rank of its group: leave --only away, or make a group of those ranks."
+        )
     elif state.phase == "lost":
         head = f"rank {blame} {state.why}, and {who} {verb} for it in {call}."
         advice = "The other ranks were freed."
@@ -176,15 +182,15 @@ def _ended(
         advice = f"Add the missing dist.recv(buffer, src={victims[0][0]}) on rank {blame}, or drop the send."
     elif first.op == "recv":
         head = f"rank {blame} finished without sending what {who} {verb} for."
-        advice = f"Add the missing dist.send(tensor, dst={victims[0][0]}) on rank {blame}, or drop the receive."
+        advice = (
+            f"Add the missing dist.send(tensor, dst={victims[0][0]}) on rank {blame}, or drop the receive."
+        )
     elif first.op == "new_group":
-        head = f"rank {blame} finished without calling new_group, and {who} {verb} in it."
+        head = f"rank {blame} finished without calling new_group, and {who} {verb} for it there."
         advice = "new_group must be called by every rank of the world, also by those outside the new group."
     else:
         head = f"rank {blame} finished the cell without the {call} that {who} {verb} in."
-        advice = (
-            f"Every rank of a group must call the same collectives in the same order: look at what rank {blame} skips."
-        )
+        advice = f"Every rank of a group must call the same collectives in the same order: look at what rank {blame} skips."
         if len(ended) == 1 and len(stuck) == 1 and len(states) > 2 or len(stuck) < len(ended):
             blame = min(stuck)
             head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
@@ -254,7 +260,25 @@ def from_status(status: Mapping[str, Any], previous_cpu: float | None) -> State:
         rank=status["rank"],
         phase=status["phase"],
         waits=tuple(
-            Wait(**{k: o[k] for k in ("op", "text", "group", "ranks", "key", "seq", "nth", "peer", "tag", "line", "via", "waiting")})
+            Wait(
+                **{
+                    k: o[k]
+                    for k in (
+                        "op",
+                        "text",
+                        "group",
+                        "ranks",
+                        "key",
+                        "seq",
+                        "nth",
+                        "peer",
+                        "tag",
+                        "line",
+                        "via",
+                        "waiting",
+                    )
+                }
+            )
             for o in status["operations"]
         ),
         counts=status["counts"],
@@ -276,8 +300,14 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]]) -> str | None:
         calls = {r: counts.get(r, {}).get(key, 0) for r in ranks}
         most = max(calls.values())
         fewer = [r for r in ranks if calls[r] < most]
-        if fewer and key[0] != "new_group":
-            more = [r for r in ranks if calls[r] == most]
+        more = [r for r in ranks if calls[r] == most]
+        if fewer and key[0] == "new_group":
+            return (
+                f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not.\n"
+                f"new_group must be called by every rank of the world, also by those outside the new group: the ranks "
+                f"count their groups alike. The process groups were closed, so that the next cell starts clean."
+            )
+        if fewer:
             extra = most - min(calls.values())
             return (
                 f"{name_ranks(more)} called {extra} {'collective' if extra == 1 else 'collectives'} more than "

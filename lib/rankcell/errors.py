@@ -59,7 +59,9 @@ class MismatchError(RuntimeError):
 
     def __init__(self, details: Mismatch) -> None:
         self.details = details
-        calls = ", ".join(f"rank {r} calls {c.text}{_at_line(c.line)}" for r, c in sorted(details.calls.items()))
+        calls = ", ".join(
+            f"rank {r} calls {c.text}{_at_line(c.line)}" for r, c in sorted(details.calls.items())
+        )
         super().__init__(f"{details.problem}: {calls}. Nothing was sent. {_advice(details.problem)}")
 
 
@@ -132,7 +134,9 @@ def unknown_option(word: str, known: Sequence[str], magic: str) -> str:
     """The sentence for a misspelt option: the nearest one first, then all of them."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     guess = f" Did you mean {near[0]}?" if near else ""
-    return f"{magic} has no option {word}.{guess} Its options are: {', '.join(known)}. `{magic}?` explains them."
+    return (
+        f"{magic} has no option {word}.{guess} Its options are: {', '.join(known)}. `{magic}?` explains them."
+    )
 
 
 def describe_frames(failure: RankFailure) -> str:
@@ -152,7 +156,7 @@ def _where(filename: str, lineno: int) -> str:
         return f"An earlier cell of the notebook, line {lineno}"
     for mark in ("/site-packages/", "/lib/python3"):
         if mark in filename:
-            return f"File \"{filename.rsplit(mark, 1)[1].split('/', 1)[-1] if mark != '/site-packages/' else filename.rsplit(mark, 1)[1]}\", line {lineno}"
+            return f'File "{filename.rsplit(mark, 1)[1].split("/", 1)[-1] if mark != "/site-packages/" else filename.rsplit(mark, 1)[1]}", line {lineno}'
     return f'File "{filename}", line {lineno}'
 
 
@@ -199,7 +203,7 @@ def mismatch_error(run: Run) -> RankMismatch:
     texts: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         texts.setdefault(call.text, []).append(rank)
-    parties = sorted(texts.items(), key=lambda item: (len(item[1]), -item[1][0]))
+    parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))
     odd_text, odd = parties[0]
     problem = first.mismatch.problem
     verb = "calls" if len(odd) == 1 else "call"
@@ -232,7 +236,9 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, groups_closed: bool) -> 
     )
     if others:
         kept = f"{name_ranks(others)} kept {'its' if len(others) == 1 else 'their'} names"
-        lines.append(kept + (", but process groups made with new_group were closed." if groups_closed else "."))
+        lines.append(
+            kept + (", but process groups made with new_group were closed." if groups_closed else ".")
+        )
     return RankLost("\n".join(lines), run)
 
 

@@ -218,7 +218,8 @@ ON_CHIP: Mapping[str, Speed] = {
         5.5e12,
         _CHIPS,
         direction=READ_AND_WRITE,
-        note="50 MB for all SMs; a measurement, NVIDIA prints none",
+        arithmetic="measured; NVIDIA prints none",
+        note="50 MB for all SMs",
     ),
 }
 HBM: Mapping[str, Speed] = {
@@ -296,18 +297,18 @@ GPUS: Mapping[str, GPU] = {
 
 # What others measured, to compare with the published rate beside it.
 REPORTED: Mapping[str, tuple[Speed, Speed]] = {
-    "host to H200": (Speed("host to H200, copied", 55.4e9, _NETWORK, generation="PCIe 5", lanes=16), PCIE[5]),
+    "host to H200": (Speed("host to H200", 55.4e9, _NETWORK, generation="PCIe 5", lanes=16), PCIE[5]),
     "H200 to H200": (
-        Speed("H200 to H200, copied", 396.4e9, _NETWORK, generation="NVLink 4", lanes=18),
+        Speed("H200 to H200", 396.4e9, _NETWORK, generation="NVLink 4", lanes=18),
         NVLINK[4],
     ),
     "A100 all-reduce": (
-        Speed("8 x A100, all-reduce bus bandwidth", 235e9, _NETWORK, generation="NVLink 3", lanes=12),
+        Speed("all-reduce, 8 A100", 235e9, _NETWORK, generation="NVLink 3", lanes=12),
         NVLINK[3],
     ),
     "H200 all-reduce, NVLS": (
         Speed(
-            "8 x H200, all-reduce bus bandwidth with NVLS",
+            "all-reduce, 8 H200, NVLS",
             482.26e9,
             _NETWORK,
             generation="NVLink 4",

@@ -52,7 +52,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time. Write a number of seconds above 0, such as 60.")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time. Write a number of seconds above 0, such as 60."
+        )
     return seconds
 
 
@@ -72,14 +74,20 @@ class RankMagics(Magics):
         help="how many ranks: `%%%%ranks 4`. As a line, `%%ranks` lists the worlds alive, `%%ranks stop` ends their "
         "processes, `%%ranks restart` gives fresh ones.",
     )
-    @argument("--only", type=_ranks, metavar="RANKS", help="run on these ranks of the world only: 2, or 0,2, or 0-2")
-    @argument("--push", type=_names, metavar="NAMES", help="copy these names from the notebook to the ranks first")
+    @argument(
+        "--only", type=_ranks, metavar="RANKS", help="run on these ranks of the world only: 2, or 0,2, or 0-2"
+    )
+    @argument(
+        "--push", type=_names, metavar="NAMES", help="copy these names from the notebook to the ranks first"
+    )
     @argument(
         "--pull", type=_names, metavar="NAMES", help="afterwards fetch these names, each as a list by rank"
     )
     @argument("-o", "--out", type=_names, metavar="NAME", help="name the Run in the notebook")
     @argument("--timeout", type=_seconds, metavar="SECONDS", help="interrupt the ranks after this time")
-    @argument("--device", default="auto", help="cpu, cuda, or auto (the default: a GPU for each rank, else the CPU)")
+    @argument(
+        "--device", default="auto", help="cpu, cuda, or auto (the default: a GPU for each rank, else the CPU)"
+    )
     @argument("--fresh", action="store_true", help="start new ranks first: no names from earlier cells")
     @argument("--values", action="store_true", help="record what the tensors of every communication held")
     @line_cell_magic
@@ -100,7 +108,9 @@ class RankMagics(Magics):
         if options.world_size is None:
             raise errors.OptionError("how many ranks? Write for example `%%ranks 4`.")
         if not options.world_size.isdigit() or int(options.world_size) < 1:
-            raise errors.OptionError(f"{options.world_size!r} is no number of ranks. Write for example `%%ranks 4`.")
+            raise errors.OptionError(
+                f"{options.world_size!r} is no number of ranks. Write for example `%%ranks 4`."
+            )
         push = self._pushed(options.push or ())
         source = self._source(cell)
         ranks = self._world(int(options.world_size), options.device, fresh=options.fresh)
@@ -185,7 +195,9 @@ class RankMagics(Magics):
         if word == "stop":
             count = sum(w.alive for w in self.worlds.values())
             self.stop()
-            print(f"Stopped {count} {'world' if count == 1 else 'worlds'}. The next %%ranks cell starts new ranks.")
+            print(
+                f"Stopped {count} {'world' if count == 1 else 'worlds'}. The next %%ranks cell starts new ranks."
+            )
             return None
         if word == "restart":
             alive = [w for w in self.worlds.values() if w.alive]
@@ -215,7 +227,8 @@ class RankMagics(Magics):
         if not head:
             return []
         ranks = next(
-            (w for (size, _), w in reversed(list(self.worlds.items())) if size == int(head[1]) and w.alive), None
+            (w for (size, _), w in reversed(list(self.worlds.items())) if size == int(head[1]) and w.alive),
+            None,
         )
         if "." in word:
             return ranks.complete(word) if ranks else []
@@ -233,7 +246,9 @@ class Worlds:
     def of(cls, worlds: Any) -> "Worlds":
         """The rows for these worlds."""
         alive = [w for w in worlds if w.alive]
-        return cls([(f"{w.world_size} ranks", f"{w.device} ({w.backend})", w.pids, w.memory()) for w in alive])
+        return cls(
+            [(f"{w.world_size} ranks", f"{w.device} ({w.backend})", w.pids, w.memory()) for w in alive]
+        )
 
     def __repr__(self) -> str:
         if not self.rows:
@@ -287,7 +302,9 @@ def _parse(parser: MagicArgumentParser, line: str) -> Any:
         unknown = re.search(r"unrecognized arguments: (\S+)", text)
         if unknown:
             word = unknown[1]
-            known = sorted({o for action in parser._actions for o in action.option_strings if o != "-h"} - {"--help"})
+            known = sorted(
+                {o for action in parser._actions for o in action.option_strings if o != "-h"} - {"--help"}
+            )
             if not word.startswith("-"):
                 raise errors.OptionError(
                     f"{word!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; names are "
@@ -307,7 +324,9 @@ def load(shell: Any) -> RankMagics:
 
     @context_matcher(identifier="rankcell")
     def matcher(context: Any) -> SimpleMatcherResult:
-        found = magics.completions(context.full_text, _dotted_word(context.line_with_cursor or context.token, context))
+        found = magics.completions(
+            context.full_text, _dotted_word(context.line_with_cursor or context.token, context)
+        )
         prefix = len(_dotted_word(context.line_with_cursor, context)) - len(context.token)
         return SimpleMatcherResult(completions=[SimpleCompletion(text=n[prefix:]) for n in found])
 
@@ -321,7 +340,9 @@ def load(shell: Any) -> RankMagics:
 
 def _dotted_word(line: str, context: Any) -> str:
     """The name, dotted or not, that ends at the cursor."""
-    match = re.search(r"[\w.]*$", line[: context.cursor_position] if line is context.line_with_cursor else line)
+    match = re.search(
+        r"[\w.]*$", line[: context.cursor_position] if line is context.line_with_cursor else line
+    )
     return match[0] if match else ""
 
 

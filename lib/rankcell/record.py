@@ -72,7 +72,9 @@ _REDUCING_OPS = {"all_reduce", "reduce", "reduce_scatter"}
 
 _LIBRARY = ("/torch/", "/rankcell/record.py", "/rankcell/worker.py", "<frozen")
 
-_here = threading.local()  # what the Python side of a call knows and the dispatcher does not: the reduce op, the caller
+_here = (
+    threading.local()
+)  # what the Python side of a call knows and the dispatcher does not: the reduce op, the caller
 
 
 class Operation:
@@ -293,7 +295,9 @@ class Recorder:
         self.total = 0
         self.counts: dict[Any, int] = {}
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
-        self.threads: set[int] = set()  # Python threads other than the main one that communicated in this cell
+        self.threads: set[int] = (
+            set()
+        )  # Python threads other than the main one that communicated in this cell
         self._spans: list[Event] = []
         self._by_work: dict[int, Operation] = {}
         self._lock = threading.Lock()
@@ -366,7 +370,12 @@ class Recorder:
             if len(self._spans) < MAX_EVENTS:
                 self._spans.append(
                     Event(
-                        self.rank, name, start - self.began, now - self.began, kind="compute", line=_caller()[0]
+                        self.rank,
+                        name,
+                        start - self.began,
+                        now - self.began,
+                        kind="compute",
+                        line=_caller()[0],
                     )
                 )
 

@@ -187,7 +187,9 @@ class Run:
         """The ranks that did not finish, the earliest failure first, victims of another rank's failure last."""
         bad = [r for r in self.ran if r.state != "ok"]
         return tuple(
-            sorted(bad, key=lambda r: (bool(r.error and r.error.caused_by_abort), r.error.at if r.error else 0.0))
+            sorted(
+                bad, key=lambda r: (bool(r.error and r.error.caused_by_abort), r.error.at if r.error else 0.0)
+            )
         )
 
 

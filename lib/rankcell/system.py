@@ -33,7 +33,9 @@ def enlarge_pipe(fd: int, nbytes: int = 1 << 20) -> None:
 
         try:
             fcntl.fcntl(fd, _F_SETPIPE_SZ, nbytes)
-        except PermissionError:  # the user's share of pipe memory is used up: the default size works, only slower
+        except (
+            PermissionError
+        ):  # the user's share of pipe memory is used up: the default size works, only slower
             return
 
 

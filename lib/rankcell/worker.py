@@ -91,6 +91,7 @@ def prepare_shell() -> None:
     config = Config()
     config.HistoryManager.enabled = False  # no database, no thread
     config.HistoryAccessor.enabled = False
+    config.InteractiveShell.colors = "nocolor"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _RankShell.instance(config=config, display_pub_class=_Publisher, displayhook_class=_QuietHook)
@@ -99,6 +100,8 @@ def prepare_shell() -> None:
 
 class _RankShell(InteractiveShell):
     """IPython's shell without a user in front of it."""
+
+    system = InteractiveShell.system_raw  # stdout is a pipe that is read as it is, no terminal
 
     def init_sys_modules(self) -> None:
         """Leave `__main__` alone: the rank sets its own."""
@@ -119,7 +122,9 @@ class _Publisher(DisplayPublisher):
 
     rank: Any = None
 
-    def publish(self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any) -> None:
+    def publish(
+        self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
+    ) -> None:
         """Called by IPython with the display as MIME types."""
         if _Publisher.rank is not None:
             _Publisher.rank.show(data, metadata or {}, (transient or {}).get("display_id"), update)
@@ -160,12 +165,13 @@ def _let_go_of_the_fork_server() -> None:
 class Rank:
     """One rank: its names, its process group, its two channels."""
 
-    def __init__(self, birth: Birth, work: Channel, control_fd: int, stdout_fd: int, stderr_fd: int, board_fd: int) -> None:
+    def __init__(
+        self, birth: Birth, work: Channel, control_fd: int, stdout_fd: int, stderr_fd: int, board_fd: int
+    ) -> None:
         self.birth = birth
         self.work = work
         self.control = Channel(socket.socket(fileno=control_fd))
         self.running = False
-        self.aborting = False
         self.phase = "starting"
         self.main_thread = threading.get_ident()
         self._connections: set[int] = set()
@@ -284,7 +290,6 @@ class Rank:
             if kind == "run":
                 self.work.send(("done", self.run(payload)))
             elif kind == "join":
-                self.aborting = False
                 try:
                     self.join_group(payload)
                 except Exception as error:  # noqa: BLE001 - reported: the notebook replaces this rank
@@ -380,15 +385,11 @@ class Rank:
             notes.append("sys.exit() ended the cell on this rank. The rank itself lives on, with its names.")
             message = "" if error.code is None else str(error.code)
         call = self.recorder.failed_call
-        victim = self.aborting and not isinstance(error, (MismatchError, SystemExit))
-        if victim:
-            message = "freed from an operation that could not finish"
         return RankFailure(
-            type="RankFreed" if victim else type(error).__name__,
+            type=type(error).__name__,
             message=message,
             frames=tuple(own or frames[-1:]),
             at=at,
-            caused_by_abort=victim,
             notes=tuple(notes),
             call=call,
             mismatch=error.details if isinstance(error, MismatchError) else None,
@@ -408,7 +409,9 @@ class Rank:
             return f"cannot be sent: {type(error).__name__}: {error}"
         return packed if isinstance(packed, bytes) else packed.reason
 
-    def show(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
+    def show(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool
+    ) -> None:
         """Send a rich display, with the place in stdout where it belongs."""
         sys.stdout.flush()
         offset = self._raw_stdout.written - self._cell_began_at
@@ -436,8 +439,10 @@ class Rank:
                 answer: Any = self._status()
             elif request == "interrupt":
                 self._interrupted = True
-                self.aborting = True
                 system.close_connections(self._connections)
+                self._await_end(
+                    0.1
+                )  # whoever waited for another rank comes back by itself, with a clean error
                 signal.pthread_kill(self.main_thread, signal.SIGINT)
                 answer = True
             else:
@@ -447,6 +452,11 @@ class Rank:
             except OSError:
                 os._exit(0)
 
+    def _await_end(self, seconds: float) -> None:
+        end = record.clock() + seconds
+        while self.running and record.clock() < end:
+            time.sleep(0.002)
+
     def _on_interrupt(self, *_: Any) -> None:
         if self.running and self._interrupted:
             raise KeyboardInterrupt
@@ -454,7 +464,11 @@ class Rank:
     def _status(self) -> dict[str, Any]:
         try:
             sys.stdout.flush()
-        except (ValueError, OSError, RuntimeError):  # replaced by the learner, or the main thread is writing to it
+        except (
+            ValueError,
+            OSError,
+            RuntimeError,
+        ):  # replaced by the learner, or the main thread is writing to it
             pass
         frame = sys._current_frames().get(self.main_thread)
         top, line = "", 0

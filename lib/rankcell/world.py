@@ -19,7 +19,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from typing import Any
 
@@ -30,7 +30,10 @@ from .results import Display, NotSent, RankFailure, RankResult, Run, name_ranks
 
 MEMORY_PER_RANK = 40 << 20  # bytes; measured: 20-60 MB (PSS) for an idle rank
 FILES_PER_RANK = 8  # descriptors that the notebook's process needs
-FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two such questions
+FIRST_POLL, POLL = (
+    0.1,
+    0.2,
+)  # seconds until the ranks are first asked what they do, and between two such questions
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
 GRACE = 1.0  # seconds that a freed or interrupted rank has to come back before it is replaced
 START_TIMEOUT = 120.0  # seconds for ranks to start: the first ones wait for torch to be imported
@@ -78,6 +81,7 @@ class _Part:
     stdout_before: int = 0  # bytes of stdout that the rank had written before this cell
     outcome: Any = None
     lost: RankFailure | None = None
+    freed: bool = False  # we ended its cell: what it raised then is our doing
 
     @property
     def over(self) -> bool:
@@ -216,7 +220,9 @@ class Ranks:
         """
         with self._lock:
             if not self.alive:
-                raise RuntimeError("this world was stopped. Start another one: Ranks(world_size) or `%%ranks N`.")
+                raise RuntimeError(
+                    "this world was stopped. Start another one: Ranks(world_size) or `%%ranks N`."
+                )
             members = self._chosen(only)
             task = self._task(work, args, kwargs, push, pull, values, filename)
             self._replace_dead()
@@ -282,7 +288,12 @@ class Ranks:
             socket.send_fds(ours, [b"f"], fds)
             with _hidden_main():
                 context = torch.multiprocessing.start_processes(
-                    worker.main, (birth, theirs), nprocs=1, join=False, daemon=False, start_method="forkserver"
+                    worker.main,
+                    (birth, theirs),
+                    nprocs=1,
+                    join=False,
+                    daemon=False,
+                    start_method="forkserver",
                 )
         finally:
             theirs.close()
@@ -292,7 +303,12 @@ class Ranks:
         os.set_blocking(out_read, False)
         os.set_blocking(err_read, False)
         member = _Member(rank, context, channel.Channel(ours), control, out_read, err_read)
-        for fd, kind in ((member.work, "work"), (member.control, "control"), (out_read, "out"), (err_read, "err")):
+        for fd, kind in (
+            (member.work, "work"),
+            (member.control, "control"),
+            (out_read, "out"),
+            (err_read, "err"),
+        ):
             self._selector.register(fd, selectors.EVENT_READ, (member, kind))
         return member
 
@@ -305,8 +321,14 @@ class Ranks:
                 self._pump(min(0.5, max(deadline - time.monotonic(), 0.0)))
                 gone = [r for r in waiting if self._parts[r].lost]
                 if gone or time.monotonic() > deadline:
-                    text = b"".join(bytes(self._parts[r].stderr) for r in gone).decode(errors="replace").strip()
-                    what = f"{name_ranks(gone)} ended while starting" if gone else f"no answer within {timeout:.0f} s"
+                    text = (
+                        b"".join(bytes(self._parts[r].stderr) for r in gone).decode(errors="replace").strip()
+                    )
+                    what = (
+                        f"{name_ranks(gone)} ended while starting"
+                        if gone
+                        else f"no answer within {timeout:.0f} s"
+                    )
                     raise RuntimeError(
                         f"{self.world_size} ranks could not be started: {what}.\n{text[-2000:]}".rstrip()
                     )
@@ -394,7 +416,9 @@ class Ranks:
                     break
                 if interrupted():
                     states = self._states()
-                    cause = errors.RanksInterrupted(_where_they_were(states, self.world_size, "interrupted"), None)  # type: ignore[arg-type]
+                    cause = errors.RanksInterrupted(
+                        _where_they_were(states, self.world_size, "interrupted"), None
+                    )  # type: ignore[arg-type]
                 elif timeout is not None and now >= end:
                     states = self._states()
                     cause = errors.RankTimeout(_timeout_text(states, self.world_size, timeout), None)  # type: ignore[arg-type]
@@ -418,7 +442,9 @@ class Ranks:
                 self._repair(lost)
         return self._conclude(run, cause, unmatched, pull)
 
-    def _conclude(self, run: Run, cause: BaseException | None, unmatched: str | None, pull: Sequence[str]) -> Run:
+    def _conclude(
+        self, run: Run, cause: BaseException | None, unmatched: str | None, pull: Sequence[str]
+    ) -> Run:
         """Return `run`, or raise what went wrong first."""
         lost = [r for r in run.ran if r.state == "lost" and not (r.error and r.error.caused_by_abort)]
         raised = [r for r in run.failed if r.error and not r.error.caused_by_abort and r.state == "error"]
@@ -527,7 +553,9 @@ class Ranks:
             member.process.join(1.0)
             part.lost = RankFailure("RankLost", _how_it_ended(member.process.exitcode), at=time.monotonic())
 
-    def _ask(self, ranks: Sequence[int], request: str, argument: Any = None, *, wait: float) -> dict[int, Any]:
+    def _ask(
+        self, ranks: Sequence[int], request: str, argument: Any = None, *, wait: float
+    ) -> dict[int, Any]:
         """Ask the control threads of `ranks`; the answers that came within `wait` seconds."""
         number = next(self._asked)
         asked = []
@@ -539,7 +567,9 @@ class Ranks:
                 continue
         deadline = time.monotonic() + wait
         while True:
-            answers = {r: self._members[r].answers[number] for r in asked if number in self._members[r].answers}
+            answers = {
+                r: self._members[r].answers[number] for r in asked if number in self._members[r].answers
+            }
             left = deadline - time.monotonic()
             if len(answers) == len(asked) or left <= 0:
                 for r in answers:
@@ -560,7 +590,9 @@ class Ranks:
             elif part.outcome is not None:
                 failure = part.outcome.error
                 phase, why = ("error", str(failure)) if failure else ("finished", "")
-                states.append(diagnose.State(rank, phase, counts=part.outcome.counts, calls=part.outcome.calls, why=why))
+                states.append(
+                    diagnose.State(rank, phase, counts=part.outcome.counts, calls=part.outcome.calls, why=why)
+                )
             elif rank in answers:
                 states.append(diagnose.from_status(answers[rank], self._cpu.get(rank)))
                 self._cpu[rank] = answers[rank]["cpu"]
@@ -573,6 +605,8 @@ class Ranks:
     def _free(self) -> None:
         """Get every rank out of the cell: close its connections, interrupt it, end it if it does not react."""
         running = [r for r, p in self._parts.items() if not p.over]
+        for rank in running:
+            self._parts[rank].freed = True
         self._ask(running, "interrupt", wait=GRACE / 2)
         deadline = time.monotonic() + GRACE
         again = time.monotonic() + GRACE / 4
@@ -671,12 +705,16 @@ class Ranks:
             return RankResult(**common, state="lost", error=part.lost)
         if outcome is None:
             return RankResult(**common, state="running")
+        error = outcome.error
+        if error and part.freed and not error.mismatch:
+            message = "freed from an operation that could not finish, or interrupted"
+            error = replace(error, type="RankFreed", message=message, caused_by_abort=True)
         return RankResult(
             **common,
-            state="error" if outcome.error else "ok",
+            state="error" if error else "ok",
             value=_unpack(outcome.value),
             data=outcome.data,
-            error=outcome.error,
+            error=error,
             seconds=outcome.seconds,
             events=tuple(outcome.events),
             dropped_events=outcome.dropped,
@@ -723,7 +761,9 @@ def choose_device(world_size: int, device: str) -> tuple[str, str, str]:
     if device == "cuda":
         raise errors.WorldSizeError(
             f"{world_size} ranks on cuda need a GPU each, and this machine has {gpus}. Use `--device cpu`, or a world "
-            f"of {gpus} ranks." if gpus else f"this machine has no GPU that torch can use. Use `--device cpu`."
+            f"of {gpus} ranks."
+            if gpus
+            else f"this machine has no GPU that torch can use. Use `--device cpu`."
         )
     why = f"{gpus} GPUs are too few for {world_size} ranks" if gpus else "no GPU here"
     return "cpu", "gloo", f"gloo on the CPU: {why}"
@@ -791,7 +831,9 @@ def _how_it_ended(exitcode: int | None) -> str:
     if exitcode is None:
         return "lost contact"
     if exitcode == -signal.SIGKILL:
-        return "was killed (SIGKILL). Nothing in Python does that: memory may have run out, or somebody ended it"
+        return (
+            "was killed (SIGKILL). Nothing in Python does that: memory may have run out, or somebody ended it"
+        )
     if exitcode < 0:
         name = signal.Signals(-exitcode).name
         crash = " (a crash in C code)" if name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL") else ""
@@ -810,7 +852,9 @@ def _end(member: _Member, *, wait: float) -> None:
 
 def _fingerprint(states: Sequence[diagnose.State]) -> Any:
     """What must not change between two looks for a deadlock to be believed."""
-    return [(s.rank, s.phase, tuple((w.key, w.seq) for w in s.blocking), dict(s.counts or {})) for s in states]
+    return [
+        (s.rank, s.phase, tuple((w.key, w.seq) for w in s.blocking), dict(s.counts or {})) for s in states
+    ]
 
 
 def _where_they_were(states: Sequence[diagnose.State], world_size: int, what: str) -> str:

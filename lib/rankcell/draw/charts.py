@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..hardware import EACH_WAY, Machine, NumaNode, Speed, Topology, path_kind
+from ..hardware import EACH_WAY, GPU, Machine, NumaNode, Speed, Topology, path_kind
 from .svg import (
     COLOURS,
     INK,
@@ -131,6 +131,20 @@ def speeds(items: Iterable[Speed]) -> Table:
     numbers = ("each way", "both ways, as advertised") if links else ("reads and writes",)
     note = ("note",) if any(item.note for item in items) else ()
     return Table(("", *numbers, "arithmetic", *note, "source"), tuple(rows), right=numbers)
+
+
+def shares(pairs: Iterable[tuple[Speed, Speed]]) -> Table:
+    """What was measured beside the published rate of the same link, and the share of it that was reached."""
+    rows = tuple(
+        (
+            got.name,
+            *map(format_rate, (got.bytes_per_s, peak.bytes_per_s)),
+            f"{got.bytes_per_s / peak.bytes_per_s:.0%}",
+        )
+        for got, peak in pairs
+    )
+    numbers = ("measured", "published, each way", "share")
+    return Table(("", *numbers), rows, right=numbers)
 
 
 @dataclass(frozen=True)
@@ -326,6 +340,49 @@ def lines(
         f"{s.name}: " + ", ".join(f"{x_format(x)}: {y_format(y)}" for x, y in s.points) for s in series
     )
     return drawing(WIDTH, height, *out, alt=alt, text=f"{y_label} against {x_label}\n{text}")
+
+
+def by_size(
+    series: Sequence[Series],
+    *,
+    alt: str,
+    marks: Sequence[tuple[float, str]] = (),
+    x_label: str = "size",
+    y_label: str = "bytes per second",
+) -> Figure:
+    """Rates in bytes/s against sizes in bytes, both axes logarithmic: the picture of every bandwidth test."""
+    return lines(
+        series,
+        x_label=x_label,
+        y_label=y_label,
+        alt=alt,
+        x_base=2,
+        x_format=format_bytes,
+        y_format=format_rate,
+        marks=marks,
+    )
+
+
+def generations(gpus: Sequence[GPU]) -> Figure:
+    """The published rates around some GPUs against the year each was announced."""
+    curves = [
+        Series("HBM, read + write", [(g.year, g.memory.bytes_per_s) for g in gpus], measured=False),
+        Series("NVLink, each way", [(g.year, g.nvlink.bytes_per_s) for g in gpus], measured=False),
+        Series("PCIe x16, each way", [(g.year, g.pcie.bytes_per_s) for g in gpus], measured=False),
+        Series("network port", [(g.year, g.network.bytes_per_s) for g in gpus if g.network], measured=False),
+    ]
+    grew = ", ".join(
+        f"{c.name.split(',')[0]} {c.points[-1][1] / c.points[0][1]:.2g} times" for c in curves[:3]
+    )
+    return lines(
+        curves,
+        x_log=False,
+        x_ticks=[g.year for g in gpus],
+        x_label="year: " + ", ".join(g.name.split()[0] for g in gpus),
+        y_label="published rate per GPU",
+        y_format=format_rate,
+        alt=f"From {gpus[0].name} to {gpus[-1].name} rates grew: {grew}.",
+    )
 
 
 def _mark(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
@@ -544,7 +601,7 @@ def cluster_map(*, nvlink: Speed, pcie: Speed, network: Speed, per_node: int = 8
     gap = 16.0
     width = (WIDTH - 2 * 8 - gap * (nodes - 1)) / nodes
     step = (width - 16) / per_node
-    box = min(step - 4, 56.0)
+    box = min(step - 2, 56.0)
     per_px = nvlink.bytes_per_s / min(18.0, box * 0.6)
 
     def wide(speed: Speed) -> float:
@@ -597,14 +654,17 @@ __all__ = [
     "Rung",
     "Series",
     "Table",
+    "by_size",
     "cluster_map",
     "format_bytes",
     "format_rate",
     "format_seconds",
+    "generations",
     "ladder",
     "lines",
     "link_matrix",
     "machine_map",
+    "shares",
     "speeds",
     "text_width",
 ]

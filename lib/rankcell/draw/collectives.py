@@ -80,45 +80,60 @@ def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
     return Frames(figures, ("before", "who sends what to whom", "after"), start=2)
 
 
-def matrices(named: Mapping[str, Any], finding: str, *, world_size: int = 4, columns: int = 2) -> Figure:
+def matrices(
+    named: Mapping[str, Any],
+    finding: str,
+    *,
+    world_size: int = 4,
+    columns: int = 2,
+    owners: Mapping[str, Sequence[int]] | None = None,
+) -> Figure:
     """Matrices of zeros and ones side by side, each column in the colour of the rank whose input it reads.
 
-    `finding` says for those who do not see the picture what it shows.
+    `finding` says for those who do not see the picture what it shows. `owners` names the rank of each input
+    where the ranks do not have equal shares of them.
     """
     cell, top, width = 13, 34, WIDTH / columns
     marks, text, y = [], [], _MARGIN
     items = [(name, [[float(x) for x in row] for row in matrix]) for name, matrix in named.items()]
     for i in range(0, len(items), columns):
-        line_of_items = items[i : i + columns]
-        for j, (name, matrix) in enumerate(line_of_items):
-            marks.append(_matrix(_MARGIN + j * width, y, name, matrix, cell, top, world_size))
+        side_by_side = items[i : i + columns]
+        for j, (name, matrix) in enumerate(side_by_side):
+            share = len(matrix[0]) / world_size
+            reads = (owners or {}).get(name) or [int(c / share) for c in range(len(matrix[0]))]
+            x = _MARGIN + j * width
+            marks += [label(x, y + 22, name, bold=True), _matrix(x, y + top, matrix, cell, reads, world_size)]
             text.append(f"{name}\n" + "\n".join(" ".join("1" if x else "." for x in row) for row in matrix))
-        y += top + cell * max(len(m) for _, m in line_of_items) + 22
+        y += top + cell * max(len(m) for _, m in side_by_side) + 22
     marks.append(label(_MARGIN, y + 8, "row: a number of the output; column: a number of the input,"))
     marks.append(label(_MARGIN, y + 34, "in the colour of its rank:"))
     for r in range(world_size):
-        marks.append(
-            rect(258 + 88 * r, y + 18, 18, 18, fill=_colour(r)) + label(282 + 88 * r, y + 34, f"rank {r}")
-        )
+        x = 254 + 96 * r
+        marks.append(rect(x, y + 18, 18, 18, fill=_colour(r)) + label(x + 24, y + 34, f"rank {r}"))
     sizes = ", ".join(f"{name} {len(m)} x {len(m[0])}" for name, m in items)
     alt = f"{finding} Matrices of zeros and ones, outputs x inputs: {sizes}."
     return drawing(WIDTH, y + 52, *marks, alt=alt, text="\n\n".join(text))
 
 
 def _matrix(
-    x: float, y: float, name: str, matrix: Sequence[Sequence[float]], cell: int, top: int, world_size: int
+    x: float,
+    y: float,
+    matrix: Sequence[Sequence[float]],
+    cell: int,
+    reads: Sequence[int],
+    world_size: int,
 ) -> str:
     height, width = len(matrix) * cell, len(matrix[0]) * cell
-    per_rank_in, per_rank_out = len(matrix[0]) // world_size, len(matrix) // world_size
-    marks = [label(x, y + 22, name, bold=True)]
+    marks = []
     for i in range(world_size + 1):
-        marks.append(line(x, y + top + i * per_rank_out * cell, x + width, y + top + i * per_rank_out * cell))
-        marks.append(line(x + i * per_rank_in * cell, y + top, x + i * per_rank_in * cell, y + top + height))
+        across, down = height * i / world_size, width * i / world_size
+        marks += [line(x, y + across, x + width, y + across), line(x + down, y, x + down, y + height)]
     for i, row in enumerate(matrix):
         for j, value in enumerate(row):
             if value:
-                fill = _colour(j // per_rank_in)
-                marks.append(rect(x + j * cell + 1, y + top + i * cell + 1, cell - 2, cell - 2, fill=fill))
+                marks.append(
+                    rect(x + j * cell + 1, y + i * cell + 1, cell - 2, cell - 2, fill=_colour(reads[j]))
+                )
     return "".join(marks)
 
 
@@ -303,13 +318,13 @@ def _sentences(scene: _Scene) -> tuple[str, str]:
         "scatter": (f"{root} sends part i to rank i", "each rank holds its part"),
         "gather": (f"{every} sends its tensor to {root}", f"{root} holds one tensor per rank, in rank order"),
         "reduce": (f"{every} sends its tensor to {root}", f"only {root}'s tensor has a meaning"),
-        "all_reduce": ("every rank's numbers go into every result", ""),
+        "all_reduce": (f"the tensor of {every} goes to all of them", ""),
         "all_gather": (
-            "every rank sends its tensor to all",
+            f"{every} sends its tensor to all of them",
             f"{every} holds one tensor per rank, in rank order",
         ),
-        "reduce_scatter": ("part i of every rank goes to rank i", ""),
-        "all_to_all": ("part i of every rank goes to rank i", "part j of the output came from rank j"),
+        "reduce_scatter": (f"part i of {every} goes to rank i", ""),
+        "all_to_all": (f"part i of {every} goes to rank i", "part j of the output came from rank j"),
     }
     send, found = words[scene.op]
     if scene.op in ("reduce", "all_reduce", "reduce_scatter"):
@@ -331,7 +346,10 @@ def _arithmetic(scene: _Scene) -> str:
         joined = f"({joined}) / {len(group)}"
     elif scene.reduce_op not in ("", "SUM", "PRODUCT"):
         joined = f"{scene.reduce_op.lower()}({joined})"
-    return f"first number of rank {target}: {joined} = {_number(result[0])}"
+    said = _number(result[0])
+    exact = _number(math.fsum(t[0] for t in terms)) if scene.reduce_op in ("", "SUM") else said
+    end = f" = {said}" if said == exact else f" gave {said}, not {exact}"
+    return f"first number of rank {target}: {joined}{end}"
 
 
 def _number(x: float) -> str:

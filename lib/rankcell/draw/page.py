@@ -47,7 +47,9 @@ def as_html(run: Run) -> str:
         if not pieces:
             note = "done" if result.state == "ok" else html.escape(_why(result))
             pieces = [f'<span style="{_NAME}">{note}</span>']
-            rows.append(f'<div style="{_MARK}{_colour(group)}"><span style="{_NAME}">{name}</span>: {pieces[0]}</div>')
+            rows.append(
+                f'<div style="{_MARK}{_colour(group)}"><span style="{_NAME}">{name}</span>: {pieces[0]}</div>'
+            )
         else:
             rows.append(
                 f'<div style="{_MARK}{_colour(group)}"><div style="{_NAME}">{name}</div>{"".join(pieces)}</div>'
@@ -92,7 +94,11 @@ def shorten(text: str) -> str:
         lines.pop()
     if len(lines) > HEAD + TAIL + 5:
         left_out = len(lines) - HEAD - TAIL
-        lines = [*lines[:HEAD], f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...", *lines[-TAIL:]]
+        lines = [
+            *lines[:HEAD],
+            f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...",
+            *lines[-TAIL:],
+        ]
     lines = [
         line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}... ({len(line) - MAX_LINE:,} more characters)"
         for line in lines
@@ -131,7 +137,10 @@ def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
     if isinstance(result.value, NotSent) and not result.data:
         pieces.append(("value", Display({"text/plain": result.value.text})))
     if plain:
-        return [(kind, _plain(piece) if isinstance(piece, Display) else piece.rstrip("\n")) for kind, piece in pieces]
+        return [
+            (kind, _plain(piece) if isinstance(piece, Display) else piece.rstrip("\n"))
+            for kind, piece in pieces
+        ]
     return pieces
 
 

@@ -1,0 +1,289 @@
+"""`make bench`: what rank cells cost, as ratios within one run, beside a plain spawn per cell and ipyparallel.
+
+Not a test: this prints a table and fails nothing. Times on a shared machine are noisy; the medians and ratios say
+more than any single number. `python tests/bench.py NAME ...` runs some of the sections only.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from jupyter_client.manager import start_new_kernel
+
+import rankcell
+
+ALL_REDUCE = "x = torch.ones(4)\ndist.all_reduce(x)\n"
+
+
+def row(what: str, value: str, bar: str = "", note: str = "") -> None:
+    """One line of the table."""
+    print(f"  {what:<58} {value:>12}   {bar:<16} {note}".rstrip(), flush=True)
+
+
+class Kernel:
+    """A real notebook kernel, to time cells as a learner feels them: from sending the cell to the kernel being idle."""
+
+    def __init__(self) -> None:
+        self.manager, self.client = start_new_kernel(kernel_name="python3")
+
+    def run(self, source: str, timeout: float = 120.0) -> tuple[float, str]:
+        """Seconds and all text that came back."""
+        text: list[str] = []
+
+        def take(message: dict[str, Any]) -> None:
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                text.append(content["text"])
+            elif message["msg_type"] in ("execute_result", "display_data"):
+                text.append(content["data"].get("text/plain", ""))
+            elif message["msg_type"] == "error":
+                text.append("\n".join(content["traceback"]))
+
+        start = time.perf_counter()
+        self.client.execute_interactive(source, timeout=timeout, output_hook=take)
+        return time.perf_counter() - start, "\n".join(text)
+
+    def median(self, source: str, times: int = 30) -> float:
+        """Median seconds of a cell."""
+        return statistics.median(self.run(source)[0] for _ in range(times))
+
+    def close(self) -> None:
+        """End the kernel."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+def fresh_python(source: str) -> float:
+    """Seconds printed by a fresh interpreter that runs `source`."""
+    out = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)  # noqa: S603
+    return float(out.stdout.split()[-1])
+
+
+def bench_start() -> None:
+    """From nothing to the first results."""
+    print("start")
+    timed_import = "import time; t = time.perf_counter(); import torch; print(time.perf_counter() - t)"
+    imports = [fresh_python(timed_import) for _ in range(3)]
+    import_torch = statistics.median(imports)
+    row("one `import torch`", f"{import_torch:.2f} s")
+    firsts, ddps = [], []
+    for _ in range(3):
+        kernel = Kernel()
+        kernel.run("1")
+        load = kernel.run("%load_ext rankcell")[0]
+        firsts.append(load + kernel.run("%%ranks 4\n" + ALL_REDUCE + "x")[0])
+        ddps.append(
+            kernel.run(
+                "%%ranks 4\nfrom torch.nn.parallel import DistributedDataParallel\n"
+                "model = DistributedDataParallel(torch.nn.Linear(4, 4))"
+            )[0]
+        )
+        kernel.close()
+    first = statistics.median(firsts)
+    row(
+        "%load_ext to the first all-reduce result, 4 ranks",
+        f"{first:.2f} s",
+        f"{first / import_torch:.2f}x <= 2.5x",
+    )
+    row("then the first DistributedDataParallel", f"{statistics.median(ddps):.3f} s", "<= 0.5 s")
+
+
+def bench_cells() -> None:
+    """What a warm cell costs, beside its ordinary twin, ipyparallel and a spawn per cell."""
+    print("warm cells, 4 ranks")
+    kernel = Kernel()
+    kernel.run("%load_ext rankcell")
+    kernel.run("import torch")
+    kernel.run("%%ranks 4\n" + ALL_REDUCE)
+    plain, ranks = [], []
+    for _ in range(40):  # interleaved: both feel the same noise
+        plain.append(kernel.run("1 + 1")[0])
+        ranks.append(kernel.run("%%ranks 4\n1 + 1")[0])
+    added = statistics.median(ranks) - statistics.median(plain)
+    row("a trivial cell adds to its ordinary twin", f"{1e3 * added:.1f} ms", "<= 5 ms")
+    ours = kernel.median("%%ranks 4\n" + ALL_REDUCE)
+    row("an all-reduce cell", f"{1e3 * ours:.1f} ms")
+    theirs = _ipyparallel(kernel)
+    if theirs is not None:
+        row("the same with ipyparallel's %%px", f"{1e3 * theirs:.1f} ms", f"{theirs / ours:.1f}x >= 3x")
+    spawn = statistics.median(_spawn_once() for _ in range(3))
+    row("the same with torch.multiprocessing.spawn", f"{spawn:.2f} s", f"{spawn / ours:.0f}x")
+    kernel.close()
+
+
+def _ipyparallel(kernel: Kernel) -> float | None:
+    setup = """
+        import ipyparallel, os
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        cluster = ipyparallel.Cluster(n=4, log_level=40)
+        client = cluster.start_and_connect_sync()
+        client[:].activate()
+        client[:].block = True
+    """
+    _, text = kernel.run(textwrap.dedent(setup))
+    if "ModuleNotFoundError" in text:
+        row("ipyparallel", "not installed", "", "`make bench` installs it")
+        return None
+    init = """
+        %%px
+        import os, torch, torch.distributed as dist
+        torch.set_num_threads(1)
+    """
+    kernel.run(textwrap.dedent(init).strip())
+    kernel.run(
+        "def join(rank, path):\n"
+        "    import torch.distributed as dist\n"
+        "    dist.init_process_group('gloo', init_method='file://' + path, rank=rank, world_size=4)\n"
+        "import tempfile; path = tempfile.mktemp()\n"
+        "r = client[:].map_async(join, range(4), [path] * 4).get()"
+    )
+    median = kernel.median("%%px\n" + ALL_REDUCE)
+    kernel.run("cluster.stop_cluster_sync()")
+    return median
+
+
+def _spawned(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
+    x = torch.ones(4)
+    dist.all_reduce(x)
+
+
+def _spawn_once() -> float:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        torch.multiprocessing.spawn(_spawned, args=(f"{folder}/store",), nprocs=4)
+        return time.perf_counter() - start
+
+
+def bench_worlds() -> None:
+    """Further worlds: seconds until they answer, and memory."""
+    print("a further world, and memory per idle rank (PSS)")
+    with rankcell.Ranks(4) as ranks:
+        ranks.run(ALL_REDUCE)
+        _memory(ranks, "<= 40 MB")
+        for size in (8, 16, 32, 64):
+            start = time.perf_counter()
+            with rankcell.Ranks(size) as more:
+                more.run(ALL_REDUCE)
+                row(
+                    f"{size} ranks: start and first all-reduce",
+                    f"{time.perf_counter() - start:.2f} s",
+                    "<= 1.5 s",
+                )
+                if size == 32:
+                    _memory(more, "<= 15 MB")
+
+
+def _memory(ranks: rankcell.Ranks, bar: str) -> None:
+    used = [m for m in ranks.memory() if m is not None]
+    if used:
+        row(
+            f"memory of an idle rank of {ranks.world_size}",
+            f"{max(used) / 1e6:.0f} MB",
+            bar,
+            f"mean {statistics.mean(used) / 1e6:.0f} MB",
+        )
+
+
+def bench_prints() -> None:
+    """100,000 printed lines on every rank."""
+    print("100,000 lines printed by each of 4 ranks")
+    source = "for i in range(100_000): print('line', i)"
+    timed = f"import time, sys; t = time.perf_counter()\n{source}\nsys.stdout.flush(); print(time.perf_counter() - t)"
+    alone = statistics.median(fresh_python(timed) for _ in range(5))
+    with rankcell.Ranks(4) as ranks:
+        ranks.run("1")
+        took = []
+        for _ in range(5):
+            start = time.perf_counter()
+            ranks.run(source)
+            took.append(time.perf_counter() - start)
+    cell = statistics.median(took)
+    row("one ordinary process", f"{alone:.3f} s")
+    row("the rank cell", f"{cell:.3f} s", f"{cell / alone:.2f}x <= 3x")
+
+
+FAILURES = {
+    "exception on one rank": "if rank == 1: 1 / 0\ndist.all_reduce(torch.ones(4))",
+    "missing send": "if rank == 0: dist.recv(torch.ones(4), src=1)",
+    "send / send": "x = torch.ones(4)\ndist.send(x, (rank + 1) % 4)\ndist.recv(x, (rank - 1) % 4)",
+    "skipped collective": "if rank != 2: dist.all_reduce(torch.ones(4))",
+    "different order": "x = torch.ones(4)\nif rank == 0:\n    dist.broadcast(x, 0); dist.all_reduce(x)\nelse:\n"
+    "    dist.all_reduce(x); dist.broadcast(x, 0)",
+    "different dtypes": "dist.all_reduce(torch.ones(4, dtype=torch.int32 if rank == 2 else torch.float32))",
+    "rank killed": "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
+    "uneven batches": "for step in range(4 if rank == 0 else 3): dist.all_reduce(torch.ones(4))",
+}
+
+
+def bench_failures() -> None:
+    """Seconds from the cell to its message, beside a plain spawn with a limit of 60 s."""
+    print("seconds from a failing cell to its message, 4 ranks")
+    for name, source in FAILURES.items():
+        with rankcell.Ranks(4) as ranks:
+            ranks.run(ALL_REDUCE)
+            start = time.perf_counter()
+            try:
+                ranks.run(source)
+                message = "NO MESSAGE"
+            except RuntimeError as error:
+                message = str(error).splitlines()[0]
+            took = time.perf_counter() - start
+            start = time.perf_counter()
+            ranks.run(ALL_REDUCE)
+            again = time.perf_counter() - start
+        row(name, f"{took:.2f} s", f"next {1e3 * again:.0f} ms", message[:90])
+    if os.environ.get("RANKCELL_BENCH_PEERS"):
+        for name, source in FAILURES.items():
+            took = _failing_spawn(source)
+            row(f"{name}, with spawn", "> 60 s" if took is None else f"{took:.1f} s")
+
+
+def _failing(rank: int, path: str, source: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
+    exec(source, {"rank": rank, "torch": torch, "dist": dist})  # noqa: S102
+
+
+def _failing_spawn(source: str) -> float | None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        context = torch.multiprocessing.spawn(
+            _failing, args=(f"{folder}/store", source), nprocs=4, join=False
+        )
+        try:
+            while time.perf_counter() - start < 60:
+                if context.join(timeout=1):
+                    return time.perf_counter() - start
+        except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
+            return time.perf_counter() - start
+        finally:
+            for process in context.processes:
+                process.kill()
+    return None
+
+
+SECTIONS: dict[str, Callable[[], None]] = {
+    "start": bench_start,
+    "cells": bench_cells,
+    "worlds": bench_worlds,
+    "prints": bench_prints,
+    "failures": bench_failures,
+}
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or SECTIONS:
+        SECTIONS[chosen]()

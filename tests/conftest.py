@@ -1,0 +1,24 @@
+"""What the tests share: one world of four ranks, and one bare IPython shell with the extension loaded."""
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+import rankcell
+
+
+@pytest.fixture(scope="session")
+def four():
+    """A world of four ranks that lives through the whole session: a test must leave it usable, which is a test too."""
+    with rankcell.Ranks(4, device="cpu") as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def shell():
+    """An IPython shell with `%load_ext rankcell` done, and no user in front of it."""
+    InteractiveShell.clear_instance()
+    ip = InteractiveShell.instance()
+    ip.run_line_magic("load_ext", "rankcell")
+    yield ip
+    ip.run_line_magic("unload_ext", "rankcell")
+    InteractiveShell.clear_instance()

@@ -1,0 +1,319 @@
+"""Every way in which ranks can fail: one message that names the rank to blame, and the next cell works at once.
+
+Each case runs on the same four ranks, one after the other: that the world stays usable is tested by all of them.
+"""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from rankcell import Deadlock, RankError, RankLost, RankMismatch, RankTimeout
+from rankcell.errors import RanksInterrupted
+
+HANGS = {
+    "missing send": (
+        "x = torch.ones(4)\nif rank == 0:\n    dist.recv(x, src=1)",
+        "rank 1 finished without sending what rank 0 waits for.",
+        "rank 0  waits in recv(float32[4] from rank 1) (call 1 of this pair, line 3)",
+        "Add the missing dist.send(tensor, dst=0) on rank 1, or drop the receive.",
+    ),
+    "missing recv": (
+        "x = torch.ones(4)\nif rank == 0:\n    dist.send(x, dst=1)",
+        "rank 1 finished without receiving what rank 0 sends.",
+        "rank 0  waits in send(float32[4] to rank 1) (call 1 of this pair, line 3)",
+        "Add the missing dist.recv(buffer, src=0) on rank 1, or drop the send.",
+    ),
+    "send / send": (
+        "x = torch.ones(4)\ndist.send(x, (rank + 1) % 4)\ndist.recv(x, (rank - 1) % 4)",
+        "ranks 0-3 all send first, and nobody receives.",
+        "rank 2  waits in send(float32[4] to rank 3) (call 1 of this pair, line 2)",
+        "Let one side receive first, or use isend, or batch_isend_irecv.",
+    ),
+    "recv / recv": (
+        "x = torch.ones(4)\nif rank < 2:\n    dist.recv(x, 1 - rank)\n    dist.send(x, 1 - rank)",
+        "ranks 0, 1 all receive first, and nobody sends.",
+        "rank 2  finished the cell after 0 calls",
+        "Let one side send first, or post irecv, send, and then wait.",
+    ),
+    "send and recv with other tags": (
+        "x = torch.ones(4)\nif rank == 0:\n    dist.send(x, 1, tag=1)\nif rank == 1:\n    dist.recv(x, 0, tag=2)",
+        "the sends and receives of ranks 0, 1 do not fit together.",
+        "rank 1  waits in recv(float32[4] from rank 0)",
+        "with the same tag",
+    ),
+    "skipped collective": (
+        "x = torch.ones(4)\nif rank != 2:\n    dist.all_reduce(x)",
+        "rank 2 finished the cell without the all_reduce that ranks 0, 1, 3 wait in.",
+        "rank 1  waits in all_reduce(float32[4]) (call 1 of the world, line 3)",
+        "look at what rank 2 skips.",
+    ),
+    "extra collective": (
+        "x = torch.ones(4)\ndist.all_reduce(x)\nif rank == 3:\n    dist.all_reduce(x)",
+        "rank 3 calls one all_reduce more than ranks 0-2, which finished.",
+        "rank 3  waits in all_reduce(float32[4]) (call 2 of the world, line 4)",
+        "look at what this rank does in addition",
+    ),
+    "uneven batches": (
+        "for step in range(4 if rank == 0 else 3):\n    dist.all_reduce(torch.ones(2))",
+        "rank 0 calls one all_reduce more than ranks 1-3, which finished.",
+        "rank 1  finished the cell after 3 calls",
+        "one more batch",
+    ),
+    "two groups in opposite order": (
+        "a, b = dist.new_group([0, 1]), dist.new_group([0, 1])\nx = torch.ones(4)\n"
+        "for group in (a, b) if rank == 0 else (b, a):\n    if rank < 2: dist.all_reduce(x, group=group)",
+        "ranks 0, 1 take their process groups in different order, and each waits for the other.",
+        "rank 0  waits in all_reduce(float32[4]) (call 1 of the group of ranks 0, 1, line 4)",
+        "Call the collectives of two groups in the same order",
+    ),
+    "DDP built on 3 of 4 ranks": (
+        "from torch.nn.parallel import DistributedDataParallel\nm = torch.nn.Linear(4, 4)\n"
+        "if rank != 3:\n    m = DistributedDataParallel(m)",
+        "rank 3 finished the cell without the DistributedDataParallel that ranks 0-2 wait in.",
+        "inside DistributedDataParallel (call 1 of the world, line 4)",
+        "look at what rank 3 skips.",
+    ),
+    "DDP with uneven batches": (
+        "from torch.nn.parallel import DistributedDataParallel\nm = DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "for step in range(3 if rank == 1 else 2):\n    m(torch.ones(2, 4)).sum().backward()",
+        "rank 1 calls one backward more than ranks 0, 2, 3, which finished.",
+        "inside backward",
+        "one more batch",
+    ),
+}
+
+
+def fails(four, source, error=RankError, **options):
+    """Run `source`, which must fail, and return the error; the next cell must work on the same world."""
+    start = time.monotonic()
+    with pytest.raises(error) as caught:
+        four.run(source, **options)
+    caught.value.seconds = time.monotonic() - start
+    works(four)
+    return caught.value
+
+
+def works(four):
+    """The next cell: an all-reduce with the right answer on every rank."""
+    run = four.run("probe = torch.full((3,), float(rank)); dist.all_reduce(probe); probe.tolist()")
+    assert run.values == [[6.0] * 3] * 4
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_explained(four, name):
+    source, headline, row, advice = HANGS[name]
+    four.run("kept = rank")
+    pids = four.pids
+    error = fails(four, source, Deadlock)
+    assert str(error).splitlines()[0] == headline
+    assert row in str(error) and advice in str(error)
+    assert four.run("kept").values == [0, 1, 2, 3] and four.pids == pids
+    assert error.seconds < 10  # proved, not timed out: the backend's own limit is 30 minutes
+
+
+def test_a_collective_on_some_ranks_of_a_cell(four):
+    error = fails(four, "dist.barrier()", Deadlock, only=[0, 1])
+    assert (
+        str(error).splitlines()[0] == "rank 2 does not run this cell, and ranks 0, 1 wait for it in barrier."
+    )
+
+
+def test_an_exception_on_one_rank_frees_the_others(four):
+    source = "print('before', rank)\nif rank == 1:\n    1 / 0\ndist.all_reduce(torch.ones(4))"
+    error = fails(four, source)
+    lines = str(error).splitlines()
+    assert lines[0] == "rank 1 of 4 failed first: ZeroDivisionError: division by zero"
+    assert lines[1] == "  ranks 0, 2, 3 waited for it and were freed (`error.run.ranks[r].error`)"
+    assert lines[3:] == ['  File "<cell>", line 3, in <module>', "    1 / 0"]
+    assert [r.stdout for r in error.run.ranks] == [f"before {r}\n" for r in range(4)]
+
+
+MISMATCHES = {
+    "different shapes": (
+        "dist.all_reduce(torch.ones(8 if rank == 0 else 4))",
+        "rank 0 calls all_reduce(float32[8]) where ranks 1-3 call all_reduce(float32[4]): different shapes.",
+    ),
+    "different dtypes": (
+        "dist.all_reduce(torch.ones(4, dtype=torch.int32 if rank == 3 else torch.float32))",
+        "rank 3 calls all_reduce(int32[4]) where ranks 0-2 call all_reduce(float32[4]): different dtypes.",
+    ),
+    "different reduce operations": (
+        "dist.all_reduce(torch.ones(4), op=dist.ReduceOp.PRODUCT if rank == 0 else dist.ReduceOp.SUM)",
+        "rank 0 calls all_reduce(float32[4], PRODUCT) where ranks 1-3 call all_reduce(float32[4]): different reduce "
+        "operations.",
+    ),
+    "different roots": (
+        "dist.broadcast(torch.ones(4), src=rank // 3)",
+        "rank 3 calls broadcast(float32[4], root 1) where ranks 0-2 call broadcast(float32[4], root 0): different "
+        "roots.",
+    ),
+    "different operations": (
+        "x = torch.ones(4)\nif rank == 1:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)",
+        "rank 1 calls broadcast(float32[4], root 0) where ranks 0, 2, 3 call all_reduce(float32[4]): different "
+        "operations.",
+    ),
+    "different sizes": (
+        "if rank == 0: dist.send(torch.ones(8), 1)\nif rank == 1: dist.recv(torch.ones(4), 0)",
+        "rank 0 calls send(float32[8] to rank 1) where rank 1 calls recv(float32[4] from rank 0): different sizes.",
+    ),
+    "uneven splits": (
+        "n = [1, 1, 1, 1] if rank else [2, 1, 1, 0]\n"
+        "dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1, 1, 1], n)",
+        "do not fit together",
+    ),
+    "different shapes in a reduce-scatter": (
+        "dist.reduce_scatter_tensor(torch.ones(2 if rank else 1), torch.ones(8 if rank else 4))",
+        "rank 0 calls reduce_scatter(float32[4]) where ranks 1-3 call reduce_scatter(float32[8]): different shapes.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_calls_that_do_not_match_send_nothing(four, name):
+    source, headline = MISMATCHES[name]
+    pids = four.pids
+    error = fails(four, source, RankMismatch)
+    assert headline in str(error).splitlines()[0] and "Nothing was sent." in str(error)
+    assert four.pids == pids  # gloo alone would have aborted a process, or returned garbage
+
+
+def test_a_mismatch_is_worded_alike_whoever_notices_first(four):
+    source = "dist.all_reduce(torch.ones(8 if rank == 2 else 4))"
+    assert len({str(fails(four, source, RankMismatch)) for _ in range(5)}) == 1
+
+
+ENDS = {
+    "SIGKILL": (
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "rank 1 of 4 was killed (SIGKILL).",
+    ),
+    "os._exit": ("import os; os._exit(3)", "rank 1 of 4 left with exit code 3 (os._exit)"),
+    "segfault": (
+        "import ctypes; ctypes.string_at(0)",
+        "rank 1 of 4 was ended by SIGSEGV (a crash in C code)",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_dies_is_named_and_replaced(four, how):
+    dies, headline = ENDS[how]
+    four.run("kept = rank")
+    error = fails(four, f"print('alive', flush=True)\nif rank == 1: {dies}\ndist.barrier()", RankLost)
+    assert str(error).startswith(headline)
+    assert "names defined there are gone" in str(error) and "ranks 0, 2, 3 kept their names" in str(error)
+    assert error.run.ranks[1].stdout == "alive\n"
+    assert four.run("'kept' in globals()").values == [True, False, True, True]
+
+
+def test_sys_exit_ends_the_cell_and_not_the_rank(four):
+    four.run("kept = rank")
+    error = fails(four, "import sys\nif rank == 2: sys.exit(5)\ndist.barrier()")
+    assert str(error).splitlines()[0] == "rank 2 of 4 failed first: SystemExit: 5"
+    assert "The rank itself lives on, with its names." in str(error)
+    assert four.run("kept").values == [0, 1, 2, 3]
+
+
+def test_out_of_memory_is_an_ordinary_exception(four):
+    error = fails(four, "if rank == 0: torch.empty(1 << 60)\ndist.barrier()")
+    assert str(error).startswith("rank 0 of 4 failed first: RuntimeError")
+
+
+STUCK = {
+    "a sleep": "import time; time.sleep(1e9)",
+    "an endless Python loop": "while True: pass",
+    "a loop that swallows interrupts": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "an endless C loop": "import re; re.match('(a*)*b', 'a' * 60)",
+    "a wait for the others": "if rank: import time; time.sleep(1e9)\ndist.barrier()",
+}
+
+
+@pytest.mark.parametrize("what", STUCK)
+def test_an_interrupt_ends_the_cell(four, what):
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(RanksInterrupted, match="the ranks were interrupted while they were here:"):
+        four.run(STUCK[what])
+    assert time.monotonic() - start < 10
+    works(four)
+
+
+def test_a_timeout_says_where_every_rank_was(four):
+    error = fails(four, "import time\nif rank == 1: time.sleep(60)\ndist.barrier()", RankTimeout, timeout=1)
+    lines = str(error).splitlines()
+    assert lines[0] == "the ranks did not all finish within 1 s."
+    assert lines[1:4] == [
+        "  rank 0  waits in barrier() (call 1 of the world, line 3)",
+        "  rank 1  computes at line 2",
+        "  rank 2  waits in barrier() (call 1 of the world, line 3)",
+    ]
+
+
+SLOW = {
+    "a sleep": "import time\nif rank == 2: time.sleep(2)\ndist.barrier()",
+    "a Python loop": "import time\nend = time.monotonic() + 2\nwhile rank == 2 and time.monotonic() < end: pass\ndist.barrier()",
+    "an open isend, then computing": (
+        "import time\nx = torch.ones(4)\n"
+        "if rank == 0:\n    w = dist.isend(x, 1, tag=1); time.sleep(1.5); dist.send(x, 1, tag=2); w.wait()\n"
+        "if rank == 1:\n    dist.recv(x, 0, tag=2); dist.recv(x, 0, tag=1)"
+    ),
+    "an open all-reduce, then computing": (
+        "import time\nx = torch.ones(4)\n"
+        "if rank == 1: time.sleep(1.5)\nw = dist.all_reduce(x, async_op=True)\n"
+        "if rank == 0: time.sleep(1)\nw.wait()"
+    ),
+    "DDP with one slow rank": (
+        "import time\nfrom torch.nn.parallel import DistributedDataParallel\n"
+        "m = DistributedDataParallel(torch.nn.Linear(4, 4))\nif rank == 3: time.sleep(2)\nm(torch.ones(2, 4)).sum().backward()"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_slow_is_not_stuck(four, what):
+    four.run(SLOW[what])
+    works(four)
+
+
+def test_send_in_one_cell_and_receive_in_the_next(four):
+    four.run("x = torch.arange(3.0) if rank == 0 else torch.zeros(3)\nif rank == 0: w = dist.isend(x, 1)")
+    run = four.run("if rank == 1: dist.recv(x, 0)\nif rank == 0: w.wait()\nx.tolist()")
+    assert run.values[1] == [0.0, 1.0, 2.0]
+
+
+def test_an_extra_collective_that_does_not_wait_is_found(four):
+    error = fails(four, "x = torch.ones(4)\nif rank == 0: w = dist.all_reduce(x, async_op=True)", Deadlock)
+    assert str(error).startswith(
+        "rank 0 called 1 collective more than ranks 1-3, and did not wait for the answer."
+    )
+
+
+def test_new_group_on_some_ranks_only(four):
+    error = fails(four, "if rank < 2:\n    dist.new_group([0, 1])", Deadlock)
+    assert str(error).startswith("ranks 0, 1 called new_group and ranks 2, 3 did not.")
+
+
+def test_ranks_that_fail_alike_are_told_once(four):
+    error = fails(four, "x = torch.ones(2)\nx @ torch.ones(3)")
+    assert str(error).startswith("ranks 0-3 of 4 failed alike: RuntimeError")
+
+
+def test_a_failing_function_shows_its_own_lines(four):
+    def inner(x):
+        return x.missing
+
+    def outer():
+        return inner(torch.ones(1))
+
+    error = fails(four, outer)
+    assert "in outer" in str(error) and "return x.missing" in str(error)
+
+
+def test_a_failing_repr_is_shown_and_harms_nothing(four):
+    run = four.run("class Odd:\n    def __repr__(self): raise ValueError('no text')\nOdd()", only=[0])
+    assert "ValueError: no text" in run.ranks[0].stdout + run.ranks[0].stderr
+    works(four)

@@ -1,0 +1,147 @@
+"""`%%ranks` and `%ranks` in a bare IPython shell."""
+
+import pytest
+import torch
+
+from rankcell import RankError, Run
+from rankcell.errors import CellSyntaxError, OptionError, PullError, PushError, WorldSizeError
+
+
+@pytest.fixture
+def cell(shell):
+    """Run one rank cell: `cell("4 -o run", "rank")`."""
+    return lambda line, source: shell.run_cell_magic("ranks", line, source)
+
+
+def test_the_value_of_a_cell_is_a_run(cell):
+    run = cell("4", "rank")
+    assert isinstance(run, Run) and run.values == [0, 1, 2, 3]
+
+
+def test_out_names_the_run(cell, shell):
+    run = cell("4 -o kept", "print(rank)")
+    assert shell.user_ns["kept"] is run and run.ranks[2].stdout == "2\n"
+
+
+def test_push_and_pull(cell, shell):
+    shell.user_ns["here"] = torch.ones(2)
+    cell("4 --push here --pull there", "there = here.sum().item() + rank")
+    assert shell.user_ns["there"] == [2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("2", [2]), ("0,2", [0, 2]), ("1-3", [1, 2, 3])])
+def test_only_some_ranks(cell, text, ranks):
+    assert cell(f"4 --only {text}", "rank").values == ranks
+
+
+def test_fresh_ranks_know_no_names(cell):
+    cell("2", "old = 1")
+    assert cell("2 --fresh", "'old' in globals()").values == [False, False]
+
+
+def test_magics_and_shell_lines_inside_a_rank_cell(cell):
+    assert cell("4", "!echo hi from $((1 + 1))\n%pwd").ranks[1].stdout == "hi from 2\n"
+
+
+def test_lines_count_as_the_notebook_shows_them(cell):
+    with pytest.raises(RankError, match=r"line 3, in <module>\n    1 / 0"):
+        cell("4", "x = 1\n1 / 0")
+
+
+def test_the_ranks_names_do_not_enter_the_notebook(cell, shell):
+    cell("4", "only_there = 1")
+    assert "only_there" not in shell.user_ns and "rank" not in shell.user_ns
+
+
+def test_completion_inside_a_rank_cell(cell, shell):
+    cell("4", "momentum_buffer = 3\nmodel = torch.nn.Linear(2, 2)")
+    with __import__("IPython").core.completer.provisionalcompleter():
+
+        def complete(text):
+            return [c.text for c in shell.Completer.completions(text, len(text))]
+
+        assert "world_size" in complete("%%ranks 4\nworld_s")
+        assert "momentum_buffer" in complete("%%ranks 4\nx = momentum_b")
+        assert any(c.endswith("weight") for c in complete("%%ranks 4\nmodel.wei"))
+        assert "momentum_buffer" not in complete("x = momentum_b")
+
+
+def test_the_line_magic_lists_stops_and_restarts(cell, shell, capsys):
+    cell("2", "x = 1")
+    shown = repr(shell.run_line_magic("ranks", ""))
+    assert "2 ranks on cpu (gloo)" in shown and "pids" in shown
+    shell.run_line_magic("ranks", "restart")
+    assert "Started anew: " in capsys.readouterr().out
+    assert cell("2", "'x' in globals()").values == [False, False]
+    shell.run_line_magic("ranks", "stop")
+    assert "The next %%ranks cell starts new ranks." in capsys.readouterr().out
+    assert repr(shell.run_line_magic("ranks", "")) == "No ranks are alive. A `%%ranks 4` cell starts four."
+
+
+def test_help_lists_every_option(shell, capsys):
+    shell.run_cell("%%ranks?")
+    text = capsys.readouterr().out
+    for option in ("--only", "--push", "--pull", "--out", "--timeout", "--device", "--fresh", "--values"):
+        assert option in text
+
+
+BAD_LINES = {
+    "4 --onyl 2": "%%ranks has no option --onyl. Did you mean --only? Its options are: --device",
+    "": "how many ranks? Write for example `%%ranks 4`.",
+    "four": "'four' is no number of ranks. Write for example `%%ranks 4`.",
+    "0": "'0' is no number of ranks.",
+    "4 --only two": "'two' names no ranks. Write 2, or 0,2, or 0-2.",
+    "4 --only 7": "rank 7 cannot run the cell: this world has ranks 0-3.",
+    "4 --timeout soon": "'soon' is no time. Write a number of seconds above 0, such as 60.",
+    "4 --device gpu": "device 'gpu' does not exist. Choose cpu, cuda or auto.",
+    "4 --push a b": "'b' is one word too many in the `%%ranks` line.",
+    "4 --push 1a": "'1a' is no list of names. Write x or x,y.",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_says_what_is_possible(cell, line):
+    with pytest.raises((OptionError, ValueError)) as caught:
+        cell(line, "1")
+    assert BAD_LINES[line] in str(caught.value)
+
+
+def test_a_line_magic_with_a_number_says_how_to_run_a_cell(shell):
+    with pytest.raises(OptionError, match="To run a cell on the ranks, begin it with `%%ranks 4`"):
+        shell.run_line_magic("ranks", "4")
+    with pytest.raises(OptionError, match="%ranks has no option stpo. Did you mean stop"):
+        shell.run_line_magic("ranks", "stpo")
+
+
+def test_a_syntax_error_is_shown_once_with_its_line(cell):
+    with pytest.raises(CellSyntaxError) as caught:
+        cell("4", "x = 1\nif x\n    pass")
+    assert str(caught.value) == "expected ':', line 3\n    if x\n        ^\nNo rank has run."
+
+
+def test_a_world_too_large_for_the_machine(cell):
+    with pytest.raises(
+        WorldSizeError, match=r"100000 ranks do not fit on this machine: .* It has room for \d+ ranks"
+    ):
+        cell("100000", "1")
+
+
+def test_what_cannot_be_pushed(cell, shell):
+    with pytest.raises(PushError, match="nowhere cannot be pushed: the notebook has no such name"):
+        cell("4 --push nowhere", "1")
+    shell.user_ns["generator"] = (i for i in range(3))
+    with pytest.raises(PushError, match="generator cannot be sent to the ranks: .* No rank has run"):
+        cell("4 --push generator", "1")
+    assert cell("4", "rank").values == [0, 1, 2, 3]
+
+
+def test_what_cannot_be_pulled_leaves_the_rest(cell, shell):
+    with pytest.raises(PullError, match="nothing on ranks 0-3: no such name") as caught:
+        cell("4 --pull some,nothing", "some = rank")
+    assert shell.user_ns["some"] == [0, 1, 2, 3] and caught.value.run.values == [None] * 4
+
+
+def test_input_on_a_rank_says_what_to_do(cell):
+    with pytest.raises(RankError, match=r"input\(\) does not work on a rank"):
+        cell("4", "name = input('name? ')")
+    assert cell("4", "rank").values == [0, 1, 2, 3]
