@@ -1,7 +1,8 @@
-"""`make bench`: what rank cells cost, as ratios within one run, beside a plain spawn per cell and ipyparallel.
+"""`make bench`: what rank cells cost, as ratios within one run, beside a plain spawn per cell and
+ipyparallel.
 
-Not a test: this prints a table and fails nothing. Times on a shared machine are noisy; the medians and ratios say
-more than any single number. `python tests/bench.py NAME ...` runs some of the sections only.
+Not a test: this prints a table and fails nothing. Times on a shared machine are noisy; the medians and ratios
+say more than any single number. `python tests/bench.py NAME ...` runs some of the sections only.
 """
 
 import os
@@ -29,7 +30,9 @@ def row(what: str, value: str, bar: str = "", note: str = "") -> None:
 
 
 class Kernel:
-    """A real notebook kernel, to time cells as a learner feels them: from sending the cell to the kernel being idle."""
+    """A real notebook kernel, to time cells as a learner feels them: from sending the cell to the kernel
+    being idle.
+    """
 
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel(kernel_name="python3")
@@ -63,7 +66,7 @@ class Kernel:
 
 def fresh_python(source: str) -> float:
     """Seconds printed by a fresh interpreter that runs `source`."""
-    out = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)  # noqa: S603
+    out = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     return float(out.stdout.split()[-1])
 
 
@@ -200,7 +203,11 @@ def bench_prints() -> None:
     """100,000 printed lines on every rank."""
     print("100,000 lines printed by each of 4 ranks")
     source = "for i in range(100_000): print('line', i)"
-    timed = f"import time, sys; t = time.perf_counter()\n{source}\nsys.stdout.flush(); print(time.perf_counter() - t)"
+    begin, end = (
+        "import time, sys; t = time.perf_counter()",
+        "sys.stdout.flush(); print(time.perf_counter() - t)",
+    )
+    timed = f"{begin}\n{source}\n{end}"
     alone = statistics.median(fresh_python(timed) for _ in range(5))
     with rankcell.Ranks(4) as ranks:
         ranks.run("1")
@@ -219,7 +226,8 @@ FAILURES = {
     "missing send": "if rank == 0: dist.recv(torch.ones(4), src=1)",
     "send / send": "x = torch.ones(4)\ndist.send(x, (rank + 1) % 4)\ndist.recv(x, (rank - 1) % 4)",
     "skipped collective": "if rank != 2: dist.all_reduce(torch.ones(4))",
-    "different order": "x = torch.ones(4)\nif rank == 0:\n    dist.broadcast(x, 0); dist.all_reduce(x)\nelse:\n"
+    "different order": "x = torch.ones(4)\nif rank == 0:\n    dist.broadcast(x, 0); "
+    "dist.all_reduce(x)\nelse:\n"
     "    dist.all_reduce(x); dist.broadcast(x, 0)",
     "different dtypes": "dist.all_reduce(torch.ones(4, dtype=torch.int32 if rank == 2 else torch.float32))",
     "rank killed": "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
@@ -253,7 +261,7 @@ def bench_failures() -> None:
 def _failing(rank: int, path: str, source: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
-    exec(source, {"rank": rank, "torch": torch, "dist": dist})  # noqa: S102
+    exec(source, {"rank": rank, "torch": torch, "dist": dist})
 
 
 def _failing_spawn(source: str) -> float | None:

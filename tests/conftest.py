@@ -8,7 +8,9 @@ import rankcell
 
 @pytest.fixture(scope="session")
 def four():
-    """A world of four ranks that lives through the whole session: a test must leave it usable, which is a test too."""
+    """A world of four ranks that lives through the whole session: a test must leave it usable, which is a
+    test too.
+    """
     with rankcell.Ranks(4, device="cpu") as ranks:
         yield ranks
 

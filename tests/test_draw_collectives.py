@@ -131,7 +131,7 @@ def test_every_collective_has_three_frames_that_are_small_and_wide_enough(op):
     assert len(sizes) == 1  # nothing jumps when the slider moves
     assert int(sizes.pop()[0]) <= 660
     for figure in frames.figures:
-        assert min(float(s) for s in re.findall(r'font-size="(\d+)"', figure.svg)) >= 20
+        assert min(float(s) for s in re.findall(r'font-size="(\d+)"', figure.svg)) >= 21
         assert figure.alt and not figure.alt.startswith("data")
 
 

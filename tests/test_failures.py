@@ -1,6 +1,8 @@
-"""Every way in which ranks can fail: one message that names the rank to blame, and the next cell works at once.
+"""Every way in which ranks can fail: one message that names the rank to blame, and the next cell works at
+once.
 
-Each case runs on the same four ranks, one after the other: that the world stays usable is tested by all of them.
+Each case runs on the same four ranks, one after the other: that the world stays usable is tested by all of
+them.
 """
 
 import os
@@ -40,7 +42,8 @@ HANGS = {
         "Let one side send first, or post irecv, send, and then wait.",
     ),
     "send and recv with other tags": (
-        "x = torch.ones(4)\nif rank == 0:\n    dist.send(x, 1, tag=1)\nif rank == 1:\n    dist.recv(x, 0, tag=2)",
+        "x = torch.ones(4)\nif rank == 0:\n    dist.send(x, 1, tag=1)\nif rank == 1:\n    dist.recv(x, 0, "
+        "tag=2)",
         "the sends and receives of ranks 0, 1 do not fit together.",
         "rank 1  waits in recv(float32[4] from rank 0)",
         "with the same tag",
@@ -78,7 +81,8 @@ HANGS = {
         "look at what rank 3 skips.",
     ),
     "DDP with uneven batches": (
-        "from torch.nn.parallel import DistributedDataParallel\nm = DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "from torch.nn.parallel import DistributedDataParallel\nm = "
+        "DistributedDataParallel(torch.nn.Linear(4, 4))\n"
         "for step in range(3 if rank == 1 else 2):\n    m(torch.ones(2, 4)).sum().backward()",
         "rank 1 calls one backward more than ranks 0, 2, 3, which finished.",
         "inside backward",
@@ -143,22 +147,26 @@ MISMATCHES = {
     ),
     "different reduce operations": (
         "dist.all_reduce(torch.ones(4), op=dist.ReduceOp.PRODUCT if rank == 0 else dist.ReduceOp.SUM)",
-        "rank 0 calls all_reduce(float32[4], PRODUCT) where ranks 1-3 call all_reduce(float32[4]): different reduce "
+        "rank 0 calls all_reduce(float32[4], PRODUCT) where ranks 1-3 call all_reduce(float32[4]): "
+        "different reduce "
         "operations.",
     ),
     "different roots": (
         "dist.broadcast(torch.ones(4), src=rank // 3)",
-        "rank 3 calls broadcast(float32[4], root 1) where ranks 0-2 call broadcast(float32[4], root 0): different "
+        "rank 3 calls broadcast(float32[4], root 1) where ranks 0-2 call broadcast(float32[4], root 0): "
+        "different "
         "roots.",
     ),
     "different operations": (
         "x = torch.ones(4)\nif rank == 1:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)",
-        "rank 1 calls broadcast(float32[4], root 0) where ranks 0, 2, 3 call all_reduce(float32[4]): different "
+        "rank 1 calls broadcast(float32[4], root 0) where ranks 0, 2, 3 call all_reduce(float32[4]): "
+        "different "
         "operations.",
     ),
     "different sizes": (
         "if rank == 0: dist.send(torch.ones(8), 1)\nif rank == 1: dist.recv(torch.ones(4), 0)",
-        "rank 0 calls send(float32[8] to rank 1) where rank 1 calls recv(float32[4] from rank 0): different sizes.",
+        "rank 0 calls send(float32[8] to rank 1) where rank 1 calls recv(float32[4] from rank 0): different "
+        "sizes.",
     ),
     "uneven splits": (
         "n = [1, 1, 1, 1] if rank else [2, 1, 1, 0]\n"
@@ -167,7 +175,8 @@ MISMATCHES = {
     ),
     "different shapes in a reduce-scatter": (
         "dist.reduce_scatter_tensor(torch.ones(2 if rank else 1), torch.ones(8 if rank else 4))",
-        "rank 0 calls reduce_scatter(float32[4]) where ranks 1-3 call reduce_scatter(float32[8]): different shapes.",
+        "rank 0 calls reduce_scatter(float32[4]) where ranks 1-3 call reduce_scatter(float32[8]): different "
+        "shapes.",
     ),
 }
 
@@ -226,7 +235,8 @@ def test_out_of_memory_is_an_ordinary_exception(four):
 STUCK = {
     "a sleep": "import time; time.sleep(1e9)",
     "an endless Python loop": "while True: pass",
-    "a loop that swallows interrupts": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "a loop that swallows interrupts": "while True:\n    try:\n        while True: pass\n    except "
+    "BaseException: pass",
     "an endless C loop": "import re; re.match('(a*)*b', 'a' * 60)",
     "a wait for the others": "if rank: import time; time.sleep(1e9)\ndist.barrier()",
 }
@@ -255,7 +265,8 @@ def test_a_timeout_says_where_every_rank_was(four):
 
 SLOW = {
     "a sleep": "import time\nif rank == 2: time.sleep(2)\ndist.barrier()",
-    "a Python loop": "import time\nend = time.monotonic() + 2\nwhile rank == 2 and time.monotonic() < end: pass\ndist.barrier()",
+    "a Python loop": "import time\nend = time.monotonic() + 2\nwhile rank == 2 and time.monotonic() < end: "
+    "pass\ndist.barrier()",
     "an open isend, then computing": (
         "import time\nx = torch.ones(4)\n"
         "if rank == 0:\n    w = dist.isend(x, 1, tag=1); time.sleep(1.5); dist.send(x, 1, tag=2); w.wait()\n"
@@ -268,7 +279,8 @@ SLOW = {
     ),
     "DDP with one slow rank": (
         "import time\nfrom torch.nn.parallel import DistributedDataParallel\n"
-        "m = DistributedDataParallel(torch.nn.Linear(4, 4))\nif rank == 3: time.sleep(2)\nm(torch.ones(2, 4)).sum().backward()"
+        "m = DistributedDataParallel(torch.nn.Linear(4, 4))\nif rank == 3: time.sleep(2)\nm(torch.ones(2, "
+        "4)).sum().backward()"
     ),
 }
 

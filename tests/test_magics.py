@@ -107,9 +107,9 @@ def test_a_bad_line_says_what_is_possible(cell, line):
 
 
 def test_a_line_magic_with_a_number_says_how_to_run_a_cell(shell):
-    with pytest.raises(OptionError, match="To run a cell on the ranks, begin it with `%%ranks 4`"):
+    with pytest.raises(OptionError, match=r"To run a cell on the ranks, begin it with `%%ranks 4`"):
         shell.run_line_magic("ranks", "4")
-    with pytest.raises(OptionError, match="%ranks has no option stpo. Did you mean stop"):
+    with pytest.raises(OptionError, match=r"%ranks has no option stpo\. Did you mean stop"):
         shell.run_line_magic("ranks", "stpo")
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_pushed(cell, shell):
     with pytest.raises(PushError, match="nowhere cannot be pushed: the notebook has no such name"):
         cell("4 --push nowhere", "1")
     shell.user_ns["generator"] = (i for i in range(3))
-    with pytest.raises(PushError, match="generator cannot be sent to the ranks: .* No rank has run"):
+    with pytest.raises(PushError, match=r"generator cannot be sent to the ranks: .* No rank has run"):
         cell("4 --push generator", "1")
     assert cell("4", "rank").values == [0, 1, 2, 3]
 

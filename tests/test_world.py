@@ -195,7 +195,7 @@ def test_a_stopped_world_says_so_and_its_processes_are_gone():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    with pytest.raises(RuntimeError, match="this world was stopped. Start another one"):
+    with pytest.raises(RuntimeError, match=r"this world was stopped\. Start another one"):
         ranks.run("1")
 
 
@@ -246,7 +246,7 @@ def test_nothing_listens_beyond_this_machine(four):
 
 def _link(path):
     try:
-        return os.readlink(path)
+        return str(path.readlink())
     except OSError:
         return ""
 

@@ -1,7 +1,7 @@
 """How a notebook and a rank talk: whole messages over a socket that only these two processes hold.
 
-On one machine the socket is an unnamed pair, so no other user can reach it. Messages are pickles; a message is only
-unpickled from a socket whose other end is known.
+On one machine the socket is an unnamed pair, so no other user can reach it. Messages are pickles; a message
+is only unpickled from a socket whose other end is known.
 """
 
 import pickle
@@ -13,7 +13,7 @@ _HEADER = struct.Struct("!Q")
 
 
 class Channel:
-    """One end of a two-way message channel. `receive` waits; `poll` never waits and returns whole messages."""
+    """One end of a two-way message channel. `receive` waits; `poll` never waits."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -39,7 +39,7 @@ class Channel:
         return message[0]
 
     def poll(self) -> list[Any]:
-        """The messages that have arrived. Never waits; raises EOFError when none is left and the end is gone."""
+        """The messages that have arrived, without waiting. Raises EOFError at the end."""
         messages: list[Any] = []
         try:
             while self._fill(wait=False):

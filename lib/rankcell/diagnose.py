@@ -1,8 +1,8 @@
 """Who waits for whom, and what is to blame: a pure function of the ranks' states.
 
-A deadlock is proved, not timed out: a rank is stuck when it waits for a rank that will never answer (it finished the
-cell, raised, died, or does not run the cell) or for one that is stuck itself. A rank that computes can always still
-answer, so a slow rank is never reported.
+A deadlock is proved, not timed out: a rank is stuck when it waits for a rank that will never answer (it
+finished the cell, raised, died, or does not run the cell) or for one that is stuck itself. A rank that
+computes can always still answer, so a slow rank is never reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -130,7 +130,10 @@ def _explain(
     kinds = {w.op for w in waits.values()}
     if kinds == {"send"}:
         head = f"{who} all send first, and nobody receives."
-        advice = "A send waits until the other side receives. Let one side receive first, or use isend, or batch_isend_irecv."
+        advice = (
+            "A send waits until the other side receives. "
+            "Let one side receive first, or use isend, or batch_isend_irecv."
+        )
     elif kinds == {"recv"}:
         head = f"{who} all receive first, and nobody sends."
         advice = "Let one side send first, or post irecv, send, and then wait."
@@ -190,12 +193,16 @@ def _ended(
         advice = "new_group must be called by every rank of the world, also by those outside the new group."
     else:
         head = f"rank {blame} finished the cell without the {call} that {who} {verb} in."
-        advice = f"Every rank of a group must call the same collectives in the same order: look at what rank {blame} skips."
-        if len(ended) == 1 and len(stuck) == 1 and len(states) > 2 or len(stuck) < len(ended):
+        advice = (
+            "Every rank of a group must call the same collectives in the same order: "
+            f"look at what rank {blame} skips."
+        )
+        if (len(ended) == 1 and len(stuck) == 1 and len(states) > 2) or len(stuck) < len(ended):
             blame = min(stuck)
             head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
             advice = (
-                "Every rank of a group must call the same collectives equally often: look at what this rank does "
+                "Every rank of a group must call the same collectives equally often: look at what this rank "
+                "does "
                 "in addition (one more batch, a call inside `if rank == ...`)."
             )
     return Diagnosis(blame, head, lines, advice)
@@ -251,8 +258,8 @@ def summary(states: Sequence[State]) -> str:
 def from_status(status: Mapping[str, Any], previous_cpu: float | None) -> State:
     """The state of a running rank from what its control thread answered.
 
-    A rank stands still inside torch when its main thread used no CPU time since the last answer: measured, a wait in
-    C++ (DDP's reducer, a functional collective) uses none at all.
+    A rank stands still inside torch when its main thread used no CPU time since the last answer: measured, a
+    wait in C++ (DDP's reducer, a functional collective) uses none at all.
     """
     cpu = status["cpu"]
     still = cpu is not None and previous_cpu is not None and cpu - previous_cpu < 1e-4
@@ -290,10 +297,12 @@ def from_status(status: Mapping[str, Any], previous_cpu: float | None) -> State:
 
 
 def unmatched(counts: Mapping[int, Mapping[Any, int]]) -> str | None:
-    """A sentence if some ranks called more collectives of a group than others by the end of a cell, else None.
+    """A sentence if some ranks called more collectives of a group than others by the end of a cell, else
+    None.
 
-    Such a cell came to its end only because the extra call did not wait (the root of a broadcast, `async_op=True`);
-    the next collective would be matched with the wrong one. `counts` holds, by rank, the calls under each `Wait.key`.
+    Such a cell came to its end only because the extra call did not wait (the root of a broadcast,
+    `async_op=True`); the next collective would be matched with the wrong one. `counts` holds, by rank, the
+    calls under each `Wait.key`.
     """
     for key in {k for c in counts.values() for k in c if len(k) == 2}:
         _, ranks = key
@@ -304,15 +313,19 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]]) -> str | None:
         if fewer and key[0] == "new_group":
             return (
                 f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not.\n"
-                f"new_group must be called by every rank of the world, also by those outside the new group: the ranks "
-                f"count their groups alike. The process groups were closed, so that the next cell starts clean."
+                f"new_group must be called by every rank of the world, also by those outside the new group: "
+                f"the ranks "
+                f"count their groups alike. The process groups were closed, so that the next cell starts "
+                f"clean."
             )
         if fewer:
             extra = most - min(calls.values())
             return (
-                f"{name_ranks(more)} called {extra} {'collective' if extra == 1 else 'collectives'} more than "
+                f"{name_ranks(more)} called {extra} {'collective' if extra == 1 else 'collectives'} more "
+                f"than "
                 f"{name_ranks(fewer)}, and did not wait for the answer.\n"
-                f"Every rank of a group must call the same collectives in the same order. The process group was set up "
+                f"Every rank of a group must call the same collectives in the same order. The process group "
+                f"was set up "
                 f"anew, so that the next cell starts clean."
             )
     return None

@@ -1,7 +1,7 @@
 """Every error a learner can meet, with its wording.
 
-A message says what happened, the numbers, and what to do. No port, pid or backend text stands in a message: it would
-change from run to run and teach nothing. It is kept in `error.run.ranks[r].error`.
+A message says what happened, the numbers, and what to do. No port, pid or backend text stands in a message:
+it would change from run to run and teach nothing. It is kept in `error.run.ranks[r].error`.
 """
 
 import difflib
@@ -28,7 +28,9 @@ class RankError(_Told, RuntimeError):
 
 
 class Deadlock(RankError):
-    """The ranks wait for each other, or for a rank that will never answer: proved from what each of them waits for."""
+    """The ranks wait for each other, or for a rank that will never answer: proved from what each of them
+    waits for.
+    """
 
 
 class RankTimeout(RankError):
@@ -89,7 +91,8 @@ class RankInputError(EOFError):
 
     def __init__(self) -> None:
         super().__init__(
-            "input() does not work on a rank: the ranks have no keyboard. Ask in an ordinary cell and push the answer "
+            "input() does not work on a rank: the ranks have no keyboard. Ask in an ordinary cell and push "
+            "the answer "
             "with `--push NAME`."
         )
 
@@ -154,9 +157,9 @@ def _where(filename: str, lineno: int) -> str:
         return f'File "{filename}", line {lineno}'
     if "ipykernel_" in filename:  # the kernel's name for a notebook cell holds its pid
         return f"An earlier cell of the notebook, line {lineno}"
-    for mark in ("/site-packages/", "/lib/python3"):
-        if mark in filename:
-            return f'File "{filename.rsplit(mark, 1)[1].split("/", 1)[-1] if mark != "/site-packages/" else filename.rsplit(mark, 1)[1]}", line {lineno}'
+    for mark in ("/site-packages/", "/lib/"):  # a path of this machine says nothing to a learner
+        if mark in filename and "python3" in filename:
+            filename = filename.rsplit(mark, 1)[1]
     return f'File "{filename}", line {lineno}'
 
 
@@ -188,7 +191,7 @@ def rank_error(run: Run) -> RankError:
 
 
 def mismatch_error(run: Run) -> RankMismatch:
-    """The error for calls that do not match. It names the ranks in the minority: who noticed first is chance."""
+    """The error for calls that do not match. It names the minority: who noticed first is chance."""
     first = next(r.error for r in run.failed if r.error and r.error.mismatch)
     assert first.mismatch is not None
     calls: dict[int, Call] = {}
@@ -212,7 +215,8 @@ def mismatch_error(run: Run) -> RankMismatch:
     else:
         rest_text, rest = parties[-1]
         rest_verb = "calls" if len(rest) == 1 else "call"
-        head = f"{name_ranks(odd)} {verb} {odd_text} where {name_ranks(rest)} {rest_verb} {rest_text}: {problem}."
+        others = f"{name_ranks(rest)} {rest_verb} {rest_text}"
+        head = f"{name_ranks(odd)} {verb} {odd_text} where {others}: {problem}."
     width = max(len(name_ranks(r)) for r in texts.values())
     lines = [
         f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]].line)} (call {calls[ranks[0]].nth})"
@@ -231,7 +235,8 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, groups_closed: bool) -> 
     others = [r.rank for r in run.ran if r not in lost]
     who = name_ranks([r.rank for r in lost])
     lines.append(
-        f"A new process has taken the place of {who}: names defined there are gone. Run the cells that define them "
+        f"A new process has taken the place of {who}: names defined there are gone. Run the cells that "
+        f"define them "
         f"again, or `%ranks restart` for fresh ranks."
     )
     if others:

@@ -1,7 +1,7 @@
 """The IPython side: `%%ranks` runs a cell on the ranks, `%ranks` shows, stops and restarts them.
 
-Parses the magic's line, calls `Ranks.run`, returns its value. The worlds live in the one `RankMagics` instance that
-`%load_ext rankcell` makes.
+Parses the magic's line, calls `Ranks.run`, returns its value. The worlds live in the one `RankMagics`
+instance that `%load_ext rankcell` makes.
 """
 
 import argparse
@@ -71,8 +71,8 @@ class RankMagics(Magics):
     @argument(
         "world_size",
         nargs="?",
-        help="how many ranks: `%%%%ranks 4`. As a line, `%%ranks` lists the worlds alive, `%%ranks stop` ends their "
-        "processes, `%%ranks restart` gives fresh ones.",
+        help="how many ranks: `%%%%ranks 4`. As a line, `%%ranks` lists the worlds alive, "
+        "`%%ranks stop` ends their processes, `%%ranks restart` gives fresh ones.",
     )
     @argument(
         "--only", type=_ranks, metavar="RANKS", help="run on these ranks of the world only: 2, or 0,2, or 0-2"
@@ -95,7 +95,8 @@ class RankMagics(Magics):
         """Run the cell on several real ranks, and show what each of them said.
 
         On every rank the names rank, world_size, device, torch and dist are there, and all names that earlier
-        %%ranks cells of the same world defined. The value is a Run: run.ranks[2].stdout, run.values, run.events.
+        %%ranks cells of the same world defined. The value is a Run: run.ranks[2].stdout, run.values,
+        run.events.
 
             %%ranks 4 --pull x -o run
             x = torch.ones(3, device=device) * rank
@@ -135,10 +136,13 @@ class RankMagics(Magics):
         self._keep(run, options)
         return run
 
-    # -- parts of a cell -----------------------------------------------------------------------------------------
+    # -- parts of a cell
+    # -----------------------------------------------------------------------------------------
 
     def _source(self, cell: str) -> str:
-        """The cell with its magics translated, and lines counted as the notebook counts them: `%%ranks` is line 1."""
+        """The cell with its magics translated, and lines counted as the notebook counts them: `%%ranks` is
+        line 1.
+        """
         source = "\n" + self.shell.input_transformer_manager.transform_cell(cell)
         try:
             ast.parse(source)
@@ -150,7 +154,8 @@ class RankMagics(Magics):
         missing = [n for n in names if n not in self.shell.user_ns]
         if missing:
             raise errors.PushError(
-                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an ordinary cell "
+                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an "
+                f"ordinary cell "
                 f"first. No rank has run."
             )
         return {n: self.shell.user_ns[n] for n in names}
@@ -186,7 +191,8 @@ class RankMagics(Magics):
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
 
-    # -- the line magic ------------------------------------------------------------------------------------------
+    # -- the line magic
+    # ------------------------------------------------------------------------------------------
 
     def _line(self, line: str) -> Any:
         word = line.strip()
@@ -196,7 +202,8 @@ class RankMagics(Magics):
             count = sum(w.alive for w in self.worlds.values())
             self.stop()
             print(
-                f"Stopped {count} {'world' if count == 1 else 'worlds'}. The next %%ranks cell starts new ranks."
+                f"Stopped {count} {'world' if count == 1 else 'worlds'}. The next %%ranks cell starts new "
+                f"ranks."
             )
             return None
         if word == "restart":
@@ -219,10 +226,11 @@ class RankMagics(Magics):
                 ranks.stop()
         self.worlds.clear()
 
-    # -- completion ----------------------------------------------------------------------------------------------
+    # -- completion
+    # ----------------------------------------------------------------------------------------------
 
     def completions(self, text: str, word: str) -> list[str]:
-        """Names that complete `word` in the rank cell `text`: predefined ones and those that the ranks know."""
+        """Names that complete `word` in the rank cell `text`: predefined ones and the ranks'."""
         head = re.match(r"\s*%%ranks\s+(\d+)", text)
         if not head:
             return []
@@ -307,7 +315,8 @@ def _parse(parser: MagicArgumentParser, line: str) -> Any:
             )
             if not word.startswith("-"):
                 raise errors.OptionError(
-                    f"{word!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; names are "
+                    f"{word!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; "
+                    f"names are "
                     f"separated by commas without spaces. `%%ranks?` explains the options."
                 ) from None
             raise errors.OptionError(errors.unknown_option(word.split("=")[0], known, "%%ranks")) from None

@@ -1,14 +1,14 @@
 """Inside a rank: sees every communication before it is sent, whoever issues it, and writes it down.
 
-All of torch's distributed operations (calls of the user, DDP's reducer, FSDP2, DTensor, functional collectives,
-pipelining) pass the dispatcher as `c10d::...`. We register at its BackendSelect key, which sits right above the
-backends: nothing is overridden, one registration serves every backend and device, and the real kernel is reached by
-redispatch. Measured against nine other ways to listen: the only one that saw everything without deadlock and without
-a tax on computing.
+All of torch's distributed operations (calls of the user, DDP's reducer, FSDP2, DTensor, functional
+collectives, pipelining) pass the dispatcher as `c10d::...`. We register at its BackendSelect key, which sits
+right above the backends: nothing is overridden, one registration serves every backend and device, and the
+real kernel is reached by redispatch. Measured against nine other ways to listen: the only one that saw
+everything without deadlock and without a tax on computing.
 
-Beside the record it keeps, in memory that the ranks of a machine share, a signature of each operation: a rank whose
-call does not match its peers' raises `MismatchError` before any data moves, where gloo would abort the process or
-return garbage. It does not draw, and it decides nothing about hangs: `diagnose.py` does.
+Beside the record it keeps, in memory that the ranks of a machine share, a signature of each operation: a rank
+whose call does not match its peers' raises `MismatchError` before any data moves, where gloo would abort the
+process or return garbage. It does not draw, and it decides nothing about hangs: `diagnose.py` does.
 """
 
 import contextlib
@@ -155,7 +155,8 @@ class Operation:
     def event(self, rank: int, began: float) -> Event:
         """This operation as frozen data, with times since the cell `began`."""
         ends = [t for t in (self.wait_end, self.done) if t is not None]
-        # a call that somebody waits for in Python ends with the wait; one that C++ waits for ends when it is done
+        # a call that somebody waits for in Python ends with the wait; one that C++ waits for ends when it is
+        # done
         end = max(ends) if ends else self.issued if self.issued is not None else clock()
         values = None
         if self.before is not None:
@@ -186,9 +187,9 @@ class Operation:
 class Board:
     """The signatures of the ranks' latest operations, in memory that all of them see.
 
-    `write` puts down what this rank is about to call and answers the first peer whose call under the same key does
-    not match. Reading and writing need no lock: a slot's key is written last and contains the cell and the sequence
-    number, so that a slot of another operation is never mistaken for this one.
+    `write` puts down what this rank is about to call and answers the first peer whose call under the same key
+    does not match. Reading and writing need no lock: a slot's key is written last and contains the cell and
+    the sequence number, so that a slot of another operation is never mistaken for this one.
     """
 
     SLOTS = 128
@@ -262,7 +263,9 @@ def _caller() -> tuple[int, str]:
 
 
 def _public_name(frame: Any) -> str:
-    """How a learner calls the torch function of this frame: "all_reduce", "DistributedDataParallel", "backward"."""
+    """How a learner calls the torch function of this frame: "all_reduce", "DistributedDataParallel",
+    "backward".
+    """
     name = frame.f_code.co_name
     if name == "__init__":
         return type(frame.f_locals.get("self")).__name__
@@ -270,15 +273,17 @@ def _public_name(frame: Any) -> str:
 
 
 def _here_line(filename: str) -> bool:
-    """Whether a function that does not come from a rank cell is the learner's own: a notebook function or a script."""
-    return "ipykernel_" in filename or "site-packages" not in filename and "/lib/python" not in filename
+    """Whether a function that does not come from a rank cell is the learner's own: a notebook function or a
+    script.
+    """
+    return "ipykernel_" in filename or ("site-packages" not in filename and "/lib/python" not in filename)
 
 
 class Recorder:
     """Writes down every communication of this rank while a cell runs. One per rank, installed for good.
 
-    Between cells it costs one dictionary look-up per operation. `state` for the watchdog thread is read without a
-    lock: lists and dictionaries of CPython are safe to read while the main thread appends.
+    Between cells it costs one dictionary look-up per operation. `state` for the watchdog thread is read
+    without a lock: lists and dictionaries of CPython are safe to read while the main thread appends.
     """
 
     def __init__(self, rank: int, board: Board | None) -> None:
@@ -303,10 +308,11 @@ class Recorder:
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- life
+    # ---------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Register at the dispatcher and wrap the few Python methods that know what the dispatcher does not."""
+        """Register at the dispatcher and wrap the Python methods that know what it does not."""
         key = torch._C.DispatchKey.BackendSelect
         library = torch.library.Library("c10d", "IMPL")
         for name in torch._C._dispatch_get_all_op_names():
@@ -338,7 +344,9 @@ class Recorder:
                 setattr(dist.ProcessGroup, name, _remember_reduce_op(method))
 
     def begin(self, cell: str, *, values: bool) -> None:
-        """Forget the last cell and start recording one called `cell` (its name must be the same on all ranks)."""
+        """Forget the last cell and start recording one called `cell` (its name must be the same on all
+        ranks).
+        """
         with self._lock:
             self.cell, self.keep_values, self.began = cell, values, clock()
             self._sweep()
@@ -379,7 +387,8 @@ class Recorder:
                     )
                 )
 
-    # -- one operation ------------------------------------------------------------------------------------------
+    # -- one operation
+    # ------------------------------------------------------------------------------------------
 
     def _implementation(self, name: str, op: Any, key: Any) -> Callable[..., Any]:
         arguments = [a.name for a in op._schema.arguments]
@@ -495,7 +504,8 @@ class Recorder:
                     self._by_work.pop(id(o.work), None)
                 self._close(o)
 
-    # -- signatures ---------------------------------------------------------------------------------------------
+    # -- signatures
+    # ---------------------------------------------------------------------------------------------
 
     def _check(self, o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> None:
         if self.board is None or len(o.ranks) < 2 or o.op == "monitored_barrier":
@@ -594,7 +604,9 @@ _group_ranks: dict[str, tuple[int, ...]] = {}
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
-    """Global ranks of a process group, by name: asking torch each time costs more than the rest of the record."""
+    """Global ranks of a process group, by name: asking torch each time costs more than the rest of the
+    record.
+    """
     name = group.group_name
     ranks = _group_ranks.get(name)
     if ranks is None:

@@ -24,9 +24,10 @@ class Values:
 class Event:
     """One thing that one rank did: a communication or a span of computing, measured or predicted.
 
-    Times are in seconds since the cell began, on a clock that all ranks of a machine share. `nbytes` counts the
-    input tensors. `peer` is the global rank at the other end: the root of a collective, the destination of a send,
-    the source of a receive. `seq` counts the operations of this group from 1 (for send and recv: per pair).
+    Times are in seconds since the cell began, on a clock that all ranks of a machine share. `nbytes` counts
+    the input tensors. `peer` is the global rank at the other end: the root of a collective, the destination
+    of a send, the source of a receive. `seq` counts the operations of this group from 1 (for send and recv:
+    per pair).
     """
 
     rank: int
@@ -90,7 +91,9 @@ class Frame:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication as a rank called it: "all_reduce(float32[4])", the line of the cell, the how-many-th call."""
+    """A communication as a rank called it: "all_reduce(float32[4])", the line of the cell, the how-many-th
+    call.
+    """
 
     text: str
     line: int = 0
@@ -184,7 +187,7 @@ class Run:
 
     @property
     def failed(self) -> tuple[RankResult, ...]:
-        """The ranks that did not finish, the earliest failure first, victims of another rank's failure last."""
+        """The ranks that did not finish, the earliest failure first, victims of another's last."""
         bad = [r for r in self.ran if r.state != "ok"]
         return tuple(
             sorted(

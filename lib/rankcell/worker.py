@@ -1,8 +1,8 @@
 """Inside a rank: join the process group, run the cells that the notebook sends, report what happened.
 
-The main thread runs cells. A second thread answers the notebook while a cell runs: what the rank is doing, whether it
-waits, and on demand it frees the rank from an operation that can never finish. The rank's stdout and stderr are
-pipes that the notebook reads, so everything is caught: prints, C libraries, subprocesses.
+The main thread runs cells. A second thread answers the notebook while a cell runs: what the rank is doing,
+whether it waits, and on demand it frees the rank from an operation that can never finish. The rank's stdout
+and stderr are pipes that the notebook reads, so everything is caught: prints, C libraries, subprocesses.
 
 The one place that may catch every exception is here, to report it.
 """
@@ -70,7 +70,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank did with a task. Values travel as their own pickle, so that one that fails spoils nothing else."""
+    """What a rank did with a task. Values travel as their own pickle, so that one that fails spoils nothing
+    else.
+    """
 
     error: RankFailure | None
     value: bytes | NotSent | None
@@ -85,7 +87,9 @@ class Outcome:
 
 
 def prepare_shell() -> None:
-    """Make the shell that gives a rank `display`, magics and rich output. Called once, before the ranks are forked."""
+    """Make the shell that gives a rank `display`, magics and rich output. Called once, before the ranks are
+    forked.
+    """
     from traitlets.config import Config
 
     config = Config()
@@ -154,7 +158,7 @@ def main(_index: int, birth: Birth, work: socket.socket) -> None:
 
 
 def _let_go_of_the_fork_server() -> None:
-    """Close our copy of its lifeline: it must end with the notebook, and take a rank that hangs in C with it."""
+    """Close our copy of its lifeline: it must end with the notebook, and take hanging ranks with it."""
     server = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
@@ -185,7 +189,8 @@ class Rank:
         _Publisher.rank = self
         builtins.input = _no_input
 
-    # -- start ---------------------------------------------------------------------------------------------------
+    # -- start
+    # ---------------------------------------------------------------------------------------------------
 
     def _redirect(self, stdout_fd: int, stderr_fd: int) -> None:
         os.dup2(stdout_fd, 1)
@@ -297,7 +302,8 @@ class Rank:
                 else:
                     self.work.send(("ready", payload))
 
-    # -- a cell --------------------------------------------------------------------------------------------------
+    # -- a cell
+    # --------------------------------------------------------------------------------------------------
 
     def run(self, task: Task) -> Outcome:
         """Run one cell or function call and say what happened. Never raises."""
@@ -359,11 +365,13 @@ class Rank:
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr) and not _is_silenced(source):
             last = ast.Expression(tree.body.pop().value)
-        exec(compile(tree, task.filename, "exec"), self.names)  # noqa: S102
-        return None if last is None else eval(compile(last, task.filename, "eval"), self.names)  # noqa: S307
+        exec(compile(tree, task.filename, "exec"), self.names)
+        return None if last is None else eval(compile(last, task.filename, "eval"), self.names)
 
     def _lend_names(self, value: Any) -> None:
-        """Let a function from the notebook use `rank`, `world_size`, `device`, `torch` and `dist` as a cell does."""
+        """Let a function from the notebook use `rank`, `world_size`, `device`, `torch` and `dist` as a cell
+        does.
+        """
         scope = getattr(value, "__globals__", None)
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         if isinstance(scope, dict) and scope is not getattr(module, "__dict__", None):
@@ -425,7 +433,8 @@ class Rank:
                 continue
         self._libc.fflush(None)
 
-    # -- while a cell runs ----------------------------------------------------------------------------------------
+    # -- while a cell runs
+    # ----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """The control thread: answers while the main thread runs or waits."""
@@ -514,7 +523,9 @@ class Rank:
         }
 
     def _complete(self, text: str) -> list[str]:
-        """Names of this rank that begin with `text`, which may be dotted. Evaluates attributes only, no calls."""
+        """Names of this rank that begin with `text`, which may be dotted. Evaluates attributes only, no
+        calls.
+        """
         head, dot, start = text.rpartition(".")
         if not dot:
             return [n for n in self.names if n.startswith(start)]
@@ -526,7 +537,7 @@ class Rank:
         return [f"{head}.{n}" for n in dir(value) if n.startswith(start)]
 
     def _watch_new_groups(self) -> None:
-        """Record `new_group` like an operation: it waits for all ranks too, and opens connections of its own."""
+        """Record `new_group` like an operation: it waits for ranks too, and opens connections."""
         recorder, original = self.recorder, dist.new_group
 
         def new_group(*args: Any, **kwargs: Any) -> Any:
@@ -579,7 +590,7 @@ class _Limited(io.BytesIO):
 
 
 class _ValuePickler(cloudpickle.Pickler):
-    """Sends a tensor as plain numbers on the CPU: the notebook gets its value, not its graph and not its GPU."""
+    """Sends a tensor as plain numbers on the CPU: its value, not its graph and not its GPU."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:

@@ -1,7 +1,8 @@
 """The ranks of one world size: start them, send a cell, collect what they say, free, replace and stop them.
 
-A world is a set of processes that live on from cell to cell. The notebook's process holds, per rank, two channels
-(work and control) and the read ends of its stdout and stderr. It knows nothing of IPython and draws nothing.
+A world is a set of processes that live on from cell to cell. The notebook's process holds, per rank, two
+channels (work and control) and the read ends of its stdout and stderr. It knows nothing of IPython and draws
+nothing.
 """
 
 import ast
@@ -97,7 +98,8 @@ class Ranks:
 
     Args:
         world_size: how many ranks.
-        device: "cpu", "cuda", or "auto": cuda (and nccl) where every rank can have a GPU of its own, else cpu (gloo).
+        device: "cpu", "cuda", or "auto": cuda (and nccl) where every rank can have a GPU of its own, else cpu
+        (gloo).
 
     Raises:
         WorldSizeError: the machine cannot hold that many ranks.
@@ -128,7 +130,8 @@ class Ranks:
             self.stop()
             raise
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- life
+    # ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Ranks":
         return self
@@ -186,7 +189,8 @@ class Ranks:
             self.names = ()
             self._start_all()
 
-    # -- a cell --------------------------------------------------------------------------------------------------
+    # -- a cell
+    # --------------------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -205,13 +209,14 @@ class Ranks:
         """Run source text or a function on the ranks and return what each of them did.
 
         Args:
-            work: source of a cell, or a function: it is called with `args` and `kwargs` on every rank. It may be
+            work: source of a cell, or a function: it is called with `args` and `kwargs` on every rank. It may
+            be
                 defined anywhere, in a notebook cell too.
             only: the ranks to run on; all by default.
             push: names and values to define on the ranks first.
             pull: names to fetch from the ranks afterwards, into `run.pulled` (lists by rank).
-            timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes progress.
-            values: record the contents of every communication's tensors (their first 64 numbers).
+            timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes
+            progress. values: record the contents of every communication's tensors (their first 64 numbers).
             on_update: called while the cell runs, with the run so far and a line that says what the ranks do.
 
         Raises:
@@ -238,7 +243,8 @@ class Ranks:
         finally:
             self._lock.release()
 
-    # -- starting ------------------------------------------------------------------------------------------------
+    # -- starting
+    # ------------------------------------------------------------------------------------------------
 
     def _start_store(self) -> None:
         """A key-value store on loopback, held by this process, at which the ranks find each other."""
@@ -335,7 +341,8 @@ class Ranks:
         finally:
             self._parts = parts
 
-    # -- one cell, step by step ----------------------------------------------------------------------------------
+    # -- one cell, step by step
+    # ----------------------------------------------------------------------------------
 
     def _chosen(self, only: Sequence[int] | None) -> list[int]:
         if only is None:
@@ -343,7 +350,8 @@ class Ranks:
         wrong = [r for r in only if not 0 <= r < self.world_size]
         if wrong or not only:
             raise ValueError(
-                f"{name_ranks(wrong) if wrong else 'an empty list of ranks'} cannot run the cell: this world has "
+                f"{name_ranks(wrong) if wrong else 'an empty list of ranks'} cannot run the cell: this "
+                f"world has "
                 f"ranks 0-{self.world_size - 1}."
             )
         return sorted(set(only))
@@ -421,7 +429,8 @@ class Ranks:
                     )  # type: ignore[arg-type]
                 elif timeout is not None and now >= end:
                     states = self._states()
-                    cause = errors.RankTimeout(_timeout_text(states, self.world_size, timeout), None)  # type: ignore[arg-type]
+                    # type: ignore[arg-type]
+                    cause = errors.RankTimeout(_timeout_text(states, self.world_size, timeout), None)
                 elif now >= next_poll:
                     states = self._states()
                     diagnosis = diagnose.diagnose(states)
@@ -451,8 +460,11 @@ class Ranks:
         if isinstance(cause, (errors.RanksInterrupted, errors.RankTimeout)):
             replaced = [r.rank for r in run.ran if r.state == "lost"]
             if replaced:
-                extra = f"\n{name_ranks(replaced)} did not react and {'was' if len(replaced) == 1 else 'were'} replaced: names defined there are gone."
-                cause = type(cause)(f"{cause}{extra}", run)
+                were = "was" if len(replaced) == 1 else "were"
+                gone = (
+                    f"{name_ranks(replaced)} did not react and {were} replaced: names defined there are gone."
+                )
+                cause = type(cause)(f"{cause}\n{gone}", run)
             cause.run = run
             raise cause
         if lost:
@@ -479,7 +491,8 @@ class Ranks:
             )
         return run
 
-    # -- listening -----------------------------------------------------------------------------------------------
+    # -- listening
+    # -----------------------------------------------------------------------------------------------
 
     def _pump(self, timeout: float) -> None:
         """Take in whatever has arrived from the ranks, waiting at most `timeout` seconds for something."""
@@ -600,10 +613,11 @@ class Ranks:
                 states.append(diagnose.State(rank, "running"))
         return states
 
-    # -- ending and mending --------------------------------------------------------------------------------------
+    # -- ending and mending
+    # --------------------------------------------------------------------------------------
 
     def _free(self) -> None:
-        """Get every rank out of the cell: close its connections, interrupt it, end it if it does not react."""
+        """Get every rank out of the cell: close its connections, interrupt it, in the end kill it."""
         running = [r for r, p in self._parts.items() if not p.over]
         for rank in running:
             self._parts[rank].freed = True
@@ -653,7 +667,8 @@ class Ranks:
         lost = [r for r, p in self._parts.items() if p.lost]
         if lost:
             self.notes.append(
-                f"{name_ranks(lost)} ended between two cells and {'was' if len(lost) == 1 else 'were'} replaced: "
+                f"{name_ranks(lost)} ended between two cells and {'was' if len(lost) == 1 else 'were'} "
+                f"replaced: "
                 f"names defined there are gone."
             )
             self._repair(lost)
@@ -669,12 +684,13 @@ class Ranks:
         os.close(member.stderr)
 
     def _unmatched(self, ranks: Sequence[int]) -> str | None:
-        """A sentence if all ranks came to the end, but some called more collectives of a group than others."""
+        """A sentence if all ranks came to the end, but some called more collectives than others."""
         if len(ranks) < self.world_size or any(p.outcome.error for r, p in self._parts.items() if r in ranks):
             return None
         return diagnose.unmatched({r: self._parts[r].outcome.counts for r in ranks})
 
-    # -- results -------------------------------------------------------------------------------------------------
+    # -- results
+    # -------------------------------------------------------------------------------------------------
 
     def _result(self, source: str, began: float, pull: Sequence[str]) -> Run:
         results = tuple(self._rank_result(r, p) for r, p in sorted(self._parts.items()))
@@ -740,8 +756,8 @@ def run(
 
         rankcell.run(mean_rank, world_size=4).values  # four times tensor([1.5000])
 
-    The function may be defined in a notebook cell, a script or a module. For ranks that live on, use `%%ranks` or
-    `with Ranks(4) as ranks: ranks.run(...)`.
+    The function may be defined in a notebook cell, a script or a module. For ranks that live on, use
+    `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
     """
     with Ranks(world_size, device=device) as ranks:
         return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout, values=values)
@@ -760,10 +776,11 @@ def choose_device(world_size: int, device: str) -> tuple[str, str, str]:
         return "cuda", "nccl", f"nccl, one of {gpus} GPUs for each rank"
     if device == "cuda":
         raise errors.WorldSizeError(
-            f"{world_size} ranks on cuda need a GPU each, and this machine has {gpus}. Use `--device cpu`, or a world "
+            f"{world_size} ranks on cuda need a GPU each, and this machine has {gpus}. Use `--device cpu`, "
+            f"or a world "
             f"of {gpus} ranks."
             if gpus
-            else f"this machine has no GPU that torch can use. Use `--device cpu`."
+            else "this machine has no GPU that torch can use. Use `--device cpu`."
         )
     why = f"{gpus} GPUs are too few for {world_size} ranks" if gpus else "no GPU here"
     return "cpu", "gloo", f"gloo on the CPU: {why}"
@@ -780,7 +797,8 @@ def _check_size(world_size: int) -> None:
     if world_size > most:
         room = f"{memory / 2**30:.1f} GiB of memory are free" if memory is not None else "its limits"
         raise errors.WorldSizeError(
-            f"{world_size} ranks do not fit on this machine: a rank takes about {MEMORY_PER_RANK >> 20} MiB and "
+            f"{world_size} ranks do not fit on this machine: a rank takes about {MEMORY_PER_RANK >> 20} MiB "
+            f"and "
             f"{FILES_PER_RANK} open files, and {room}. It has room for {most} ranks."
         )
 
@@ -794,7 +812,7 @@ def _board_nbytes(world_size: int) -> int:
 def _pickle(what: str, value: Any) -> bytes:
     try:
         return cloudpickle.dumps(value)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything, and it is raised on
         raise errors.PushError(
             f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}. Push plain data, tensors, "
             f"functions or classes, and make anything else on the ranks. No rank has run."
@@ -805,7 +823,7 @@ def _unpack(packed: Any) -> Any:
     if not isinstance(packed, bytes):
         return NotSent("", packed) if isinstance(packed, str) else packed
     try:
-        return pickle.loads(packed)  # noqa: S301 - from our own rank, over a private socket
+        return pickle.loads(packed)
     except Exception as error:  # noqa: BLE001 - kept as the reason why there is no value
         return NotSent("", f"cannot be read here: {type(error).__name__}: {error}")
 
@@ -868,7 +886,8 @@ def _timeout_text(states: Sequence[diagnose.State], world_size: int, timeout: fl
         [
             f"the ranks did not all finish within {timeout:g} s.",
             *lines,
-            "Nobody waits for a rank that cannot answer, so this is slow rather than stuck: give it more time with "
+            "Nobody waits for a rank that cannot answer, so this is slow rather than stuck: give it more "
+            "time with "
             "`--timeout`, or less to do.",
         ]
     )

@@ -9,17 +9,20 @@ or a tree is another picture. `matrices` draws collectives as the matrices that 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..results import Event, Run, name_ranks
-from .svg import INK, LINE, MUTED, RANK_COLOURS, Figure, Frames, drawing, label, line, rect
+from .svg import INK, LINE, MUTED, RANK_COLOURS, Figure, Frames, drawing, line, rect
+from .svg import label as label_of_any_size
 
 WIDTH = 640
-_CELL, _TEXT, _NAMES, _ARROWS, _MARGIN = 40, 20, 84, 118, 12
+_CELL, _TEXT, _NAMES, _ARROWS, _MARGIN = 40, 21, 86, 118, 12
 _LANE = 5  # px between the lines that leave the blocks of one row
 _GAP = 6  # px between two blocks
 _ROW = {"broadcast", "reduce", "all_reduce", "gather", "all_gather"}  # a rank sends its tensor as a whole
 _IN_PLACE = {"broadcast", "reduce", "all_reduce"}  # one tensor is input and output
+label = partial(label_of_any_size, size=_TEXT)  # 11 px on a phone, where the picture is 340 px wide
 _COMBINES = {"SUM": " + ", "PRODUCT": " * ", "AVG": " + ", "MIN": ", ", "MAX": ", "}
 
 

@@ -1,7 +1,7 @@
 """What stands under a rank cell: a `Run` as text and as HTML. Pure functions; they never talk to a rank.
 
-Ranks that said the same are shown once. Nothing that changes from run to run (times, pids) is shown, so that a stored
-output is the same after every run. Long output shows its head and tail; all of it stays on the run.
+Ranks that said the same are shown once. Nothing that changes from run to run (times, pids) is shown, so that
+a stored output is the same after every run. Long output shows its head and tail; all of it stays on the run.
 """
 
 import base64
@@ -16,7 +16,10 @@ from .svg import RANK_COLOURS
 HEAD, TAIL = 40, 15  # lines shown of a long output
 MAX_LINE = 2000  # characters shown of a long line
 _MARK = "padding:0 0.6em;margin:0.35em 0;border-left:4px solid "
-_PRE = "margin:0;padding:0;background:transparent;border:0;white-space:pre-wrap;overflow-wrap:anywhere;font-size:inherit"
+_PRE = (
+    "margin:0;padding:0;background:transparent;border:0;"
+    "white-space:pre-wrap;overflow-wrap:anywhere;font-size:inherit"
+)
 _NAME = "font-size:0.85em;opacity:0.75"
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -51,9 +54,8 @@ def as_html(run: Run) -> str:
                 f'<div style="{_MARK}{_colour(group)}"><span style="{_NAME}">{name}</span>: {pieces[0]}</div>'
             )
         else:
-            rows.append(
-                f'<div style="{_MARK}{_colour(group)}"><div style="{_NAME}">{name}</div>{"".join(pieces)}</div>'
-            )
+            heading = f'<div style="{_NAME}">{name}</div>'
+            rows.append(f'<div style="{_MARK}{_colour(group)}">{heading}{"".join(pieces)}</div>')
     return f'<div class="rankcell-run">{"".join(rows)}</div>'
 
 
@@ -123,7 +125,9 @@ def _why(result: RankResult) -> str:
 
 
 def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
-    """What a rank said, in order: ("out", text), ("display", MIME types), ("err", text), ("value", MIME types)."""
+    """What a rank said, in order: ("out", text), ("display", MIME types), ("err", text), ("value", MIME
+    types).
+    """
     raw, pieces, at = result.stdout.encode(), [], 0
     for display in result.displays:
         place = min(max(display.stdout_offset, at), len(raw))

@@ -1,8 +1,8 @@
 """What every picture of the course is made of: a figure, a slider over figures, the colours, the marks.
 
-Pure functions from numbers to SVG text. A figure is stored as a picture inside `text/html`, because that is the
-one form that JupyterLab shows in an untrusted notebook, that works from file://, in print and on a phone. It does
-not plot data by itself: the other modules of this package do.
+Pure functions from numbers to SVG text. A figure is stored as a picture inside `text/html`, because that is
+the one form that JupyterLab shows in an untrusted notebook, that works from file://, in print and on a phone.
+It does not plot data by itself: the other modules of this package do.
 """
 
 import base64
@@ -33,17 +33,22 @@ INK, MUTED, PAPER, LINE = "#1a1a1a", "#5a5a5a", "#ffffff", "#c8c8c8"
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif"
 
 # The script that turns the still picture into a slider; it runs on the static site and in a trusted notebook.
-_SLIDER = """(s=>{const f=s.closest('figure'),d=JSON.parse(f.querySelector('script[type="application/json"]').textContent),
-box=document.createElement('div'),lab=document.createElement('label'),inp=document.createElement('input'),out=document.createElement('output');
-lab.style.cssText='display:flex;flex-wrap:wrap;gap:.75em;align-items:center';inp.style.cssText='flex:1 1 12em;min-width:8em';
+_SLIDER = """(s=>{const f=s.closest('figure'),d=JSON.parse(f.querySelector('script[type="application/json"]').
+textContent),box=document.createElement('div'),lab=document.createElement('label'),inp=document.createElement('input'),out=document.createElement('output');
+lab.style.cssText='display:flex;flex-wrap:wrap;gap:.75em;align-items:center';
+inp.style.cssText='flex:1 1 12em;min-width:8em';
 inp.type='range';inp.min=0;inp.max=d.frames.length-1;inp.value=d.start;lab.append(d.name,inp,out);
-const img=f.querySelector('img'),show=()=>{const k=inp.value;img.src='data:image/svg+xml;base64,'+d.frames[k];img.alt=d.alts[k];out.value=inp.ariaValueText=d.labels[k]};
+const img=f.querySelector('img'),show=()=>{const k=inp.value;
+img.src='data:image/svg+xml;base64,'+d.frames[k];
+img.alt=d.alts[k];out.value=inp.ariaValueText=d.labels[k]};
 inp.oninput=show;img.after(box,lab);show();f.dataset.ready='1'})(document.currentScript)"""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture: SVG text, a sentence that says the finding, and a text twin for terminals and screen readers."""
+    """One picture: SVG text, a sentence that says the finding, and a text twin for terminals and screen
+    readers.
+    """
 
     svg: str
     alt: str
@@ -79,7 +84,8 @@ class Frames:
     def __post_init__(self) -> None:
         if not self.figures or len(self.figures) != len(self.labels):
             raise ValueError(
-                f"Frames got {len(self.figures)} figures and {len(self.labels)} labels. Give one label per figure, at least one."
+                f"Frames got {len(self.figures)} figures and {len(self.labels)} labels. Give one label per "
+                f"figure, at least one."
             )
 
     def __repr__(self) -> str:
@@ -109,13 +115,14 @@ class Frames:
 def drawing(width: float, height: float, *marks: str, alt: str, text: str = "") -> Figure:
     """A figure of `width` x `height` px on white paper, so that it reads on a dark page too.
 
-    Keep `width` near 640: at 380 px (a phone) a 640 px figure is shown at 0.6 times its size, so text of 20 px
-    stays above 11 px there.
+    Keep `width` near 640: at 380 px (a phone) a 640 px figure is shown at 0.6 times its size, so text of 20
+    px stays above 11 px there.
     """
     body = "".join(marks)
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" font-family="{FONT}">'
+        f'height="{height:g}" role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" '
+        f'font-family="{FONT}">'
         f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{body}</svg>'
     )
     return Figure(svg, alt, text)
@@ -133,11 +140,14 @@ def rect(
     radius: float = 2,
     dash: str = "",
 ) -> str:
-    """A bar. `title` is what a mouse over it shows. An outline without fill means predicted, a filled bar measured."""
+    """A bar. `title` is what a mouse over it shows. An outline without fill means predicted, a filled bar
+    measured.
+    """
     tip = f"<title>{escape(title)}</title>" if title else ""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" rx="{radius:g}" '
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
+        f'rx="{radius:g}" '
         f'fill="{fill}" stroke="{stroke}"{dashed}>{tip}</rect>'
     )
 
@@ -157,7 +167,8 @@ def label(
     weight = ' font-weight="600"' if bold else ""
     family = " font-family=\"ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace\"" if mono else ""
     return (
-        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"{weight}{family}>'
+        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"'
+        f"{weight}{family}>"
         f"{escape(str(text))}</text>"
     )
 
@@ -175,7 +186,8 @@ def line(
 ) -> str:
     """A straight line, with a head at its end where `arrow` is set."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    mark = f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" stroke="{stroke}" stroke-width="{width:g}"{dashed}/>'
+    ends = f'x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"'
+    mark = f'<line {ends} stroke="{stroke}" stroke-width="{width:g}"{dashed}/>'
     if not arrow:
         return mark
     length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5 or 1.0
