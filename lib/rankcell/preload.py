@@ -24,6 +24,8 @@ import torch.nn.parallel.distributed  # noqa: E402, F401
 
 from . import worker  # noqa: E402
 
+os.setpgid(0, 0)  # whoever kills the notebook's process group must not kill us before we have cleaned up
+
 worker.prepare_shell()
 # these objects stay for good: the collector of a rank never looks at them, so their pages stay shared
 gc.freeze()
