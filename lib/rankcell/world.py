@@ -447,7 +447,8 @@ class Ranks:
             lost = [r for r, p in self._parts.items() if p.lost]
             unmatched = self._unmatched(ranks) if not (freed or lost) else None
             run = self._result(source, began, pull)
-            if freed or lost or unmatched:
+            mismatched = any(r.error and r.error.mismatch for r in run.ran)
+            if freed or lost or unmatched or mismatched:
                 self._repair(lost)
         return self._conclude(run, cause, unmatched, pull)
 
@@ -685,7 +686,7 @@ class Ranks:
 
     def _unmatched(self, ranks: Sequence[int]) -> str | None:
         """A sentence if all ranks came to the end, but some called more collectives than others."""
-        if len(ranks) < self.world_size or any(p.outcome.error for r, p in self._parts.items() if r in ranks):
+        if len(ranks) < self.world_size:
             return None
         return diagnose.unmatched({r: self._parts[r].outcome.counts for r in ranks})
 

@@ -108,14 +108,14 @@ def matrices(
             marks += [label(x, y + 22, name, bold=True), _matrix(x, y + top, matrix, cell, reads, world_size)]
             text.append(f"{name}\n" + "\n".join(" ".join("1" if x else "." for x in row) for row in matrix))
         y += top + cell * max(len(m) for _, m in side_by_side) + 22
-    marks.append(label(_MARGIN, y + 8, "row: a number of the output; column: a number of the input,"))
-    marks.append(label(_MARGIN, y + 34, "in the colour of its rank:"))
+    marks.append(label(_MARGIN, y + 12, "row: a number of the output"))
+    marks.append(label(_MARGIN, y + 40, "column: a number of the input, in its rank's colour"))
     for r in range(world_size):
-        x = 254 + 96 * r
-        marks.append(rect(x, y + 18, 18, 18, fill=_colour(r)) + label(x + 24, y + 34, f"rank {r}"))
+        x = _MARGIN + 110 * r
+        marks.append(rect(x, y + 54, 18, 18, fill=_colour(r)) + label(x + 26, y + 70, f"rank {r}"))
     sizes = ", ".join(f"{name} {len(m)} x {len(m[0])}" for name, m in items)
     alt = f"{finding} Matrices of zeros and ones, outputs x inputs: {sizes}."
-    return drawing(WIDTH, y + 52, *marks, alt=alt, text="\n\n".join(text))
+    return drawing(WIDTH, y + 84, *marks, alt=alt, text="\n\n".join(text))
 
 
 def _matrix(
@@ -483,7 +483,7 @@ def _alt(scene: _Scene, step: int, foot: str) -> str:
     return f"{what}: {'; '.join(lines)}.{end}"
 
 
-def _wrap(text: str, width: int = 62) -> list[str]:
+def _wrap(text: str, width: int = 52) -> list[str]:
     """A foot note in lines that fit the picture, a new line for each part."""
     lines: list[str] = []
     for part in text.split("; "):
