@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .results import name_ranks
+from .results import Standing, name_ranks
 
 OVER = ("finished", "error", "lost", "absent")  # in this cell such a rank issues nothing more
 
@@ -236,6 +236,26 @@ def _group(wait: Wait, world_size: int) -> str:
     if len(wait.ranks) == world_size:
         return "of the world" if wait.group in ("0", "new_group") else "of a group of all ranks"
     return f"of the group of {name_ranks(wait.ranks)}"
+
+
+def standings(states: Sequence[State]) -> tuple[Standing, ...]:
+    """`states` as plain data for the run: who stood where, and whom it waited for."""
+    by_rank = {s.rank: s for s in states}
+    found = []
+    for state in states:
+        wait = state.blocking[0] if state.blocking else None
+        found.append(
+            Standing(
+                rank=state.rank,
+                phase=state.phase,
+                doing=describe(state, len(states)).split("  ", 1)[1],
+                op=wait.op if wait else "",
+                text=wait.text if wait else "",
+                line=wait.line if wait else state.line,
+                waits_for=missing_peers(wait, by_rank, state.rank) if wait else (),
+            )
+        )
+    return tuple(found)
 
 
 def summary(states: Sequence[State]) -> str:

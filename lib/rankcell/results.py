@@ -131,6 +131,23 @@ class RankFailure:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What one rank was doing when its cell had to be ended, and which ranks it waited for.
+
+    `phase` is "running", "finished", "error", "lost" or "absent" (the cell does not run on it). `op` is the
+    operation it waited in ("" if it did not wait), `text` the whole call, `doing` a sentence.
+    """
+
+    rank: int
+    phase: str
+    doing: str
+    op: str = ""
+    text: str = ""
+    line: int = 0
+    waits_for: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class RankResult:
     """What one rank did in one cell.
 
@@ -164,6 +181,7 @@ class Run:
     backend: str = "gloo"
     seconds: float = 0.0
     pulled: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    standstill: tuple[Standing, ...] = ()  # where the ranks stood, if the cell had to be ended
 
     @property
     def world_size(self) -> int:

@@ -415,6 +415,7 @@ class Ranks:
                 except OSError:
                     self._mark_lost(rank)
             next_poll, seen = began + FIRST_POLL, None
+            states: list[diagnose.State] = []
             while not all(p.over for p in self._parts.values()):
                 now = time.monotonic()
                 end = began + timeout if timeout is not None else now + 3600
@@ -446,7 +447,7 @@ class Ranks:
                     break
             lost = [r for r, p in self._parts.items() if p.lost]
             unmatched = self._unmatched(ranks) if not (freed or lost) else None
-            run = self._result(source, began, pull)
+            run = replace(self._result(source, began, pull), standstill=diagnose.standings(states) if freed else ())
             mismatched = any(r.error and r.error.mismatch for r in run.ran)
             if freed or lost or unmatched or mismatched:
                 self._repair(lost)
