@@ -292,6 +292,7 @@ class Recorder:
         self.cell = ""
         self.generation = 0
         self.failed_call: Call | None = None  # the last operation of this cell that raised
+        self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self._before: dict[Any, int] = {}  # the counts when the cell began
         self.began = clock()
         self.keep_values = False
@@ -358,7 +359,7 @@ class Recorder:
         """Count from 1 again: the process groups are new, and nothing is open any more."""
         with self._lock:
             self.generation = generation
-            self.counts, self._before = {}, {}
+            self.counts, self._before, self.failures = {}, {}, {}
             self.open.clear()
             self._by_work.clear()
 
@@ -482,6 +483,8 @@ class Recorder:
         with self._lock:
             if self.counts.get(o.key) == o.seq:
                 self.counts[o.key] -= 1
+                # its signature stays on the board: the next call must not be compared with it
+                self.failures[o.key[:-1]] = self.failures.get(o.key[:-1], 0) + 1
 
     def _mark_done(self, o: Operation) -> None:
         o.done = clock()
@@ -510,16 +513,18 @@ class Recorder:
     def _check(self, o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> None:
         if self.board is None or len(o.ranks) < 2 or o.op == "monitored_barrier":
             return
+        failures = self.failures.get(o.key[:-1], 0)
+        turn = f"{self.generation}|{o.group}|{o.seq}|{failures}"
         if o.op in ("send", "recv"):
             if o.peer is None:
                 return
             source, destination = (self.rank, o.peer) if o.op == "send" else (o.peer, self.rank)
-            name = f"{self.generation}|{o.group}|{source}>{destination}|{o.tag}|{o.seq}"
+            name = f"{turn}|{source}>{destination}|{o.tag}"
             tensor = inputs[0] if inputs else outputs[0]
             signature = f"{o.describe()}\n{tensor.numel()} {_dtype(tensor)}"
             peers: tuple[int, ...] = (o.peer,)
         else:
-            name = f"{self.generation}|{o.group}|{o.seq}"
+            name = turn
             signature = f"{o.describe()}\n{_collective_signature(o, inputs, outputs)}"
             if o.op == "all_to_all":
                 signature += "\n" + _pieces(o, inputs, outputs, splits)
