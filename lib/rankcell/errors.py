@@ -64,7 +64,10 @@ class MismatchError(RuntimeError):
         calls = ", ".join(
             f"rank {r} calls {c.text}{_at_line(c.line)}" for r, c in sorted(details.calls.items())
         )
-        super().__init__(f"{details.problem}: {calls}. Nothing was sent. {_advice(details.problem)}")
+        super().__init__(
+            f"{details.problem}: {calls}. This call was stopped before it sent anything. "
+            f"{_advice(details.problem)}"
+        )
 
 
 def _at_line(line: int) -> str:
@@ -203,6 +206,11 @@ def mismatch_error(run: Run) -> RankMismatch:
             calls |= failure.mismatch.calls
         elif failure.call is not None and failure.caused_by_abort:
             calls[result.rank] = failure.call
+    wrong = next(iter(first.mismatch.calls.values()))
+    for result in run.ran:  # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
+        for event in result.events:
+            if result.rank not in calls and (event.group, event.seq) == (wrong.group, wrong.nth):
+                calls[result.rank] = Call(event.text, event.line, event.seq, event.group)
     texts: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         texts.setdefault(call.text, []).append(rank)
@@ -222,7 +230,16 @@ def mismatch_error(run: Run) -> RankMismatch:
         f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]].line)} (call {calls[ranks[0]].nth})"
         for text, ranks in sorted(texts.items(), key=lambda item: item[1][0])
     ]
-    return RankMismatch("\n".join([head, *lines, f"Nothing was sent. {_advice(problem)}"]), run)
+    return RankMismatch(
+        "\n".join(
+            [
+                head,
+                *lines,
+                f"The call that does not match was stopped before it sent anything. {_advice(problem)}",
+            ]
+        ),
+        run,
+    )
 
 
 def lost_error(run: Run, lost: Iterable[RankResult], *, groups_closed: bool) -> RankLost:

@@ -26,7 +26,7 @@ from . import worker  # noqa: E402
 
 os.setpgid(0, 0)  # whoever kills the notebook's process group must not kill us before we have cleaned up
 
-worker.prepare_shell()
+worker.prepare()
 # these objects stay for good: the collector of a rank never looks at them, so their pages stay shared
 gc.freeze()
 gc.enable()

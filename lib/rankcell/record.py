@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import MismatchError
-from .results import Call, Event, Mismatch, Values
+from .results import Call, Event, Mismatch, Values, call_text
 
 clock = time.monotonic  # one clock for all processes of a machine
 
@@ -123,16 +123,7 @@ class Operation:
 
     def describe(self) -> str:
         """The call in a learner's words: "all_reduce(float32[4])"."""
-        what = f"{self.dtype}{list(self.shape)}" if self.dtype and self.op != "barrier" else ""
-        if self.reduce_op not in ("", "SUM"):
-            what += f", {self.reduce_op}"
-        if self.op == "send":
-            what += f" to rank {self.peer}"
-        elif self.op == "recv":
-            what += f" from {'any rank' if self.peer is None else f'rank {self.peer}'}"
-        elif self.peer is not None:
-            what += f", root {self.peer}"
-        return f"{self.op}({what})"
+        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer)
 
     @property
     def waiting(self) -> bool:
@@ -286,9 +277,9 @@ class Recorder:
     without a lock: lists and dictionaries of CPython are safe to read while the main thread appends.
     """
 
-    def __init__(self, rank: int, board: Board | None) -> None:
-        self.rank = rank
-        self.board = board
+    def __init__(self) -> None:
+        self.rank = 0
+        self.board: Board | None = None
         self.cell = ""
         self.generation = 0
         self.failed_call: Call | None = None  # the last operation of this cell that raised
@@ -343,6 +334,10 @@ class Recorder:
             method = dist.ProcessGroup.__dict__.get(name)
             if method is not None:
                 setattr(dist.ProcessGroup, name, _remember_reduce_op(method))
+
+    def belong(self, rank: int, board: Board) -> None:
+        """From now on this is the recorder of `rank`: it was installed before the ranks were forked."""
+        self.rank, self.board = rank, board
 
     def begin(self, cell: str, *, values: bool) -> None:
         """Forget the last cell and start recording one called `cell` (its name must be the same on all
@@ -479,7 +474,7 @@ class Recorder:
     def _fail(self, o: Operation, error: BaseException) -> None:
         """An operation that failed counts as never called: whoever waits for it waits in vain."""
         o.error = repr(error)
-        self.failed_call = Call(o.describe(), o.line, o.nth)
+        self.failed_call = Call(o.describe(), o.line, o.nth, o.group)
         with self._lock:
             if self.counts.get(o.key) == o.seq:
                 self.counts[o.key] -= 1
@@ -541,8 +536,8 @@ class Recorder:
                     Mismatch(
                         problem,
                         {
-                            self.rank: Call(mine[0], o.line, o.nth),
-                            peer: Call(theirs[0], other[1], o.nth),
+                            self.rank: Call(mine[0], o.line, o.nth, o.group),
+                            peer: Call(theirs[0], other[1], o.nth, o.group),
                         },
                     )
                 )

@@ -57,6 +57,13 @@ class Event:
         """Seconds from the call to its end."""
         return self.end - self.start
 
+    @property
+    def text(self) -> str:
+        """The call in words: "all_reduce(float32[4])"; the name of a span."""
+        if self.kind != "comm":
+            return self.op
+        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer)
+
 
 @dataclass(frozen=True)
 class Display:
@@ -91,13 +98,28 @@ class Frame:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication as a rank called it: "all_reduce(float32[4])", the line of the cell, the how-many-th
-    call.
+    """A communication as a rank called it: its text ("all_reduce(float32[4])"), the line of the cell, and the
+    how-many-th call of its group in the cell.
     """
 
     text: str
     line: int = 0
     nth: int = 0
+    group: str = ""
+
+
+def call_text(op: str, dtype: str, shape: Sequence[int], reduce_op: str, peer: int | None) -> str:
+    """A communication in a learner's words: "all_reduce(float32[4])", "send(float32[8] to rank 1)"."""
+    what = f"{dtype}{list(shape)}" if dtype and op != "barrier" else ""
+    if reduce_op not in ("", "SUM"):
+        what += f", {reduce_op}"
+    if op == "send":
+        what += f" to rank {peer}"
+    elif op == "recv":
+        what += f" from {'any rank' if peer is None else f'rank {peer}'}"
+    elif peer is not None:
+        what += f", root {peer}"
+    return f"{op}({what})"
 
 
 @dataclass(frozen=True)
@@ -128,6 +150,16 @@ class RankFailure:
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count."""
+
+    local_port: int
+    remote_port: int
+    sent: int
+    received: int
 
 
 @dataclass(frozen=True)
@@ -165,6 +197,7 @@ class RankResult:
     error: RankFailure | None = None
     seconds: float = 0.0
     events: tuple[Event, ...] = ()
+    connections: tuple[Connection, ...] | None = None  # what really moved (Linux and gloo)
     dropped_events: int = 0  # oldest events forgotten, so that a long run stays small
 
     def __repr__(self) -> str:
@@ -202,6 +235,24 @@ class Run:
     def events(self) -> tuple[Event, ...]:
         """What all ranks did, in order of time."""
         return tuple(sorted((e for r in self.ranks for e in r.events), key=lambda e: (e.start, e.rank)))
+
+    @property
+    def wire(self) -> tuple[tuple[int, ...], ...] | None:
+        """Bytes that really arrived at rank j from rank i in the cell: `wire[i][j]`, by the kernel's TCP
+        counters.
+
+        Headers of gloo's messages are counted too. Counted where they arrive: a send may return before its
+        last bytes have left. None where there are no such counters (nccl, macOS).
+        """
+        if not self.ranks or any(r.connections is None for r in self.ran) or self.backend != "gloo":
+            return None
+        ends = {(c.local_port, c.remote_port): (r.rank, c) for r in self.ran for c in r.connections or ()}
+        matrix = [[0] * self.world_size for _ in self.ranks]
+        for (local, remote), (rank, _) in ends.items():
+            peer, theirs = ends.get((remote, local), (None, None))
+            if peer is not None and theirs is not None:
+                matrix[rank][peer] += theirs.received
+        return tuple(map(tuple, matrix))
 
     @property
     def failed(self) -> tuple[RankResult, ...]:

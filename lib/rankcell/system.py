@@ -9,9 +9,11 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 LINUX = sys.platform.startswith("linux")
@@ -110,19 +112,47 @@ def tcp_connections() -> dict[int, int]:
     return found
 
 
-def close_connections(inodes: set[int]) -> int:
-    """Shut down those TCP connections of this process: whoever waits on them gets an error. Returns how many.
+def duplicate(inodes: set[int]) -> list[socket.socket]:
+    """Sockets of our own for those TCP connections of this process, to ask them and to shut them down."""
+    found = []
+    for inode, fd in tcp_connections().items():
+        if inode in inodes:
+            try:
+                found.append(socket.socket(fileno=os.dup(fd)))
+            except OSError:  # closed meanwhile
+                continue
+    return found
+
+
+def shut_down(sockets: Iterable[socket.socket]) -> None:
+    """Shut down those TCP connections: whoever waits on them, here or at the other end, gets an error.
 
     Measured: this frees a rank from a blocked gloo operation in 2-4 ms, where abort(), SIGINT and a shorter
     timeout do not free it at all.
     """
-    closed = 0
-    for inode, fd in tcp_connections().items():
-        if inode in inodes:
-            try:
-                with socket.socket(fileno=os.dup(fd)) as s:
-                    s.shutdown(socket.SHUT_RDWR)
-                closed += 1
-            except OSError:  # the other end was faster
-                continue
-    return closed
+    for s in sockets:
+        try:
+            s.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other end was faster
+            continue
+
+
+def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[int, int], tuple[int, int]] | None:
+    """(local port, remote port) -> payload bytes sent and received since the connection began.
+
+    From the kernel's TCP counters: tcpi_bytes_sent (retransmissions included) and tcpi_bytes_received of
+    linux/tcp.h (Linux 4.19 and newer); None elsewhere.
+    """
+    if not LINUX:
+        return None
+    found = {}
+    for s in sockets:
+        try:
+            info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+            if len(info) < 208:
+                return None
+            (sent,), (received,) = struct.unpack_from("Q", info, 200), struct.unpack_from("Q", info, 128)
+            found[s.getsockname()[1], s.getpeername()[1]] = sent, received
+        except OSError:  # shut down
+            continue
+    return found

@@ -35,8 +35,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from . import record, system
 from .channel import Channel
 from .errors import MismatchError, RankInputError
-from .results import Display, Frame, NotSent, RankFailure
+from .results import Connection, Display, Frame, NotSent, RankFailure
 
+_Moved = dict[tuple[int, int], tuple[int, int]] | None  # (local port, remote port) -> bytes sent, received
 MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
 
 
@@ -83,12 +84,13 @@ class Outcome:
     dropped: int
     counts: dict[Any, int]
     calls: int = 0
+    wire: tuple[Connection, ...] | None = None
     names: tuple[str, ...] = field(default=())
 
 
-def prepare_shell() -> None:
-    """Make the shell that gives a rank `display`, magics and rich output. Called once, before the ranks are
-    forked.
+def prepare() -> None:
+    """Make what every rank needs, once, before the ranks are forked: the shell that gives a rank `display`,
+    magics and rich output, and the recorder. What is made here is memory that the ranks share.
     """
     from traitlets.config import Config
 
@@ -98,7 +100,9 @@ def prepare_shell() -> None:
     config.InteractiveShell.colors = "nocolor"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _RankShell.instance(config=config, display_pub_class=_Publisher, displayhook_class=_QuietHook)
+        shell = _RankShell.instance(config=config, display_pub_class=_Publisher, displayhook_class=_QuietHook)
+    shell.recorder = record.Recorder()
+    shell.recorder.install()
     sys.displayhook = sys.__displayhook__
 
 
@@ -178,12 +182,15 @@ class Rank:
         self.running = False
         self.phase = "starting"
         self.main_thread = threading.get_ident()
-        self._connections: set[int] = set()
+        self._connections: list[
+            socket.socket
+        ] = []  # the backend's, to count their bytes and to shut them down
         self._interrupted = False
         self._cell_began_at = 0  # bytes of stdout written before the cell
         self._redirect(stdout_fd, stderr_fd)
         self._set_up_environment()
-        self.recorder = record.Recorder(birth.rank, record.Board(board_fd, birth.rank, birth.world_size))
+        self.recorder: record.Recorder = InteractiveShell.instance().recorder
+        self.recorder.belong(birth.rank, record.Board(board_fd, birth.rank, birth.world_size))
         os.close(board_fd)
         self.names = self._first_names()
         _Publisher.rank = self
@@ -266,6 +273,8 @@ class Rank:
             except RuntimeError:  # its connections were closed on purpose
                 pass
             record.forget_groups()
+        for s in self._connections:
+            s.close()
         before = set(system.tcp_connections())
         options = {"device_id": self.names["device"]} if birth.backend == "nccl" else {}
         store = dist.TCPStore(birth.store[0], birth.store[1], None, False)
@@ -276,13 +285,12 @@ class Rank:
             world_size=birth.world_size,
             **options,
         )
-        self._connections = set(system.tcp_connections()) - before
+        self._connections = system.duplicate(set(system.tcp_connections()) - before)
         self.recorder.join(generation)
 
     def serve(self) -> None:
         """Answer the notebook until it is gone."""
         self.join_group(self.birth.generation)
-        self.recorder.install()
         self._watch_new_groups()
         threading.Thread(target=self._watch, name="rankcell control", daemon=True).start()
         self.phase = "idle"
@@ -310,6 +318,7 @@ class Rank:
         failure: RankFailure | None = None
         value: Any = None
         self.recorder.begin(task.cell, values=task.values)
+        moved_before = system.bytes_moved(self._connections)
         start = record.clock()
         self._flush()
         self._cell_began_at = self._raw_stdout.written
@@ -354,6 +363,7 @@ class Rank:
             dropped=dropped,
             counts=dict(self.recorder.counts),
             calls=self.recorder.total,
+            wire=_moved(moved_before, system.bytes_moved(self._connections)),
             names=tuple(n for n in self.names if not n.startswith("_")),
         )
 
@@ -448,7 +458,7 @@ class Rank:
                 answer: Any = self._status()
             elif request == "interrupt":
                 self._interrupted = True
-                system.close_connections(self._connections)
+                system.shut_down(self._connections)
                 self._await_end(
                     0.1
                 )  # whoever waited for another rank comes back by itself, with a clean error
@@ -555,11 +565,22 @@ class Rank:
             finally:
                 o.done = record.clock()
                 recorder.open.pop(id(o), None)
-                self._connections |= set(system.tcp_connections()) - before
+                self._connections += system.duplicate(set(system.tcp_connections()) - before)
 
         for module in (dist, dist.distributed_c10d, dist.device_mesh):
             if getattr(module, "new_group", None) is original:
                 module.new_group = new_group
+
+
+def _moved(before: _Moved, after: _Moved) -> tuple[Connection, ...] | None:
+    """What went over each connection during the cell."""
+    if before is None or after is None:
+        return None
+    found = []
+    for ports, (sent, received) in after.items():
+        sent_before, received_before = before.get(ports, (0, 0))
+        found.append(Connection(*ports, sent - sent_before, received - received_before))
+    return tuple(found)
 
 
 def _is_silenced(source: str) -> bool:

@@ -447,7 +447,9 @@ class Ranks:
                     break
             lost = [r for r, p in self._parts.items() if p.lost]
             unmatched = self._unmatched(ranks) if not (freed or lost) else None
-            run = replace(self._result(source, began, pull), standstill=diagnose.standings(states) if freed else ())
+            run = replace(
+                self._result(source, began, pull), standstill=diagnose.standings(states) if freed else ()
+            )
             mismatched = any(r.error and r.error.mismatch for r in run.ran)
             if freed or lost or unmatched or mismatched:
                 self._repair(lost)
@@ -735,6 +737,7 @@ class Ranks:
             error=error,
             seconds=outcome.seconds,
             events=tuple(outcome.events),
+            connections=outcome.wire,
             dropped_events=outcome.dropped,
         )
 

@@ -1,0 +1,439 @@
+"""The timeline of a run: one row per rank, time from left to right, a bar for all that the rank did.
+
+A bar in an operation's colour means that its data could move; the lighter part before it that the rank stood
+in the call while another had not come yet. An asynchronous operation is a thin bar under the row, from its
+call to its end, and the row itself shows only the wait for it. Arrows lead from a send to its receive.
+Predicted events are outlined. It reads events and measures nothing.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..results import Event, Run, name_ranks
+from .charts import _ticks as round_ticks
+from .charts import text_width
+from .svg import COLOURS, INK, LINE, MUTED, PAPER, Figure, drawing, format_bytes, label, line, rect
+from .svg import format_seconds as said
+
+WIDTH = 600
+_TEXT = 20  # px; 11 px on a phone
+_NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
+_MAX_LANES = 3
+_MAX_BARS = 380  # beyond, the time is cut into columns and each shows what filled most of it
+_MAX_ARROWS = 60
+_COLUMNS = 60  # characters of a row of the text twin
+_ASYNC = {"isend", "irecv", "batch_isend_irecv"}  # the dispatcher does not mark these as asynchronous
+_DARK = {"all_reduce", "barrier"}  # white text on these
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A stretch of time of one rank: in its row, or in lane 0, 1, ... under it."""
+
+    start: float
+    end: float
+    op: str
+    kind: str = "comm"
+    waiting: bool = False
+    text: str = ""
+    lane: int | None = None
+    depth: int = 0  # spans around it
+
+    @property
+    def look(self) -> tuple[str, str, bool]:
+        return self.op if self.kind == "comm" else "", self.kind, self.waiting
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What one rank did, measured or predicted."""
+
+    rank: int
+    predicted: bool
+    bars: tuple[_Bar, ...]
+
+    def seconds(self, kind: str, waiting: bool = False) -> float:
+        """Seconds in which the rank stood in calls of that kind, or waited for others in them."""
+        parts = [b for b in self.bars if b.lane is None and b.kind == kind and b.waiting == waiting]
+        return _covered([(b.start, b.end) for b in parts])
+
+    @property
+    def lanes(self) -> int:
+        return max((b.lane + 1 for b in self.bars if b.lane is not None), default=0)
+
+
+def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True) -> Figure:
+    """What each rank computed and sent, and when: bars by rank, zero where the first of them begins.
+
+    Give a `Run`, or any of its events: `timeline(e for e in run.events if e.line > 3)`. Measured and predicted
+    events together make two rows per rank, each kind with a zero of its own. `arrows=False` leaves out the
+    arrows from sends to receives; more than 60 are never drawn.
+
+    Raises:
+        ValueError: there are no events.
+    """
+    events = list(run.events if isinstance(run, Run) else run)
+    if not events:
+        raise ValueError("There is nothing to draw: no rank computed in a span or communicated.")
+    ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
+    events = [e for predicted in (False, True) for e in _from_zero(events, predicted)]
+    ready = _ready(events)
+    kinds = sorted({e.predicted for e in events})
+    rows = [
+        _Row(rank, p, _bars([e for e in events if e.rank == rank and e.predicted == p], ready))
+        for rank in ranks
+        for p in kinds
+    ]
+    end = max(e.end for e in events) or 1e-6
+    pairs = _pairs(events) if arrows else []
+    pairs = pairs if len(pairs) <= _MAX_ARROWS else []
+    finding = _finding(rows, ranks, end)
+    return _draw(rows, end, pairs, title, f"{title}. {finding}" if title else finding)
+
+
+def waiting(run: Run | Iterable[Event]) -> dict[int, float]:
+    """Seconds that each rank stood in a call while another rank had not come yet, by rank."""
+    events = [e for e in (run.events if isinstance(run, Run) else run) if not e.predicted]
+    ready = _ready(events)
+    ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
+    rows = (_Row(r, False, _bars([e for e in events if e.rank == r], ready)) for r in ranks)
+    return {row.rank: row.seconds("comm", waiting=True) for row in rows}
+
+
+def _from_zero(events: Sequence[Event], predicted: bool) -> list[Event]:
+    """The measured or the predicted events, counted from where the first of them begins."""
+    chosen = [e for e in events if e.predicted == predicted]
+    zero = min((e.start for e in chosen), default=0.0)
+    return [
+        replace(
+            e,
+            start=e.start - zero,
+            end=e.end - zero,
+            issued=e.issued - zero,
+            wait_start=None if e.wait_start is None else e.wait_start - zero,
+        )
+        for e in sorted(chosen, key=lambda e: (e.start, e.rank))
+    ]
+
+
+def _message(e: Event) -> tuple | None:
+    """What a send and its receive have in common; None where the sender is not known."""
+    if e.op not in ("send", "recv") or e.peer is None:
+        return None
+    source, target = (e.rank, e.peer) if e.op == "send" else (e.peer, e.rank)
+    return (e.predicted, e.group, source, target, e.tag, e.seq)
+
+
+def _meeting(e: Event) -> tuple | None:
+    """What the events of one operation have in common on all its ranks."""
+    if e.kind != "comm":
+        return None
+    if e.op in ("send", "recv"):
+        return _message(e)
+    return (e.predicted, e.group, e.ranks, e.op, e.seq) if e.seq else None
+
+
+def _ready(events: Iterable[Event]) -> dict[tuple, float]:
+    """When the last rank had called each operation: before that nobody can finish it."""
+    last: dict[tuple, float] = {}
+    for e in events:
+        if (key := _meeting(e)) is not None:
+            last[key] = max(last.get(key, e.start), e.start)
+    return last
+
+
+def _pairs(events: Iterable[Event]) -> list[tuple[Event, Event]]:
+    """Sends with their receives."""
+    sends = {_message(e): e for e in events if e.op == "send"}
+    recvs = [e for e in events if e.op == "recv" and _message(e) in sends]
+    return [(sends[_message(e)], e) for e in recvs if _message(e) is not None]
+
+
+def _is_async(e: Event) -> bool:
+    return e.kind == "comm" and (e.is_async or e.via in _ASYNC)
+
+
+def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> tuple[_Bar, ...]:
+    """The bars of one rank, in the order in which they are drawn: spans, then what happened inside them."""
+    bars: list[_Bar] = []
+    spans: list[Event] = []
+    for e in sorted((e for e in events if e.kind != "comm"), key=lambda e: (e.start, -e.end)):
+        spans = [s for s in spans if s.end > e.start]
+        bars.append(_Bar(e.start, e.end, e.op, e.kind, text=e.op, depth=len(spans)))
+        spans.append(e)
+    free: list[float] = []  # when each lane is free again
+    for e in events:
+        if e.kind != "comm":
+            continue
+        begin = e.start
+        if _is_async(e):
+            lane = next((i for i, t in enumerate(free) if t <= e.start), len(free))
+            lane = min(lane, _MAX_LANES - 1)
+            free[lane : lane + 1] = [max(e.end, *free[lane : lane + 1], e.end)]
+            bars.append(_Bar(e.start, e.end, e.op, lane=lane))
+            if e.wait_start is None:
+                continue
+            begin = min(e.wait_start, e.end)
+        came = min(max(ready.get(_meeting(e), begin), begin), e.end)
+        if came > begin:
+            bars.append(_Bar(begin, came, e.op, waiting=True))
+        if e.end > came:
+            text = "" if _is_async(e) or not e.nbytes else format_bytes(e.nbytes)
+            bars.append(_Bar(came, e.end, e.op, text=text))
+    return tuple(bars)
+
+
+def _covered(parts: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of some stretches."""
+    total, reach = 0.0, float("-inf")
+    for start, end in sorted(parts):
+        total += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
+
+
+def _finding(rows: Sequence[_Row], ranks: Sequence[int], end: float) -> str:
+    """The sentence of the alt text: how long, and who waited most."""
+    shown = [r for r in rows if not r.predicted] or list(rows)
+    what = "Predicted timeline" if all(r.predicted for r in rows) else "Timeline"
+    worst = max(shown, key=lambda r: r.seconds("comm", waiting=True))
+    wait = worst.seconds("comm", waiting=True)
+    total = max((b.end for r in shown for b in r.bars), default=end)
+    head = f"{what} of {name_ranks(ranks)} over {said(total)}"
+    if wait < 0.01 * total:
+        return f"{head}: no rank waits for another."
+    return f"{head}: rank {worst.rank} waits most for the others, {said(wait)} ({wait / total:.0%})."
+
+
+def _unit(end: float) -> tuple[float, str]:
+    return next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if end * f >= 2 or u == "us")
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Seconds to px."""
+
+    end: float
+
+    def x(self, seconds: float) -> float:
+        return _NAMES + (WIDTH - _RIGHT - _NAMES) * seconds / self.end
+
+
+def _draw(
+    rows: Sequence[_Row], end: float, pairs: Sequence[tuple[Event, Event]], title: str, alt: str
+) -> Figure:
+    scale = _Scale(end)
+    mixed = len({r.predicted for r in rows}) == 2
+    marks: list[str] = []
+    top = 12.0
+    if title:
+        marks.append(label(12, top + 18, title, bold=True))
+        top += 32
+    key, top = _key(rows, top)
+    marks += key
+    factor, unit = _unit(end)
+    ticks = round_ticks((0.0, end * factor), False, 10, most=6)
+    lanes = max(r.lanes for r in rows)
+    heights = [(22 if mixed and r.predicted else _BAR) + _LANE * lanes for r in rows]
+    gaps = [4 if mixed and not r.predicted else _GAP for r in rows]
+    tops = list(itertools.accumulate((h + g for h, g in zip(heights, gaps, strict=True)), initial=top + 6))
+    bottom = tops[-1] - gaps[-1] + 6
+    last = -1e9
+    for t in ticks:
+        x, text = scale.x(t / factor), f"{t:g}"
+        marks.append(line(x, top, x, bottom + 4))
+        half = text_width(text) / 2
+        if x - half > last:
+            marks.append(label(min(x, WIDTH - 6 - half), bottom + 24, text, anchor="middle", fill=MUTED))
+            last = x + half + 10
+    marks.append(
+        label((_NAMES + WIDTH - _RIGHT) / 2, bottom + 50, f"time in {unit}", anchor="middle", fill=MUTED)
+    )
+    n_bars = sum(len(r.bars) for r in rows)
+    step = 0.0  # px of a column, if the bars have to be merged
+    if n_bars > _MAX_BARS:
+        n_rows = sum(1 + r.lanes for r in rows)
+        step = max(3.0, (WIDTH - _RIGHT - _NAMES) * n_rows / _MAX_BARS)
+    at: dict[tuple[int, bool], tuple[float, float]] = {}
+    for row, y, height in zip(rows, tops, heights, strict=False):
+        bar = height - _LANE * lanes
+        at[row.rank, row.predicted] = (y, bar)
+        if not (mixed and row.predicted):
+            marks.append(label(12, y + bar / 2 + 7, f"rank {row.rank}"))
+        marks.append(line(_NAMES, y + bar, WIDTH - _RIGHT, y + bar))
+        marks += _row(row, scale, y, bar, step)
+    if not step:
+        marks += [_arrow(s, r, scale, at) for s, r in pairs]
+    return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=_twin(rows, end, alt))
+
+
+def _row(row: _Row, scale: _Scale, y: float, height: float, step: float) -> list[str]:
+    marks = []
+    for bar in _merge(row.bars, scale, step) if step else row.bars:
+        x, width = scale.x(bar.start), max(scale.x(bar.end) - scale.x(bar.start), 1.5)
+        if bar.lane is not None:
+            top, tall = y + height + 3 + bar.lane * _LANE, _THIN
+        else:
+            inset = 4 * min(bar.depth, 2)
+            top, tall = y + inset, height - inset
+        marks.append(_bar(bar, x, top, width, tall, row.predicted))
+    for bar in () if step else row.bars:
+        text = _fitting(bar, row, scale)
+        if text:
+            centre, words = text
+            dark = bar.kind == "comm" and bar.op in _DARK and not row.predicted
+            inset = 4 * min(bar.depth, 2)
+            marks.append(
+                label(
+                    centre,
+                    y + inset + (height - inset) / 2 + 7,
+                    words,
+                    size=_TEXT,
+                    anchor="middle",
+                    fill=PAPER if dark else INK,
+                )
+            )
+    return marks
+
+
+def _bar(bar: _Bar, x: float, y: float, width: float, height: float, predicted: bool) -> str:
+    colour = _colour(bar)
+    if predicted:
+        mark = rect(
+            x + 1, y + 1, width - 2, height - 2, fill=PAPER, stroke=colour, dash="4 3" if bar.waiting else ""
+        )
+        return mark.replace("<rect", '<rect stroke-width="2"', 1)
+    if bar.waiting:
+        return rect(x, y, width, height, fill=_light(colour))
+    # a thin white edge keeps bars that touch apart
+    return rect(x, y, width, height, fill=colour, stroke=PAPER if width > 6 and bar.lane is None else "none")
+
+
+def _colour(bar: _Bar) -> str:
+    return COLOURS["compute"] if bar.kind != "comm" else COLOURS.get(bar.op, COLOURS["barrier"])
+
+
+def _light(colour: str) -> str:
+    """`colour` with a lot of white: waiting."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.3 * (255 - p)):02x}" for p in parts)
+
+
+def _fitting(bar: _Bar, row: _Row, scale: _Scale) -> tuple[float, str] | None:
+    """Where a bar's text has room beside the bars drawn on top of it, and the text; None where it has not."""
+    if not bar.text or bar.lane is not None:
+        return None
+    after = row.bars[row.bars.index(bar) + 1 :]
+    over = [b for b in after if b.lane is None and b.start < bar.end and b.end > bar.start]
+    gaps, reach = [], bar.start
+    for start, end in sorted((b.start, b.end) for b in over):
+        gaps.append((reach, start))
+        reach = max(reach, end)
+    start, end = max([*gaps, (reach, bar.end)], key=lambda g: g[1] - g[0])
+    if scale.x(end) - scale.x(start) < text_width(bar.text) + 6:
+        return None
+    return (scale.x(start) + scale.x(end)) / 2, bar.text
+
+
+def _merge(bars: Sequence[_Bar], scale: _Scale, step: float) -> list[_Bar]:
+    """Bars cut to columns of `step` px, each filled by what took most of it; equal neighbours are one."""
+    merged: list[_Bar] = []
+    seconds = step / (scale.x(scale.end) - scale.x(0)) * scale.end
+    for lane in (None, *range(_MAX_LANES)):
+        share: dict[int, dict[tuple, float]] = {}
+        for bar in (b for b in bars if b.lane == lane):
+            first, last = int(bar.start / seconds), int(bar.end / seconds)
+            for column in range(first, last + 1):
+                inside = min(bar.end, (column + 1) * seconds) - max(bar.start, column * seconds)
+                shares = share.setdefault(column, {})
+                shares[bar.look] = shares.get(bar.look, 0.0) + max(inside, 0.0)
+        before = None
+        for column in sorted(share):
+            shares = share[column]
+            busy = sum(v for look, v in shares.items() if look[1] == "comm")
+            spans = {look: min(v, seconds - busy) for look, v in shares.items() if look[1] != "comm"}
+            look, most = max((shares | spans).items(), key=lambda item: item[1])
+            if 2 * sum((shares | spans).values()) < seconds or most <= 0:
+                continue  # the rank was mostly idle
+            start, end = column * seconds, min((column + 1) * seconds, scale.end)
+            if before == (column - 1, look):
+                merged[-1] = replace(merged[-1], end=end)
+            else:
+                merged.append(_Bar(start, end, look[0], look[1], look[2], lane=lane))
+            before = (column, look)
+    return merged
+
+
+def _arrow(
+    send: Event, recv: Event, scale: _Scale, at: Mapping[tuple[int, bool], tuple[float, float]]
+) -> str:
+    """From where the sender called to where the receiver had it."""
+    (y1, h1), (y2, h2) = at[send.rank, send.predicted], at[recv.rank, recv.predicted]
+    down = y2 > y1
+    start = y1 + h1 if down or _is_async(send) else y1
+    end = y2 if down else y2 + h2
+    mark = line(scale.x(send.start), start, scale.x(recv.end), end, stroke=INK, width=1.5, arrow=True)
+    return f'<g opacity="0.7">{mark}</g>'
+
+
+def _key(rows: Sequence[_Row], top: float) -> tuple[list[str], float]:
+    """What the colours mean, in as many rows as it takes, and where the picture goes on below."""
+    bars = [b for r in rows for b in r.bars]
+    ops = [op for op in COLOURS if any(b.kind == "comm" and b.op == op for b in bars)]
+    ops += sorted({b.op for b in bars if b.kind == "comm"} - set(ops))
+    entries: list[tuple[str, str, str]] = []
+    if any(b.kind != "comm" for b in bars):
+        entries.append(("compute", COLOURS["compute"], "fill"))
+    if "send" in ops and "recv" in ops:
+        ops = [op for op in ops if op != "recv"]
+    for op in ops:
+        name = "send, recv" if op == "send" and any(b.op == "recv" for b in bars) else op
+        entries.append((name, COLOURS.get(op, COLOURS["barrier"]), "fill"))
+    if any(b.waiting for b in bars):
+        entries.append(("waits (lighter)", _light(COLOURS[ops[0]] if ops[0] in COLOURS else MUTED), "fill"))
+    if any(b.lane is not None for b in bars):
+        entries.append(("in the background", MUTED, "thin"))
+    if any(r.predicted for r in rows):
+        entries.append(("predicted", MUTED, "outline"))
+    marks, x, y = [], 12.0, top
+    for name, colour, form in entries:
+        width = 26 + text_width(name)
+        if x > 12 and x + width > WIDTH - 8:
+            x, y = 12.0, y + 28
+        if form == "thin":
+            marks.append(rect(x, y + 6, 18, _THIN, fill=colour))
+        elif form == "outline":
+            marks.append(rect(x + 1, y + 3, 16, 14, fill=PAPER, stroke=colour))
+        else:
+            marks.append(rect(x, y + 2, 18, 16, fill=colour))
+        marks.append(label(x + 26, y + 17, name, fill=MUTED))
+        x += width + 18
+    return marks, y + 32
+
+
+def _twin(rows: Sequence[_Row], end: float, alt: str) -> str:
+    """The picture in characters, and its seconds."""
+    said_all = [alt, f"= computes   # communicates   - waits   ~ in the background   (0 to {said(end)})"]
+    for row in rows:
+        name = f"rank {row.rank}" + (" predicted" if row.predicted else "")
+        main = [" "] * _COLUMNS
+        lane = [" "] * _COLUMNS
+        for bar in row.bars:
+            first = min(int(bar.start / end * _COLUMNS), _COLUMNS - 1)
+            last = max(first + 1, min(round(bar.end / end * _COLUMNS), _COLUMNS))
+            if bar.lane is not None:
+                lane[first:last] = "~" * (last - first)
+            else:
+                sign = "=" if bar.kind != "comm" else "-" if bar.waiting else "#"
+                main[first:last] = sign * (last - first)
+        said_all.append(
+            f"{name}  |{''.join(main)}|  computes {said(row.seconds('compute'))}, "
+            f"communicates {said(row.seconds('comm'))}, waits {said(row.seconds('comm', waiting=True))}"
+        )
+        if row.lanes:
+            said_all.append(f"{' ' * len(name)}  |{''.join(lane)}|")
+    return "\n".join(said_all)
+
+
+__all__ = ["LINE", "timeline", "waiting"]

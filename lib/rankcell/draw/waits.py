@@ -1,0 +1,285 @@
+"""Who waits for whom: the ranks of a cell that had to be ended, as a graph.
+
+`waits` draws `run.standstill`: one circle per rank, an arrow from each rank that waits to the ranks it waits
+for, in the colour of the operation that it stands in. Arrows that close a cycle are thick: nobody in it can
+ever go on. The operation and its line stand beside the rank. Only what the run recorded is drawn; what is to
+blame is said by the error message, and decided in `diagnose.py`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+
+from ..results import Run, Standing, name_ranks
+from .charts import SIZE, WIDTH, text_width
+from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, label, line
+
+_EDGE = 10
+_RADIUS = 26  # px of a rank's circle
+_GAP = 10  # px between a circle and its words, and between parallel arrows
+_ROW = 27  # px from one line of text to the next
+_LABELLED = 8  # a larger world has its words below the picture, not beside the ranks
+_OVER = {  # phase: what stands beside the rank, what is said of it in the finding
+    "finished": ("finished", "finished the cell"),
+    "error": ("failed", "failed"),
+    "lost": ("lost", "was lost"),
+    "absent": ("not in this cell", "does not run this cell"),
+}
+
+
+def waits(run: Run) -> Figure:
+    """Who waited for whom when the cell of `run` had to be ended: by a deadlock, an error, a timeout or you.
+
+    A thick ring is a rank that waits; grey: it finished; black: it failed; dashed: it was lost, or does not
+    run the cell; dotted ring: it computes.
+
+    Raises:
+        ValueError: the cell came to its end by itself, so that nobody waits.
+    """
+    standings = sorted(run.standstill, key=lambda s: s.rank)
+    if not standings:
+        raise ValueError(
+            "Nothing to draw: this run has no standstill, its cell came to an end by itself. "
+            "Keep the run of the cell that hangs: `%%ranks 4 -o run`, then waits(run)."
+        )
+    edges = {s.rank: s.waits_for for s in standings}
+    cycles = _cycles(edges)
+    finding = _finding(standings, cycles)
+    place, middle, height, radius = _layout(standings)
+    marks = [
+        _arrow(place[s.rank], place[peer], radius, s, both=s.rank in edges.get(peer, ()), thick=thick)
+        for s in standings
+        for peer in s.waits_for
+        for thick in (any({s.rank, peer} <= cycle for cycle in cycles),)
+    ]
+    marks += [_node(*place[s.rank], radius, s) for s in standings]
+    if len(standings) <= _LABELLED:
+        marks += [_words(*place[s.rank], middle, s) for s in standings]
+        rows = []
+    else:
+        rows = _grouped(standings)
+    for row in _wrap(rows):
+        marks.append(label(_EDGE, height + 20, row))
+        height += _ROW
+    for row in _wrap([f"{finding[0].upper()}{finding[1:]}."]):
+        marks.append(label(WIDTH / 2, height + 20, row, anchor="middle", bold=True))
+        height += _ROW
+    text = "\n".join(
+        [f"{finding}.", *(f"rank {s.rank}  {s.doing}{_for(s)}" for s in standings)],
+    )
+    return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.", text=text)
+
+
+def _cycles(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
+    """The sets of ranks that wait for one another, directly or through others; none is alone."""
+    reach: dict[int, set[int]] = {}
+    for rank in edges:
+        found, todo = set(), list(edges[rank])
+        while todo:
+            peer = todo.pop()
+            if peer not in found:
+                found.add(peer)
+                todo += edges.get(peer, ())
+        reach[rank] = found
+    cycles: list[set[int]] = []
+    for rank in sorted(edges):
+        together = {peer for peer in reach[rank] if rank in reach.get(peer, ())}
+        if together and not any(rank in cycle for cycle in cycles):
+            cycles.append(together | {rank})
+    return cycles
+
+
+def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
+    """What the picture shows, without the full stop."""
+    by_rank = {s.rank: s for s in standings}
+    waiting = {s.rank for s in standings if s.waits_for}
+    said, told = [], set()
+    for cycle in cycles:
+        each_one = all(len(set(by_rank[r].waits_for) & cycle) == 1 for r in cycle)
+        if len(cycle) > 2 and each_one:
+            ring, rank = [], min(cycle)
+            while rank not in ring:
+                ring.append(rank)
+                rank = next(p for p in by_rank[rank].waits_for if p in cycle)
+            way = ", ".join(f"{a} for {b}" for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
+            said.append(f"{_name(cycle)} wait in a circle: {way}")
+        else:
+            said.append(f"{_name(cycle)} wait for each other")
+        told |= cycle
+    causes: dict[str, tuple[set[int], set[int]]] = {}
+    for rank in sorted(waiting - told):
+        ended = [p for p in by_rank[rank].waits_for if p not in waiting]
+        for peer in ended:
+            waiters, peers = causes.setdefault(_state(by_rank.get(peer)), (set(), set()))
+            waiters.add(rank)
+            peers.add(peer)
+    for state, (waiters, peers) in causes.items():
+        verb = "waits" if len(waiters) == 1 else "wait"
+        if len(peers) > 1:
+            state = {"does not run this cell": "do not run this cell", "was lost": "were lost"}.get(
+                state, state.replace("computes", "compute")
+            )
+        said.append(f"{_name(waiters)} {verb} for {_name(peers)}, which {state}")
+        told |= waiters
+    if rest := waiting - told:
+        said.append(f"{_name(rest)} {'waits' if len(rest) == 1 else 'wait'} behind them")
+    if not said:
+        return "; ".join(f"rank {s.rank} {_state(s)}" for s in standings) + "; nobody waits for another"
+    return "; ".join(said)
+
+
+def _state(standing: Standing | None) -> str:
+    if standing is None:
+        return "does not run this cell"
+    if standing.phase in _OVER:
+        return _OVER[standing.phase][1]
+    return f"stands in {standing.op}" if standing.op else "computes"
+
+
+def _name(ranks: Set[int]) -> str:
+    return "ranks {} and {}".format(*sorted(ranks)) if len(ranks) == 2 else name_ranks(list(ranks))
+
+
+def _for(standing: Standing) -> str:
+    if not standing.waits_for:
+        return ""
+    return f"; waits for {'any of ' if _any_source(standing) else ''}{name_ranks(standing.waits_for)}"
+
+
+def _any_source(standing: Standing) -> bool:
+    """Whether one of the ranks would do: a receive without `src`."""
+    return standing.op == "recv" and len(standing.waits_for) > 1
+
+
+# Places and marks
+
+
+def _layout(
+    standings: Sequence[Standing],
+) -> tuple[dict[int, tuple[float, float]], float, float, float]:
+    """Where each rank's circle has its centre, the middle's x, the height used, the circles' radius.
+
+    The ranks stand clockwise on an ellipse, so that neighbours in a ring are neighbours in the picture, and
+    rank 0 is at the top left.
+    """
+    n, middle = len(standings), WIDTH / 2
+    if n <= _LABELLED:
+        radius = float(_RADIUS)
+        widest = max(text_width(word) for s in standings for word in _label(s))
+        rx = min(130.0, max(60.0, middle - _EDGE - radius - _GAP - widest))
+        if n > 2:
+            rx = min(170.0, rx / math.cos(math.pi / n)) if n == 4 else rx
+        ry = 0.0 if n <= 2 else 110.0 if n <= 4 else 170.0
+    else:
+        rx = ry = min(250.0, max(170.0, 7.5 * n))
+        radius = min(float(_RADIUS), math.pi * rx / n - 3)
+    angles = [2 * math.pi * k / n - math.pi / 2 - math.pi / n for k in range(n)]
+    at = [(middle + rx * math.cos(a), ry * math.sin(a)) for a in angles] if n > 1 else [(middle, 0.0)]
+    top = min(y for _, y in at)
+    shift = _EDGE + max(radius, _ROW) + 4 - top
+    place = {s.rank: (x, y + shift) for s, (x, y) in zip(standings, at, strict=True)}
+    return place, middle, max(y for _, y in place.values()) + max(radius, _ROW) + 14, radius
+
+
+def _label(standing: Standing) -> list[str]:
+    """What stands beside a rank: its operation and the line, or what became of it."""
+    if standing.phase in _OVER:
+        return [_OVER[standing.phase][0]]
+    at = [f"line {standing.line}"] if standing.line else []
+    return [standing.op or "computes", *at]
+
+
+def _words(x: float, y: float, middle: float, standing: Standing) -> str:
+    words = _label(standing)
+    left = x < middle - 1
+    at = x + (_RADIUS + _GAP) * (-1 if left else 1)
+    top = y + 7 - _ROW / 2 * (len(words) - 1)
+    return "".join(
+        label(
+            at,
+            top + _ROW * k,
+            word,
+            anchor="end" if left else "start",
+            fill=INK if k == 0 and standing.waits_for else MUTED,
+        )
+        for k, word in enumerate(words)
+    )
+
+
+def _node(x: float, y: float, radius: float, standing: Standing) -> str:
+    fill, stroke, width, dash, ink = PAPER, MUTED, 2, "", INK
+    if standing.phase == "finished":
+        fill, stroke = COLOURS["wait"], COLOURS["wait"]
+    elif standing.phase == "error":
+        fill, stroke, ink = INK, INK, PAPER
+    elif standing.phase in _OVER:
+        dash, ink = "6 5", MUTED
+    elif standing.op:
+        stroke, width = _colour(standing), 5
+    else:
+        dash, stroke, width = "2 4", INK, 3
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    circle = (
+        f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius - width / 2:.2f}" fill="{fill}" stroke="{stroke}" '
+        f'stroke-width="{width}"{dashed}/>'
+    )
+    number = label(x, y + 7, standing.rank, anchor="middle", fill=ink, bold=True) if radius >= 13 else ""
+    return circle + number
+
+
+def _arrow(
+    start: tuple[float, float],
+    end: tuple[float, float],
+    radius: float,
+    standing: Standing,
+    *,
+    both: bool,
+    thick: bool,
+) -> str:
+    """From circle to circle; two ranks that wait for each other have two arrows side by side."""
+    (x1, y1), (x2, y2) = start, end
+    length = math.hypot(x2 - x1, y2 - y1) or 1.0
+    ux, uy = (x2 - x1) / length, (y2 - y1) / length
+    aside = _GAP if both else 0
+    x1, y1, x2, y2 = x1 - uy * aside, y1 + ux * aside, x2 - uy * aside, y2 + ux * aside
+    away = math.sqrt(max(radius**2 - aside**2, 0)) + 4
+    return line(
+        x1 + ux * away,
+        y1 + uy * away,
+        x2 - ux * away,
+        y2 - uy * away,
+        stroke=_colour(standing),
+        width=5 if thick else 2.5,
+        dash="7 5" if _any_source(standing) else "",
+        arrow=True,
+    )
+
+
+def _colour(standing: Standing) -> str:
+    """The operation's; a yellow arrow would not be seen on white, and new_group has no colour."""
+    return "#b8a800" if standing.op == "all_to_all" else COLOURS.get(standing.op, MUTED)
+
+
+# Text below the picture
+
+
+def _grouped(standings: Sequence[Standing]) -> list[str]:
+    """What a large world's ranks do, those that do the same together."""
+    rows: dict[str, list[int]] = {}
+    for s in standings:
+        rows.setdefault(", ".join(_label(s)), []).append(s.rank)
+    return [f"{name_ranks(ranks)}: {what}" for what, ranks in rows.items()]
+
+
+def _wrap(rows: Sequence[str]) -> list[str]:
+    """Rows no wider than the picture, broken between words."""
+    wrapped = []
+    for row in rows:
+        now = ""
+        for word in row.split(" "):
+            if now and text_width(f"{now} {word}", SIZE) > WIDTH - 2 * _EDGE:
+                wrapped.append(now)
+                now = word
+            else:
+                now = f"{now} {word}" if now else word
+        wrapped.append(now)
+    return wrapped
