@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 

@@ -13,14 +13,25 @@ from dataclasses import dataclass, replace
 from ..results import Event, Run, name_ranks
 from .charts import _ticks as round_ticks
 from .charts import text_width
-from .svg import COLOURS, INK, LINE, MUTED, PAPER, Figure, drawing, format_bytes, label, line, rect
-from .svg import format_seconds as said
+from .svg import (
+    COLOURS,
+    INK,
+    MUTED,
+    PAPER,
+    Figure,
+    drawing,
+    format_bytes,
+    format_seconds,
+    label,
+    line,
+    rect,
+)
 
 WIDTH = 600
-_TEXT = 20  # px; 11 px on a phone
 _NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
 _MAX_LANES = 3
-_MAX_BARS = 380  # beyond, the time is cut into columns and each shows what filled most of it
+_MAX_BARS = 400  # beyond, the time is cut into columns, filled as high as each kind takes a share of them
+_MAX_COLUMN_PARTS = 600
 _MAX_ARROWS = 60
 _COLUMNS = 60  # characters of a row of the text twin
 _ASYNC = {"isend", "irecv", "batch_isend_irecv"}  # the dispatcher does not mark these as asynchronous
@@ -200,14 +211,24 @@ def _finding(rows: Sequence[_Row], ranks: Sequence[int], end: float) -> str:
     worst = max(shown, key=lambda r: r.seconds("comm", waiting=True))
     wait = worst.seconds("comm", waiting=True)
     total = max((b.end for r in shown for b in r.bars), default=end)
-    head = f"{what} of {name_ranks(ranks)} over {said(total)}"
+    head = f"{what} of {name_ranks(ranks)} over {format_seconds(total)}"
     if wait < 0.01 * total:
         return f"{head}: no rank waits for another."
-    return f"{head}: rank {worst.rank} waits most for the others, {said(wait)} ({wait / total:.0%})."
+    return (
+        f"{head}: rank {worst.rank} waits most for the others, {format_seconds(wait)} ({wait / total:.0%})."
+    )
 
 
 def _unit(end: float) -> tuple[float, str]:
     return next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if end * f >= 2 or u == "us")
+
+
+def _step(rows: Sequence[_Row]) -> float:
+    """Px of a column where there are too many bars to draw each, else 0."""
+    if sum(len(r.bars) for r in rows) <= _MAX_BARS:
+        return 0.0
+    kinds = sum(len({(b.look, b.lane) for b in r.bars}) for r in rows)
+    return max(4.0, (WIDTH - _RIGHT - _NAMES) * kinds / _MAX_COLUMN_PARTS)
 
 
 @dataclass(frozen=True)
@@ -230,7 +251,8 @@ def _draw(
     if title:
         marks.append(label(12, top + 18, title, bold=True))
         top += 32
-    key, top = _key(rows, top)
+    step = _step(rows)
+    key, top = _key(rows, top, dense=bool(step))
     marks += key
     factor, unit = _unit(end)
     ticks = round_ticks((0.0, end * factor), False, 10, most=6)
@@ -250,11 +272,6 @@ def _draw(
     marks.append(
         label((_NAMES + WIDTH - _RIGHT) / 2, bottom + 50, f"time in {unit}", anchor="middle", fill=MUTED)
     )
-    n_bars = sum(len(r.bars) for r in rows)
-    step = 0.0  # px of a column, if the bars have to be merged
-    if n_bars > _MAX_BARS:
-        n_rows = sum(1 + r.lanes for r in rows)
-        step = max(3.0, (WIDTH - _RIGHT - _NAMES) * n_rows / _MAX_BARS)
     at: dict[tuple[int, bool], tuple[float, float]] = {}
     for row, y, height in zip(rows, tops, heights, strict=False):
         bar = height - _LANE * lanes
@@ -262,38 +279,45 @@ def _draw(
         if not (mixed and row.predicted):
             marks.append(label(12, y + bar / 2 + 7, f"rank {row.rank}"))
         marks.append(line(_NAMES, y + bar, WIDTH - _RIGHT, y + bar))
-        marks += _row(row, scale, y, bar, step)
+        marks += _dense_row(row, scale, y, bar, step) if step else _row(row, scale, y, bar)
     if not step:
         marks += [_arrow(s, r, scale, at) for s, r in pairs]
     return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=_twin(rows, end, alt))
 
 
-def _row(row: _Row, scale: _Scale, y: float, height: float, step: float) -> list[str]:
+def _row(row: _Row, scale: _Scale, y: float, height: float) -> list[str]:
+    """All bars of a rank, and the texts that have room."""
     marks = []
-    for bar in _merge(row.bars, scale, step) if step else row.bars:
+    for bar in row.bars:
         x, width = scale.x(bar.start), max(scale.x(bar.end) - scale.x(bar.start), 1.5)
         if bar.lane is not None:
-            top, tall = y + height + 3 + bar.lane * _LANE, _THIN
+            marks.append(_bar(bar, x, y + height + 3 + bar.lane * _LANE, width, _THIN, row.predicted))
         else:
             inset = 4 * min(bar.depth, 2)
-            top, tall = y + inset, height - inset
-        marks.append(_bar(bar, x, top, width, tall, row.predicted))
-    for bar in () if step else row.bars:
-        text = _fitting(bar, row, scale)
-        if text:
-            centre, words = text
-            dark = bar.kind == "comm" and bar.op in _DARK and not row.predicted
-            inset = 4 * min(bar.depth, 2)
-            marks.append(
-                label(
-                    centre,
-                    y + inset + (height - inset) / 2 + 7,
-                    words,
-                    size=_TEXT,
-                    anchor="middle",
-                    fill=PAPER if dark else INK,
-                )
-            )
+            marks.append(_bar(bar, x, y + inset, width, height - inset, row.predicted))
+    for bar in row.bars:
+        middle = _room(bar, row, scale)
+        if middle is not None:
+            ink = PAPER if bar.kind == "comm" and bar.op in _DARK and not row.predicted else INK
+            base = y + height / 2 + 7 + 2 * min(bar.depth, 2)
+            marks.append(label(middle, base, bar.text, anchor="middle", fill=ink))
+    return marks
+
+
+def _dense_row(row: _Row, scale: _Scale, y: float, height: float, step: float) -> list[str]:
+    """Columns that are filled as high as the share of the time that each kind of bar takes of them."""
+    marks = []
+    for column, lane, parts in _shares(row, scale, step):
+        x = _NAMES + column * step
+        width = min(step, WIDTH - _RIGHT - x)
+        bottom, tall = (
+            (y + height, height) if lane is None else (y + height + 3 + lane * _LANE + _THIN, _THIN)
+        )
+        for bar, share in parts:
+            bottom -= share * tall
+            fill = PAPER if row.predicted else _light(_colour(bar)) if bar.waiting else _colour(bar)
+            edge = _colour(bar) if row.predicted else "none"
+            marks.append(rect(x, bottom, width, share * tall, fill=fill, stroke=edge, radius=0))
     return marks
 
 
@@ -320,8 +344,8 @@ def _light(colour: str) -> str:
     return "#" + "".join(f"{round(255 - 0.3 * (255 - p)):02x}" for p in parts)
 
 
-def _fitting(bar: _Bar, row: _Row, scale: _Scale) -> tuple[float, str] | None:
-    """Where a bar's text has room beside the bars drawn on top of it, and the text; None where it has not."""
+def _room(bar: _Bar, row: _Row, scale: _Scale) -> float | None:
+    """Where the middle of a bar's text goes, beside the bars drawn on top of it; None if it has no room."""
     if not bar.text or bar.lane is not None:
         return None
     after = row.bars[row.bars.index(bar) + 1 :]
@@ -330,39 +354,29 @@ def _fitting(bar: _Bar, row: _Row, scale: _Scale) -> tuple[float, str] | None:
     for start, end in sorted((b.start, b.end) for b in over):
         gaps.append((reach, start))
         reach = max(reach, end)
-    start, end = max([*gaps, (reach, bar.end)], key=lambda g: g[1] - g[0])
+    start, end = max([*gaps, (reach, bar.end)], key=lambda gap: gap[1] - gap[0])
     if scale.x(end) - scale.x(start) < text_width(bar.text) + 6:
         return None
-    return (scale.x(start) + scale.x(end)) / 2, bar.text
+    return (scale.x(start) + scale.x(end)) / 2
 
 
-def _merge(bars: Sequence[_Bar], scale: _Scale, step: float) -> list[_Bar]:
-    """Bars cut to columns of `step` px, each filled by what took most of it; equal neighbours are one."""
-    merged: list[_Bar] = []
+def _shares(row: _Row, scale: _Scale, step: float) -> list[tuple[int, int | None, list[tuple[_Bar, float]]]]:
+    """For each column of `step` px and each lane: how much of that time each kind of bar fills."""
     seconds = step / (scale.x(scale.end) - scale.x(0)) * scale.end
-    for lane in (None, *range(_MAX_LANES)):
-        share: dict[int, dict[tuple, float]] = {}
-        for bar in (b for b in bars if b.lane == lane):
-            first, last = int(bar.start / seconds), int(bar.end / seconds)
-            for column in range(first, last + 1):
-                inside = min(bar.end, (column + 1) * seconds) - max(bar.start, column * seconds)
-                shares = share.setdefault(column, {})
-                shares[bar.look] = shares.get(bar.look, 0.0) + max(inside, 0.0)
-        before = None
-        for column in sorted(share):
-            shares = share[column]
-            busy = sum(v for look, v in shares.items() if look[1] == "comm")
-            spans = {look: min(v, seconds - busy) for look, v in shares.items() if look[1] != "comm"}
-            look, most = max((shares | spans).items(), key=lambda item: item[1])
-            if 2 * sum((shares | spans).values()) < seconds or most <= 0:
-                continue  # the rank was mostly idle
-            start, end = column * seconds, min((column + 1) * seconds, scale.end)
-            if before == (column - 1, look):
-                merged[-1] = replace(merged[-1], end=end)
-            else:
-                merged.append(_Bar(start, end, look[0], look[1], look[2], lane=lane))
-            before = (column, look)
-    return merged
+    filled: dict[tuple[int | None, int], dict[tuple, list]] = {}
+    for bar in row.bars:
+        for column in range(int(bar.start / seconds), int(bar.end / seconds) + 1):
+            inside = min(bar.end, (column + 1) * seconds) - max(bar.start, column * seconds)
+            entry = filled.setdefault((bar.lane, column), {}).setdefault(bar.look, [bar, 0.0])
+            entry[1] += max(inside, 0.0)
+    columns = []
+    for (lane, column), found in filled.items():
+        communicates = sum(v for bar, v in found.values() if bar.kind == "comm")
+        parts = sorted(found.values(), key=lambda part: (part[0].kind == "comm", part[0].waiting))
+        room = seconds - min(communicates, seconds)  # spans include the communication inside them
+        shares = [(bar, (min(v, room) if bar.kind != "comm" else v) / seconds) for bar, v in parts]
+        columns.append((column, lane, [(bar, min(share, 1.0)) for bar, share in shares if share > 0.02]))
+    return columns
 
 
 def _arrow(
@@ -377,7 +391,7 @@ def _arrow(
     return f'<g opacity="0.7">{mark}</g>'
 
 
-def _key(rows: Sequence[_Row], top: float) -> tuple[list[str], float]:
+def _key(rows: Sequence[_Row], top: float, *, dense: bool) -> tuple[list[str], float]:
     """What the colours mean, in as many rows as it takes, and where the picture goes on below."""
     bars = [b for r in rows for b in r.bars]
     ops = [op for op in COLOURS if any(b.kind == "comm" and b.op == op for b in bars)]
@@ -396,6 +410,8 @@ def _key(rows: Sequence[_Row], top: float) -> tuple[list[str], float]:
         entries.append(("in the background", MUTED, "thin"))
     if any(r.predicted for r in rows):
         entries.append(("predicted", MUTED, "outline"))
+    if dense:
+        entries.append(("height: share of the time", MUTED, "none"))
     marks, x, y = [], 12.0, top
     for name, colour, form in entries:
         width = 26 + text_width(name)
@@ -403,6 +419,8 @@ def _key(rows: Sequence[_Row], top: float) -> tuple[list[str], float]:
             x, y = 12.0, y + 28
         if form == "thin":
             marks.append(rect(x, y + 6, 18, _THIN, fill=colour))
+        elif form == "none":
+            x -= 26
         elif form == "outline":
             marks.append(rect(x + 1, y + 3, 16, 14, fill=PAPER, stroke=colour))
         else:
@@ -414,9 +432,13 @@ def _key(rows: Sequence[_Row], top: float) -> tuple[list[str], float]:
 
 def _twin(rows: Sequence[_Row], end: float, alt: str) -> str:
     """The picture in characters, and its seconds."""
-    said_all = [alt, f"= computes   # communicates   - waits   ~ in the background   (0 to {said(end)})"]
-    for row in rows:
-        name = f"rank {row.rank}" + (" predicted" if row.predicted else "")
+    lines = [
+        alt,
+        f"= computes   # communicates   - waits   ~ in the background   (0 to {format_seconds(end)})",
+    ]
+    names = [f"rank {r.rank}" + (" predicted" if r.predicted else "") for r in rows]
+    width = max(map(len, names))
+    for row, name in zip(rows, names, strict=True):
         main = [" "] * _COLUMNS
         lane = [" "] * _COLUMNS
         for bar in row.bars:
@@ -427,13 +449,10 @@ def _twin(rows: Sequence[_Row], end: float, alt: str) -> str:
             else:
                 sign = "=" if bar.kind != "comm" else "-" if bar.waiting else "#"
                 main[first:last] = sign * (last - first)
-        said_all.append(
-            f"{name}  |{''.join(main)}|  computes {said(row.seconds('compute'))}, "
-            f"communicates {said(row.seconds('comm'))}, waits {said(row.seconds('comm', waiting=True))}"
+        lines.append(
+            f"{name:{width}}  |{''.join(main)}|  computes {format_seconds(row.seconds('compute'))}, "
+            f"communicates {format_seconds(row.seconds('comm'))}, waits {format_seconds(row.seconds('comm', waiting=True))}"
         )
         if row.lanes:
-            said_all.append(f"{' ' * len(name)}  |{''.join(lane)}|")
-    return "\n".join(said_all)
-
-
-__all__ = ["LINE", "timeline", "waiting"]
+            lines.append(f"{'':{width}}  |{''.join(lane)}|")
+    return "\n".join(lines)

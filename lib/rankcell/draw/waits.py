@@ -60,7 +60,7 @@ def waits(run: Run) -> Figure:
     for row in _wrap(rows):
         marks.append(label(_EDGE, height + 20, row))
         height += _ROW
-    for row in _wrap([f"{finding[0].upper()}{finding[1:]}."]):
+    for row in _wrap([f"{finding[0].upper()}{finding[1:]}."], bold=True):
         marks.append(label(WIDTH / 2, height + 20, row, anchor="middle", bold=True))
         height += _ROW
     text = "\n".join(
@@ -100,8 +100,8 @@ def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
             while rank not in ring:
                 ring.append(rank)
                 rank = next(p for p in by_rank[rank].waits_for if p in cycle)
-            way = ", ".join(f"{a} for {b}" for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
-            said.append(f"{_name(cycle)} wait in a circle: {way}")
+            way = " → ".join(str(r) for r in (*ring, ring[0]))
+            said.append(f"{_name(cycle)} wait in a circle" + (f": {way}" if len(ring) <= _LABELLED else ""))
         else:
             said.append(f"{_name(cycle)} wait for each other")
         told |= cycle
@@ -166,8 +166,7 @@ def _layout(
         radius = float(_RADIUS)
         widest = max(text_width(word) for s in standings for word in _label(s))
         rx = min(130.0, max(60.0, middle - _EDGE - radius - _GAP - widest))
-        if n > 2:
-            rx = min(170.0, rx / math.cos(math.pi / n)) if n == 4 else rx
+        rx = min(170.0, rx * 2**0.5) if n == 4 else rx  # four ranks stand at the corners
         ry = 0.0 if n <= 2 else 110.0 if n <= 4 else 170.0
     else:
         rx = ry = min(250.0, max(170.0, 7.5 * n))
@@ -270,13 +269,13 @@ def _grouped(standings: Sequence[Standing]) -> list[str]:
     return [f"{name_ranks(ranks)}: {what}" for what, ranks in rows.items()]
 
 
-def _wrap(rows: Sequence[str]) -> list[str]:
+def _wrap(rows: Sequence[str], *, bold: bool = False) -> list[str]:
     """Rows no wider than the picture, broken between words."""
-    wrapped = []
+    wrapped, size = [], SIZE * (1.12 if bold else 1)
     for row in rows:
         now = ""
         for word in row.split(" "):
-            if now and text_width(f"{now} {word}", SIZE) > WIDTH - 2 * _EDGE:
+            if now and text_width(f"{now} {word}", size) > WIDTH - 2 * _EDGE:
                 wrapped.append(now)
                 now = word
             else:

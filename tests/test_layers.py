@@ -1,0 +1,64 @@
+"""Imports point one way: what a module may import of ours is written down here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+LIB = Path(__file__).parent.parent / "lib" / "rankcell"
+ALLOWED = {
+    "results": set(),
+    "system": set(),
+    "channel": set(),
+    "models": set(),
+    "costs": set(),
+    "hardware": set(),
+    "notebooks": set(),
+    "errors": {"results"},
+    "check": {"results"},
+    "diagnose": {"results"},
+    "record": {"results", "errors"},
+    "worker": {"results", "errors", "record", "system", "channel"},
+    "preload": {"worker"},
+    "world": {"results", "errors", "record", "worker", "diagnose", "system", "channel"},
+    "magics": {"results", "errors", "world", "draw"},
+    "draw": {"results", "hardware", "costs", "check"},
+    "__init__": {"results", "errors", "world", "magics", "check", "draw"},
+}
+
+
+def ours(path):
+    """Modules of the package that the file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parent
+            for _ in range(node.level - 1):
+                base = base.parent
+            names = [node.module] if node.module else [a.name for a in node.names]
+            for name in names:
+                target = (
+                    (base / name.replace(".", "/")).relative_to(LIB) if base != LIB.parent else Path(name)
+                )
+                found.add(target.parts[0] if target.parts else name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rankcell"):
+            parts = node.module.split(".")[1:] or [a.name for a in node.names]
+            found.add(parts[0])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("rankcell.")}
+    return {f for f in found if (LIB / f"{f}.py").exists() or (LIB / f).is_dir()}
+
+
+@pytest.mark.parametrize("path", sorted(LIB.rglob("*.py")), ids=lambda p: str(p.relative_to(LIB)))
+def test_imports_point_one_way(path):
+    part = path.relative_to(LIB).parts[0].removesuffix(".py")
+    assert part in ALLOWED, f"say in ALLOWED what {part} may import"
+    assert ours(path) - {part} <= ALLOWED[part]
+
+
+def test_importing_the_package_does_not_import_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, rankcell; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
