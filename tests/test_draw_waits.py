@@ -9,7 +9,7 @@ import pytest
 import rankcell
 from rankcell.draw import charts
 from rankcell.draw.svg import COLOURS, INK
-from rankcell.draw.waits import waits
+from rankcell.draw.waits import waits, who_waits
 from rankcell.results import Run, Standing
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -190,7 +190,7 @@ def test_arrows_of_a_cycle_are_thick_in_the_colour_of_the_operation():
 
 def test_two_that_wait_for_each_other_have_two_arrows_apart():
     there, back = marks(picture(*CASES["recv and recv"][0]), "line")
-    assert number(there, "y1") == number(there, "y2") == number(back, "y1") - 20 == number(back, "y2") - 20
+    assert number(there, "y1") == number(there, "y2") == number(back, "y1") + 20 == number(back, "y2") + 20
     assert number(there, "x1") < number(there, "x2") and number(back, "x1") > number(back, "x2")
 
 
@@ -243,6 +243,12 @@ def test_a_large_world_has_its_words_below():
 def test_standings_may_come_in_any_order():
     standings = CASES["a skipped collective"][0]
     assert picture(*reversed(standings)) == picture(*standings)
+
+
+def test_who_waits_is_a_dictionary_of_the_arrows():
+    run = Run("", (), standstill=tuple(reversed(CASES["a chain"][0])))
+    assert who_waits(run) == {0: (1,), 1: (2,), 2: (3,)}
+    assert who_waits(Run("", ())) == {}
 
 
 def test_a_run_that_came_to_its_end_is_refused():

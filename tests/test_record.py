@@ -146,7 +146,7 @@ WIRE = {  # bytes each rank sends, as a fraction of the buffer of S bytes; the f
     "dist.all_gather_single(x, x[: x.numel() // 4].clone())": 0.75,
     "dist.all_to_all_single(torch.empty_like(x), x)": 0.75,
     "dist.broadcast(x, 0)": 0.75,
-    "dist.reduce_scatter_single(x[: x.numel() // 4].clone(), x)": 1.5,  # textbook 0.75: gloo runs an all-reduce
+    "dist.reduce_scatter_single(x[: x.numel() // 4].clone(), x)": 1.5,  # textbook 0.75: an all-reduce runs
 }
 
 

@@ -18,7 +18,7 @@ MAX_LINE = 2000  # characters shown of a long line
 _MARK = "padding:0 0.6em;margin:0.35em 0;border-left:4px solid "
 _PRE = (
     "margin:0;padding:0;background:transparent;border:0;"
-    "white-space:pre-wrap;overflow-wrap:anywhere;font-size:inherit"
+    "white-space:pre-wrap;overflow-wrap:anywhere;font-size:var(--jp-code-font-size,0.9em)"
 )
 _NAME = "font-size:0.85em;opacity:0.75"
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -31,7 +31,7 @@ WIDTH = 600
 _NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
 _MAX_LANES = 3
 _MAX_BARS = 400  # beyond, the time is cut into columns, filled as high as each kind takes a share of them
-_MAX_COLUMN_PARTS = 600
+_MAX_COLUMN_PARTS = 500
 _MAX_ARROWS = 60
 _COLUMNS = 60  # characters of a row of the text twin
 _ASYNC = {"isend", "irecv", "batch_isend_irecv"}  # the dispatcher does not mark these as asynchronous
@@ -77,9 +77,9 @@ class _Row:
 def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True) -> Figure:
     """What each rank computed and sent, and when: bars by rank, zero where the first of them begins.
 
-    Give a `Run`, or any of its events: `timeline(e for e in run.events if e.line > 3)`. Measured and predicted
-    events together make two rows per rank, each kind with a zero of its own. `arrows=False` leaves out the
-    arrows from sends to receives; more than 60 are never drawn.
+    Give a `Run`, or any of its events: `timeline(e for e in run.events if e.line > 3)`. Measured and
+    predicted events together make two rows per rank, each kind with a zero of its own. `arrows=False` leaves
+    out the arrows from sends to receives; more than 60 are never drawn.
 
     Raises:
         ValueError: there are no events.
@@ -432,27 +432,36 @@ def _key(rows: Sequence[_Row], top: float, *, dense: bool) -> tuple[list[str], f
 
 def _twin(rows: Sequence[_Row], end: float, alt: str) -> str:
     """The picture in characters, and its seconds."""
-    lines = [
-        alt,
-        f"= computes   # communicates   - waits   ~ in the background   (0 to {format_seconds(end)})",
-    ]
+    key = "= computes   # communicates   - waits   ~ in the background"
+    lines = [alt, f"{key}   (0 to {format_seconds(end)})"]
     names = [f"rank {r.rank}" + (" predicted" if r.predicted else "") for r in rows]
     width = max(map(len, names))
     for row, name in zip(rows, names, strict=True):
-        main = [" "] * _COLUMNS
-        lane = [" "] * _COLUMNS
-        for bar in row.bars:
-            first = min(int(bar.start / end * _COLUMNS), _COLUMNS - 1)
-            last = max(first + 1, min(round(bar.end / end * _COLUMNS), _COLUMNS))
-            if bar.lane is not None:
-                lane[first:last] = "~" * (last - first)
-            else:
-                sign = "=" if bar.kind != "comm" else "-" if bar.waiting else "#"
-                main[first:last] = sign * (last - first)
-        lines.append(
-            f"{name:{width}}  |{''.join(main)}|  computes {format_seconds(row.seconds('compute'))}, "
-            f"communicates {format_seconds(row.seconds('comm'))}, waits {format_seconds(row.seconds('comm', waiting=True))}"
-        )
+        times = {
+            "computes": row.seconds("compute"),
+            "communicates": row.seconds("comm"),
+            "waits": row.seconds("comm", waiting=True),
+        }
+        told = ", ".join(f"{what} {format_seconds(t)}" for what, t in times.items())
+        lines.append(f"{name:{width}}  |{_characters(row, end, lane=False)}|  {told}")
         if row.lanes:
-            lines.append(f"{'':{width}}  |{''.join(lane)}|")
+            lines.append(f"{'':{width}}  |{_characters(row, end, lane=True)}|")
     return "\n".join(lines)
+
+
+def _characters(row: _Row, end: float, *, lane: bool) -> str:
+    """One character per column of time: what took most of it, where anything happened at all."""
+    columns: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
+    seconds = end / _COLUMNS
+    for bar in row.bars:
+        if (bar.lane is not None) != lane:
+            continue
+        sign = "~" if lane else "=" if bar.kind != "comm" else "-" if bar.waiting else "#"
+        for column in range(int(bar.start / seconds), min(int(bar.end / seconds), _COLUMNS - 1) + 1):
+            inside = min(bar.end, (column + 1) * seconds) - max(bar.start, column * seconds)
+            if inside > 1e-6 * seconds or bar.end - bar.start < 1e-6 * seconds:
+                columns[column][sign] = columns[column].get(sign, 0.0) + max(inside, 0.0)
+    for found in columns:
+        if "=" in found:  # spans include the communication inside them
+            found["="] = min(found["="], seconds) - sum(v for sign, v in found.items() if sign != "=")
+    return "".join(max(found, key=lambda sign: found[sign]) if found else " " for found in columns)

@@ -69,6 +69,11 @@ def waits(run: Run) -> Figure:
     return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.", text=text)
 
 
+def who_waits(run: Run) -> dict[int, tuple[int, ...]]:
+    """The arrows of the picture: each rank that waited, and the ranks it waited for."""
+    return {s.rank: s.waits_for for s in sorted(run.standstill, key=lambda s: s.rank) if s.waits_for}
+
+
 def _cycles(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
     """The sets of ranks that wait for one another, directly or through others; none is alone."""
     reach: dict[int, set[int]] = {}

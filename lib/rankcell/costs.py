@@ -1,0 +1,216 @@
+"""What communication costs by the latency-bandwidth model: a message of S bytes takes alpha + beta * S.
+
+Sends, and the collectives built from them, as formulas in seconds; the line through measured times; algorithm
+and bus bandwidth as nccl-tests defines them. S (`nbytes`) is always the whole array: what a rank holds before
+a reduce-scatter or all-reduce and after an all-gather. The model does not know contention (every rank sends
+and receives at full speed at the same time), the time to add numbers, protocols that change with the size,
+nor the cores that ranks on one machine share. Nothing here measures or talks to a rank.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# From https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, section Summary, 2026-02.
+# n ranks -> bus bandwidth over algorithm bandwidth.
+_BUS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "send": lambda n: 1.0,
+}
+# Bytes that a rank sends, mean over the ranks, over the whole array: every byte crosses as rarely as it can.
+_SENT = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: (n - 1) / n,
+    "reduce": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n**2,
+    "gather": lambda n: (n - 1) / n**2,
+    "send": lambda n: 1 / n,
+    "barrier": lambda n: 0.0,
+}
+
+
+class Link(NamedTuple):
+    """A way from rank to rank: `alpha` seconds per message, `beta` seconds per byte.
+
+    R. W. Hockney, The communication challenge for MPP, Parallel Computing 20(3), 1994.
+
+    >>> Link(alpha=50e-6, beta=1e-9).send(1_000_000)  # 50 us + 1 MB at 1 GB/s
+    0.00105
+    """
+
+    alpha: float
+    beta: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that a very long message reaches."""
+        return 1 / self.beta if self.beta else math.inf
+
+    @property
+    def half_size(self) -> float:
+        """Bytes of the message that reaches half of the bandwidth: alpha / beta."""
+        return self.alpha / self.beta if self.beta else math.inf
+
+    def send(self, nbytes: float) -> float:
+        """Seconds for one message of `nbytes`."""
+        return self.alpha + self.beta * nbytes
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """The link whose line alpha + beta * size is nearest to measured times, none of it negative.
+
+    Least squares of the relative error, so that 100 us at 64 B count as much as 100 ms at 64 MiB.
+
+    Raises:
+        ValueError: fewer than two different sizes, or a time that is not above 0.
+    """
+    if len(sizes) != len(seconds) or len(set(sizes)) < 2:
+        raise ValueError(
+            f"A line needs at least two different sizes, each with a time; got {len(set(sizes))} different "
+            f"sizes and {len(seconds)} times."
+        )
+    if not all(t > 0 for t in seconds):
+        raise ValueError(f"Every time must be above 0 s; got {min(seconds):g}.")
+    # minimise the sum of (alpha / t + beta * s / t - 1)^2
+    u = [1 / t for t in seconds]
+    v = [s / t for s, t in zip(sizes, seconds, strict=True)]
+    uu, uv, vv = (math.fsum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))
+    su, sv = math.fsum(u), math.fsum(v)
+    determinant = uu * vv - uv * uv
+    alpha, beta = (su * vv - sv * uv) / determinant, (uu * sv - uv * su) / determinant
+    if alpha < 0:
+        return Link(0.0, sv / vv)
+    return Link(alpha, beta) if beta >= 0 else Link(su / uu, 0.0)
+
+
+def algbw(nbytes: float, seconds: float) -> float:
+    """Algorithm bandwidth, bytes per second: S / t with S the whole array."""
+    return nbytes / seconds
+
+
+def busbw(op: str, nbytes: float, seconds: float, n: int) -> float:
+    """Bus bandwidth on `n` ranks, bytes per second: comparable with the speed of a link, whatever `n` is.
+
+    >>> busbw("all_reduce", 4e9, 1.0, 4) / 1e9  # 2 * (4 - 1) / 4 = 1.5 times the algorithm bandwidth
+    6.0
+    """
+    return algbw(nbytes, seconds) * _factor(_BUS, op, n)
+
+
+def bytes_sent(op: str, nbytes: float, n: int) -> float:
+    """Bytes that each of `n` ranks sends, mean over the ranks, if no byte crosses more often than needed.
+
+    For a send, one of the ranks sends `nbytes`.
+    """
+    return nbytes * _factor(_SENT, op, n)
+
+
+def _factor(table: dict, op: str, n: int) -> float:
+    if op not in table:
+        raise ValueError(f"There is no formula for {op!r}. There are: {', '.join(table)}.")
+    return table[op](_ranks(n))
+
+
+def _ranks(n: int) -> int:
+    if n < 1:
+        raise ValueError(f"A group has at least one rank, not {n}.")
+    return n
+
+
+def _doublings(n: int, *, exact: bool = False) -> int:
+    """How often 1 is doubled to reach `n`."""
+    steps = (_ranks(n) - 1).bit_length()
+    if exact and 2**steps != n:
+        raise ValueError(f"Recursive halving and doubling need 2, 4, 8, ... ranks, not {n}.")
+    return steps
+
+
+# Rings. P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009,
+# https://doi.org/10.1016/j.jpdc.2008.09.002: no all-reduce moves fewer bytes per rank.
+
+
+def ring_reduce_scatter(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for n - 1 steps, in each of which every rank passes on one n-th of the array."""
+    return (_ranks(n) - 1) * link.send(nbytes / n)
+
+
+def ring_all_gather(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for n - 1 steps of one n-th of the gathered array."""
+    return (_ranks(n) - 1) * link.send(nbytes / n)
+
+
+def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for a ring reduce-scatter and then a ring all-gather: 2 (n-1) alpha + 2 (n-1)/n beta S."""
+    return ring_reduce_scatter(nbytes, n, link) + ring_all_gather(nbytes, n, link)
+
+
+# Trees, halving and doubling. R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication
+# operations in MPICH, 2005, https://doi.org/10.1177/1094342005051521, without the time to add numbers.
+
+
+def tree_broadcast(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for a binomial tree: in each of log2 n steps every rank that has the array sends all of it."""
+    return _doublings(n) * link.send(nbytes)
+
+
+def tree_all_reduce(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for a sum up a binomial tree and a broadcast down: 2 log2 n (alpha + beta S)."""
+    return 2 * tree_broadcast(nbytes, n, link)
+
+
+def scatter_broadcast(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for a broadcast of a long array: scatter it down a tree, then all-gather it in a ring."""
+    scatter = _doublings(n) * link.alpha + (n - 1) / n * link.beta * nbytes
+    return scatter + ring_all_gather(nbytes, n, link)
+
+
+def halving_reduce_scatter(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for recursive halving: partners exchange half of the array, then a quarter, ... ; n = 2^k."""
+    return _doublings(n, exact=True) * link.alpha + (n - 1) / n * link.beta * nbytes
+
+
+def doubling_all_gather(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for recursive doubling: partners exchange one n-th, then two n-ths, ... ; n = 2^k."""
+    return _doublings(n, exact=True) * link.alpha + (n - 1) / n * link.beta * nbytes
+
+
+def doubling_all_reduce(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for log2 n steps in which partners exchange the whole array and add: for short arrays."""
+    return _doublings(n, exact=True) * link.send(nbytes)
+
+
+def halving_doubling_all_reduce(nbytes: float, n: int, link: Link) -> float:
+    """Seconds for recursive halving and then doubling: few steps and few bytes, but long distances."""
+    return halving_reduce_scatter(nbytes, n, link) + doubling_all_gather(nbytes, n, link)
+
+
+def flat_all_reduce(nbytes: float, per_node: int, nodes: int, inside: Link, across: Link) -> float:
+    """Seconds for one ring over all ranks of several nodes: every step is as slow as its slowest link."""
+    n = _ranks(per_node) * _ranks(nodes)
+    step = inside.send(nbytes / n) if n > 1 else 0.0
+    if nodes > 1:
+        step = max(step, across.send(nbytes / n))
+    return 2 * (n - 1) * step
+
+
+def hierarchical_all_reduce(
+    nbytes: float, per_node: int, nodes: int, inside: Link, across: Link, *, links: int = 1
+) -> float:
+    """Seconds for a reduce-scatter inside each node, an all-reduce of each part across, an all-gather inside.
+
+    All local ranks go across at the same time: they share the `links` links of speed `across` of their node
+    (one network card per GPU: `links=per_node`).
+    """
+    if not 1 <= links <= per_node:
+        raise ValueError(f"A node of {per_node} ranks shares 1 to {per_node} links, not {links}.")
+    shared = Link(across.alpha, across.beta * per_node / links)
+    inner = ring_reduce_scatter(nbytes, per_node, inside) + ring_all_gather(nbytes, per_node, inside)
+    return inner + ring_all_reduce(nbytes / per_node, nodes, shared)

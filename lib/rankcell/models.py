@@ -1,0 +1,437 @@
+"""The two models that the lessons train and split, their data, and what they cost by formula.
+
+A two-layer MLP with a small regression problem, and a tiny GPT with a text that ships with the course.
+Nothing here draws from torch's global random numbers: every weight and every batch comes from a generator of
+its own, made from a seed and a name. So any rank can build the whole model, or any part of it, and the batch
+of any other rank, and all agree. This module does not communicate or train, and needs only torch.
+
+The formulas count what these models do: matrix products in full (also the masked half of attention), float32
+unless you say otherwise, no dropout.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EMBEDDING_STD = 0.02  # GPT-2's, https://github.com/openai/gpt-2/blob/master/src/model.py, 2019
+BIAS_STD = 0.02  # not zero, so that a bias that is added twice shows at once
+ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "none": nn.Identity}
+
+
+def generator(seed: int, *names: object) -> torch.Generator:
+    """Random numbers that depend on `seed` and `names` only: the same on every rank, whatever was drawn
+    before.
+
+    generator(0, "batch", 7)  # the batch of step 7
+    """
+    digest = hashlib.sha256(repr((seed, *map(str, names))).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _normal(shape: Sequence[int], seed: int, *names: object) -> Tensor:
+    return torch.randn(tuple(shape), generator=generator(seed, *names), device="cpu")
+
+
+def initialise(module: nn.Module, *, seed: int = 0, prefix: str = "") -> nn.Module:
+    """`module` with new weights, each from a generator named after the parameter.
+
+    Linear weights have standard deviation 1/sqrt(fan-in), so that outputs are as large as inputs; embeddings
+    and an output head 0.02; biases 0.02; a LayerNorm starts as 1 and 0. Because every parameter has its own
+    generator, a part of a model gets the weights it has in the whole:
+    `initialise(stage, prefix="blocks.1.")`. Split a weight after it was drawn whole, never before: the
+    fan-in is that of the whole layer.
+    """
+    done: set[int] = set()  # a tied weight keeps the numbers of its first name
+    with torch.no_grad():
+        for path, part in module.named_modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if id(parameter) in done:
+                    continue
+                done.add(id(parameter))
+                if isinstance(part, nn.LayerNorm):
+                    parameter.fill_(1.0 if name == "weight" else 0.0)
+                    continue
+                full_name = prefix + (f"{path}.{name}" if path else name)
+                parameter.copy_(_normal(parameter.shape, seed, full_name) * _std(part, path, name))
+    return module
+
+
+def _std(part: nn.Module, path: str, name: str) -> float:
+    if name == "bias":
+        return BIAS_STD
+    if isinstance(part, nn.Embedding) or path.split(".")[-1] == "head":
+        return EMBEDDING_STD
+    if isinstance(part, nn.Linear):
+        return part.in_features**-0.5
+    raise TypeError(
+        f"initialise knows Linear, Embedding and LayerNorm, not the {type(part).__name__} at {path}."
+    )
+
+
+def _linear(n_in: int, n_out: int, *, bias: bool = True, **where) -> nn.Linear:
+    """A linear layer whose weights are still to be drawn: nn.Linear's own would use the global generator."""
+    return nn.utils.skip_init(nn.Linear, n_in, n_out, bias=bias, **where)
+
+
+class MLP(nn.Module):
+    """Two linear layers, an activation between them: `(..., d_in)` -> `(..., d_hidden)` -> `(..., d_out)`.
+
+    `activation` is "relu", "gelu" or "none"; with none the two layers are one affine map.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_hidden: int,
+        d_out: int,
+        *,
+        activation: str = "relu",
+        bias: bool = True,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"There is no activation {activation!r}. Choose one of {', '.join(ACTIVATIONS)}."
+            )
+        where = {"device": device or torch.get_default_device(), "dtype": dtype}
+        self.up = _linear(d_in, d_hidden, bias=bias, **where)
+        self.activation = ACTIVATIONS[activation]()
+        self.down = _linear(d_hidden, d_out, bias=bias, **where)
+        initialise(self, seed=seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class Attention(nn.Module):
+    """Causal attention by heads, written out: `(batch, length, d_model)` -> the same shape.
+
+    Query, key and value are layers of their own, and head `i` is columns `i * d_head` to `(i + 1) * d_head`
+    of each output. The number of heads is read off the width of those outputs, so a rank that holds fewer
+    columns computes fewer heads with this same code.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, dropout: float = 0.0, **where) -> None:
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(
+                f"{n_heads} heads do not divide d_model = {d_model}. Choose a divisor of {d_model}."
+            )
+        self.d_head = d_model // n_heads
+        self.query = _linear(d_model, d_model, **where)
+        self.key = _linear(d_model, d_model, **where)
+        self.value = _linear(d_model, d_model, **where)
+        self.output = _linear(d_model, d_model, **where)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self.heads(layer(x)) for layer in (self.query, self.key, self.value))
+        scores = query @ key.transpose(-2, -1) / math.sqrt(self.d_head)  # (batch, heads, length, length)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        weights = self.dropout(scores.masked_fill(future, -math.inf).softmax(-1))
+        return self.output((weights @ value).transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """`(batch, length, heads * d_head)` seen as `(batch, heads, length, d_head)`."""
+        return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """One layer of the GPT: norm, attention, add; norm, MLP, add."""
+
+    def __init__(self, d_model: int, n_heads: int, d_hidden: int, *, dropout: float = 0.0, **where) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(d_model, **where)
+        self.attention = Attention(d_model, n_heads, dropout=dropout, **where)
+        self.mlp_norm = nn.LayerNorm(d_model, **where)
+        self.mlp = MLP(d_model, d_hidden, d_model, activation="gelu", **where)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: tokens `(batch, length)` -> logits `(batch, length, vocab)`.
+
+    Token and position embedding, `n_layers` blocks, a final norm and a head without bias. With `tied` the
+    weight of the head *is* the token embedding: one Parameter with two names. `embed`, `blocks` and `unembed`
+    are the places to cut it into stages.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        d_model: int = 64,
+        *,
+        n_heads: int = 4,
+        n_layers: int = 2,
+        context: int = 64,
+        d_hidden: int | None = None,
+        tied: bool = True,
+        dropout: float = 0.0,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where = {"device": device or torch.get_default_device(), "dtype": dtype}
+        d_hidden = d_hidden or 4 * d_model
+        self.token_embedding = nn.utils.skip_init(nn.Embedding, vocab, d_model, **where)
+        self.position_embedding = nn.utils.skip_init(nn.Embedding, context, d_model, **where)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(d_model, n_heads, d_hidden, dropout=dropout, **where) for _ in range(n_layers)
+        )
+        self.norm = nn.LayerNorm(d_model, **where)
+        self.head = _linear(d_model, vocab, bias=False, **where)
+        if tied:
+            self.head.weight = self.token_embedding.weight
+        initialise(self, seed=seed)
+
+    @property
+    def context(self) -> int:
+        """The longest sequence it can read, in tokens."""
+        return self.position_embedding.num_embeddings
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.unembed(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What enters the first block: `(batch, length)` -> `(batch, length, d_model)`."""
+        length = tokens.shape[-1]
+        if length > self.context:
+            raise ValueError(
+                f"{length} tokens are more than the context of {self.context}. Cut the sequence."
+            )
+        positions = torch.arange(length, device=tokens.device)
+        return self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """What leaves the last block as logits: `(batch, length, d_model)` -> `(batch, length, vocab)`."""
+        return self.head(self.norm(x))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all tokens of -log(probability of the token that came next), in nats."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+# The text
+
+
+@cache
+def text() -> str:
+    """The course's text: 22 old fables in our own words, about 10 kB."""
+    return files(__package__).joinpath("data/fables.txt").read_text("utf-8")
+
+
+@cache
+def vocabulary() -> str:
+    """Every character of the text once, in order; a token is a place in it."""
+    return "".join(sorted(set(text())))
+
+
+def encode(words: str) -> Tensor:
+    """One token per character, `(length,)` int64."""
+    places = {character: place for place, character in enumerate(vocabulary())}
+    if missing := sorted(set(words) - set(places)):
+        raise ValueError(f"The text has no {', '.join(map(repr, missing))}. It knows {vocabulary()!r}.")
+    return torch.tensor([places[character] for character in words], dtype=torch.long)
+
+
+def decode(tokens: Tensor) -> str:
+    """The characters of `tokens` in a row."""
+    return "".join(vocabulary()[token] for token in tokens.flatten().tolist())
+
+
+def batch(
+    tokens: Tensor,
+    step: int,
+    *,
+    size: int = 16,
+    length: int = 64,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The inputs and targets of one step, each `(size / world_size, length)`: pieces from random places.
+
+    `size` is that of the global batch. The rows depend on `seed` and `step` only, so with `world_size` ranks
+    rank r gets the r-th part of the very rows that one process would get.
+    """
+    if size % world_size:
+        raise ValueError(f"A batch of {size} cannot be shared by {world_size} ranks. Choose a multiple.")
+    places, random = len(tokens) - length, generator(seed, "batch", step)
+    starts = torch.randint(places, (size,), generator=random, device="cpu").chunk(world_size)[rank]
+    rows = torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def batches(tokens: Tensor, steps: int, **options: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of `steps` steps from step 0, with the options of `batch`."""
+    return (batch(tokens, step, **options) for step in range(steps))
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module, start: str, *, characters: int = 200, seed: int = 0, temperature: float = 0.7
+) -> str:
+    """`start` and what the model writes after it, one character at a time."""
+    random, device = generator(seed, "sample"), next(model.parameters()).device
+    tokens, training = encode(start), model.training
+    model.eval()
+    for _ in range(characters):
+        logits = model(tokens[-model.context :][None].to(device))[0, -1].cpu()
+        chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
+        tokens = torch.cat([tokens, chosen])
+    model.train(training)
+    return decode(tokens)
+
+
+# Data for the MLP
+
+
+def regression(
+    samples: int = 1024, d_in: int = 6, d_out: int = 3, *, noise: float = 0.1, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Inputs `(samples, d_in)` and targets `(samples, d_out)` that can be learnt: a fixed net's outputs plus
+    noise.
+
+    The net has 16 hidden units and tanh. A model that has learnt all there is to learn has a mean squared
+    error of noise², 0.01.
+    """
+    x = _normal((samples, d_in), seed, "inputs")
+    inner = _normal((d_in, 16), seed, "inner") / d_in**0.5
+    outer = _normal((16, d_out), seed, "outer") / 16**0.5
+    y = torch.tanh(2 * x @ inner) @ outer
+    return x, y + noise * _normal(y.shape, seed, "noise")
+
+
+# What they cost, by formula
+
+
+def mlp_parameters(d_in: int, d_hidden: int, d_out: int) -> int:
+    """Numbers in an MLP with biases.
+
+    mlp_parameters(6, 32, 3)  # 6*32 + 32 + 32*3 + 3 = 323
+    """
+    return d_in * d_hidden + d_hidden + d_hidden * d_out + d_out
+
+
+def mlp_flops(samples: int, d_in: int, d_hidden: int, d_out: int) -> dict[str, int]:
+    """Floating-point operations of the MLP's matrix products, "forward" and "backward".
+
+    A product of (n, k) and (k, m) is 2nkm operations: a multiplication and an addition each. The backward of
+    a layer is two such products, one for its weight and one for its input; the first layer's input needs
+    none.
+    """
+    first, second = 2 * samples * d_in * d_hidden, 2 * samples * d_hidden * d_out
+    return {"forward": first + second, "backward": first + 2 * second}
+
+
+def mlp_saved_bytes(
+    samples: int, d_in: int, d_hidden: int, d_out: int, *, activation: str = "relu", itemsize: int = 4
+) -> int:
+    """Bytes that autograd keeps from the forward of an MLP under the mean squared error, parameters left out.
+
+    The input x, the hidden activations, the output and the target. ReLU's backward needs only its result,
+    which the next layer keeps anyway; GELU's needs its input as well.
+    """
+    hidden = {"relu": 1, "gelu": 2, "none": 1}[activation] * d_hidden
+    return itemsize * samples * (d_in + hidden + 2 * d_out)
+
+
+def gpt_parameters(
+    vocab: int,
+    d_model: int = 64,
+    *,
+    n_layers: int = 2,
+    context: int = 64,
+    d_hidden: int | None = None,
+    tied: bool = True,
+    n_heads: int = 4,
+) -> int:
+    """Numbers in a GPT; those of a tied head count once. The number of heads changes nothing.
+
+    Per layer: attention 4d² + 4d, MLP 8d² + 5d (with d_hidden = 4d), two norms 4d, so about 12d².
+    """
+    d, hidden = d_model, d_hidden or 4 * d_model
+    layer = (4 * d * d + 4 * d) + mlp_parameters(d, hidden, d) + 2 * 2 * d
+    return vocab * d * (1 if tied else 2) + context * d + n_layers * layer + 2 * d
+
+
+def gpt_flops(
+    vocab: int,
+    d_model: int = 64,
+    *,
+    size: int,
+    length: int,
+    n_layers: int = 2,
+    d_hidden: int | None = None,
+    context: int = 64,
+    n_heads: int = 4,
+    tied: bool = True,
+) -> dict[str, int]:
+    """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`.
+
+    Forward per token and layer: 8d² for query, key, value and output, 4·length·d for the scores and the
+    weighted sum, 16d² for the MLP; 2·d·vocab for the head. Looking up an embedding is not a product. The
+    backward is exactly twice the forward. Context, heads and tying change nothing.
+    """
+    d, hidden, tokens = d_model, d_hidden or 4 * d_model, size * length
+    layer = 8 * d * d + 4 * length * d + 4 * d * hidden
+    forward = tokens * (n_layers * layer + 2 * d * vocab)
+    return {"forward": forward, "backward": 2 * forward}
+
+
+def training_flops(parameters: float, tokens: float) -> float:
+    """6·N·D: the usual estimate of the operations that train N parameters on D tokens.
+
+    Each token meets each weight once forward (a multiplication and an addition) and twice backward. The
+    products of tokens with tokens in attention are left out; they add a share of length / (6 * d_model).
+    """
+    # C = 6NBS, https://arxiv.org/abs/2001.08361, section 2.1 (2020); the part of attention: Table 1 there
+    return 6.0 * parameters * tokens
+
+
+def gpt_saved_bytes(
+    vocab: int,
+    d_model: int = 64,
+    *,
+    size: int,
+    length: int,
+    n_layers: int = 2,
+    n_heads: int = 4,
+    d_hidden: int | None = None,
+    context: int = 64,
+    tied: bool = True,
+    itemsize: int = 4,
+) -> int:
+    """Bytes that autograd keeps from the forward of a GPT and its loss, parameters left out.
+
+    Per token and layer, in numbers: 16d + heads·length + 4. That is two norms (2d in, 2d out, 4 statistics),
+    query, key, value (3d), the attention weights (heads·length), the values they mix (d), the MLP (4d before
+    GELU, 4d after). In 2-byte numbers that is 32d + 2·heads·length bytes; dropout's masks and outputs make it
+    the 34d + 5·heads·length of Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4 (2022).
+    """
+    d, hidden, tokens = d_model, d_hidden or 4 * d_model, size * length
+    layer = tokens * (8 * d + 2 * hidden + n_heads * length + 4) * itemsize
+    mask = length * length  # one byte each
+    end = tokens * (2 * d + 2 + vocab) * itemsize  # final norm, and the log-probabilities that the loss keeps
+    indices = 8 * (2 * tokens + length)  # tokens, targets, positions: int64
+    average = itemsize  # how many tokens the loss is averaged over
+    return n_layers * (layer + mask) + end + average + indices
