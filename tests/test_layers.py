@@ -15,7 +15,7 @@ ALLOWED = {
     "hardware": set(),
     "notebooks": set(),
     "errors": {"results"},
-    "check": {"results"},
+    "check": {"results", "errors"},
     "diagnose": {"results"},
     "record": {"results", "errors"},
     "worker": {"results", "errors", "record", "system", "channel"},

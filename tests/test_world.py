@@ -266,3 +266,32 @@ def test_ranks_start_although_cuda_was_used_here():
     with rankcell.Ranks(size) as ranks:
         run = ranks.run("x = torch.ones(1, device=device); dist.all_reduce(x); x.item()")
         assert ranks.backend == "nccl" and run.values == [float(size)] * size
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="plays another user, which only root can")
+def test_another_user_is_refused(four):
+    from multiprocessing import forkserver
+
+    address = Path(forkserver._forkserver._forkserver_address)
+    script = f"""
+import os, socket
+os.setuid(65534)
+try:
+    socket.socket(socket.AF_UNIX).connect({str(address)!r})
+except PermissionError:
+    print("refused")
+for pid in {four.pids}:
+    try:
+        os.listdir(f"/proc/{{pid}}/fd")
+    except PermissionError:
+        print("refused")
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=False)
+    assert out.stdout.split() == ["refused"] * 5, out.stderr
+    assert address.parent.stat().st_mode & 0o077 == 0
+
+
+def test_the_channels_of_a_rank_have_no_name(four):
+    """A rank talks over unnamed socket pairs: there is nothing that another process could connect to."""
+    for member in four._members.values():
+        assert member.work.socket.getsockname() == "" and member.control.socket.getsockname() == ""

@@ -13,9 +13,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from .errors import Told
 from .results import Run, name_ranks
 
 _SHOWN = 8  # numbers of a value that a verdict spells out
+
+
+class CheckFailed(Told, AssertionError):
+    """A check that did not hold: what was expected, what came, and where they differ most."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def same_on_all_ranks(values: Any, *, atol: float = 0.0) -> Verdict:
         try:
             _compare(value, values[0], 0.0, atol, f"rank {ranks[0]} has", f"rank {rank} has")
         except AssertionError as error:
-            raise AssertionError(f"Rank {rank} does not hold what rank {ranks[0]} holds. {error}") from None
+            raise CheckFailed(f"Rank {rank} does not hold what rank {ranks[0]} holds. {error}") from None
     return Verdict(f"{name_ranks(ranks)} hold the same: {_show(values[0])}")
 
 
@@ -107,7 +112,7 @@ def overlap_above(fraction: float, floor: float) -> Verdict:
 
 
 def _fail(sentence: str) -> NoReturn:
-    raise AssertionError(sentence)
+    raise CheckFailed(sentence)
 
 
 def _array(value: Any) -> np.ndarray:

@@ -12,14 +12,14 @@ from typing import Any
 from .results import Call, Mismatch, RankFailure, RankResult, Run, name_ranks
 
 
-class _Told:
+class Told:
     """An error whose message says it all: IPython shows it without a traceback through our own code."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
-class RankError(_Told, RuntimeError):
+class RankError(Told, RuntimeError):
     """A rank cell did not finish on every rank. `run` holds what each rank did and printed until then."""
 
     def __init__(self, message: str, run: Run) -> None:
@@ -100,15 +100,15 @@ class RankInputError(EOFError):
         )
 
 
-class WorldSizeError(_Told, ValueError):
+class WorldSizeError(Told, ValueError):
     """The machine cannot hold that many ranks."""
 
 
-class PushError(_Told, TypeError):
+class PushError(Told, TypeError):
     """A name could not be sent to the ranks. No rank has run."""
 
 
-class PullError(_Told, NameError):
+class PullError(Told, NameError):
     """A name could not be fetched from the ranks. The cell itself ran: `run` holds its result."""
 
     def __init__(self, message: str, run: Run) -> None:
@@ -116,11 +116,11 @@ class PullError(_Told, NameError):
         self.run = run
 
 
-class OptionError(_Told, ValueError):
+class OptionError(Told, ValueError):
     """A magic's line has an option or a word that does not exist."""
 
 
-class CellSyntaxError(_Told, ValueError):
+class CellSyntaxError(Told, ValueError):
     """The cell is no Python. No rank has run."""
 
     def __init__(self, error: SyntaxError) -> None:

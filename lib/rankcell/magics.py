@@ -136,9 +136,6 @@ class RankMagics(Magics):
         self._keep(run, options)
         return run
 
-    # -- parts of a cell
-    # -----------------------------------------------------------------------------------------
-
     def _source(self, cell: str) -> str:
         """The cell with its magics translated, and lines counted as the notebook counts them: `%%ranks` is
         line 1.
@@ -191,9 +188,6 @@ class RankMagics(Magics):
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
 
-    # -- the line magic
-    # ------------------------------------------------------------------------------------------
-
     def _line(self, line: str) -> Any:
         word = line.strip()
         if word == "":
@@ -225,9 +219,6 @@ class RankMagics(Magics):
             if ranks.alive:
                 ranks.stop()
         self.worlds.clear()
-
-    # -- completion
-    # ----------------------------------------------------------------------------------------------
 
     def completions(self, text: str, word: str) -> list[str]:
         """Names that complete `word` in the rank cell `text`: predefined ones and the ranks'."""

@@ -300,9 +300,6 @@ class Recorder:
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
 
-    # -- life
-    # ---------------------------------------------------------------------------------------------------
-
     def install(self) -> None:
         """Register at the dispatcher and wrap the Python methods that know what it does not."""
         key = torch._C.DispatchKey.BackendSelect
@@ -382,9 +379,6 @@ class Recorder:
                         line=_caller()[0],
                     )
                 )
-
-    # -- one operation
-    # ------------------------------------------------------------------------------------------
 
     def _implementation(self, name: str, op: Any, key: Any) -> Callable[..., Any]:
         arguments = [a.name for a in op._schema.arguments]
@@ -501,9 +495,6 @@ class Recorder:
                 if o.work is not None:
                     self._by_work.pop(id(o.work), None)
                 self._close(o)
-
-    # -- signatures
-    # ---------------------------------------------------------------------------------------------
 
     def _check(self, o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> None:
         if self.board is None or len(o.ranks) < 2 or o.op == "monitored_barrier":

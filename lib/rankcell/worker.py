@@ -182,9 +182,8 @@ class Rank:
         self.running = False
         self.phase = "starting"
         self.main_thread = threading.get_ident()
-        self._connections: list[
-            socket.socket
-        ] = []  # the backend's, to count their bytes and to shut them down
+        # the backend's connections: to count their bytes and to shut them down
+        self._connections: list[socket.socket] = []
         self._interrupted = False
         self._cell_began_at = 0  # bytes of stdout written before the cell
         self._redirect(stdout_fd, stderr_fd)
@@ -195,9 +194,6 @@ class Rank:
         self.names = self._first_names()
         _Publisher.rank = self
         builtins.input = _no_input
-
-    # -- start
-    # ---------------------------------------------------------------------------------------------------
 
     def _redirect(self, stdout_fd: int, stderr_fd: int) -> None:
         os.dup2(stdout_fd, 1)
@@ -309,9 +305,6 @@ class Rank:
                     self.work.send(("failed", repr(error)))
                 else:
                     self.work.send(("ready", payload))
-
-    # -- a cell
-    # --------------------------------------------------------------------------------------------------
 
     def run(self, task: Task) -> Outcome:
         """Run one cell or function call and say what happened. Never raises."""
@@ -443,9 +436,6 @@ class Rank:
                 continue
         self._libc.fflush(None)
 
-    # -- while a cell runs
-    # ----------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         """The control thread: answers while the main thread runs or waits."""
         while True:
@@ -458,10 +448,9 @@ class Rank:
                 answer: Any = self._status()
             elif request == "interrupt":
                 self._interrupted = True
-                system.shut_down(self._connections)
-                self._await_end(
-                    0.1
-                )  # whoever waited for another rank comes back by itself, with a clean error
+                self._abort()
+                # whoever waited for another rank now comes back by itself, with a clean error
+                self._await_end(0.1)
                 signal.pthread_kill(self.main_thread, signal.SIGINT)
                 answer = True
             else:
@@ -470,6 +459,13 @@ class Rank:
                 self.control.send((number, answer))
             except OSError:
                 os._exit(0)
+
+    def _abort(self) -> None:
+        """Free the main thread from an operation that waits for another rank."""
+        system.shut_down(self._connections)
+        if self.birth.backend == "nccl" and dist.is_initialized():
+            # nccl has no connections to shut: its kernels spin on the GPU until the communicator is aborted
+            dist.group.WORLD.abort()
 
     def _await_end(self, seconds: float) -> None:
         end = record.clock() + seconds
@@ -483,12 +479,8 @@ class Rank:
     def _status(self) -> dict[str, Any]:
         try:
             sys.stdout.flush()
-        except (
-            ValueError,
-            OSError,
-            RuntimeError,
-        ):  # replaced by the learner, or the main thread is writing to it
-            pass
+        except (ValueError, OSError, RuntimeError):
+            pass  # the learner replaced it, or the main thread is writing to it
         frame = sys._current_frames().get(self.main_thread)
         top, line = "", 0
         while frame is not None:

@@ -130,9 +130,6 @@ class Ranks:
             self.stop()
             raise
 
-    # -- life
-    # ---------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> "Ranks":
         return self
 
@@ -189,9 +186,6 @@ class Ranks:
             self.names = ()
             self._start_all()
 
-    # -- a cell
-    # --------------------------------------------------------------------------------------------------
-
     def run(
         self,
         work: str | Callable[..., Any],
@@ -242,9 +236,6 @@ class Ranks:
             return answers.get(0, [])
         finally:
             self._lock.release()
-
-    # -- starting
-    # ------------------------------------------------------------------------------------------------
 
     def _start_store(self) -> None:
         """A key-value store on loopback, held by this process, at which the ranks find each other."""
@@ -340,9 +331,6 @@ class Ranks:
                     )
         finally:
             self._parts = parts
-
-    # -- one cell, step by step
-    # ----------------------------------------------------------------------------------
 
     def _chosen(self, only: Sequence[int] | None) -> list[int]:
         if only is None:
@@ -495,9 +483,6 @@ class Ranks:
             )
         return run
 
-    # -- listening
-    # -----------------------------------------------------------------------------------------------
-
     def _pump(self, timeout: float) -> None:
         """Take in whatever has arrived from the ranks, waiting at most `timeout` seconds for something."""
         for key, _ in self._selector.select(timeout):
@@ -617,9 +602,6 @@ class Ranks:
                 states.append(diagnose.State(rank, "running"))
         return states
 
-    # -- ending and mending
-    # --------------------------------------------------------------------------------------
-
     def _free(self) -> None:
         """Get every rank out of the cell: close its connections, interrupt it, in the end kill it."""
         running = [r for r, p in self._parts.items() if not p.over]
@@ -692,9 +674,6 @@ class Ranks:
         if len(ranks) < self.world_size:
             return None
         return diagnose.unmatched({r: self._parts[r].outcome.counts for r in ranks})
-
-    # -- results
-    # -------------------------------------------------------------------------------------------------
 
     def _result(self, source: str, began: float, pull: Sequence[str]) -> Run:
         results = tuple(self._rank_result(r, p) for r, p in sorted(self._parts.items()))
