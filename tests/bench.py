@@ -122,33 +122,36 @@ def bench_cells() -> None:
     kernel.close()
 
 
-def _ipyparallel(kernel: Kernel) -> float | None:
+def _start_ipyparallel(kernel: Kernel) -> bool:
+    """Four engines with an initialised process group in the kernel's `client`; False if it is not installed."""
     setup = """
-        import ipyparallel, os
+        import ipyparallel, os, tempfile
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         cluster = ipyparallel.Cluster(n=4, log_level=40)
         client = cluster.start_and_connect_sync()
-        client[:].activate()
-        client[:].block = True
+        view = client[:]
+        view.block = True
+        view.activate()
+        def join(rank, path):
+            import torch, torch.distributed as dist
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=4)
+            return dist.get_rank()
+        client[:].execute("import torch, torch.distributed as dist")
+        joined = client[:].map_async(join, range(4), [tempfile.mktemp()] * 4).get()
+        print("joined", joined)
     """
-    _, text = kernel.run(textwrap.dedent(setup))
-    if "ModuleNotFoundError" in text:
+    return "joined [0, 1, 2, 3]" in kernel.run(textwrap.dedent(setup))[1]
+
+
+def _ipyparallel(kernel: Kernel) -> float | None:
+    if not _start_ipyparallel(kernel):
         row("ipyparallel", "not installed", "", "`make bench` installs it")
         return None
-    init = """
-        %%px
-        import os, torch, torch.distributed as dist
-        torch.set_num_threads(1)
-    """
-    kernel.run(textwrap.dedent(init).strip())
-    kernel.run(
-        "def join(rank, path):\n"
-        "    import torch.distributed as dist\n"
-        "    dist.init_process_group('gloo', init_method='file://' + path, rank=rank, world_size=4)\n"
-        "import tempfile; path = tempfile.mktemp()\n"
-        "r = client[:].map_async(join, range(4), [path] * 4).get()"
-    )
     median = kernel.median("%%px\n" + ALL_REDUCE)
+    shown = kernel.run("%%px\n" + ALL_REDUCE + "x.tolist()")[1]
+    if "[4.0, 4.0, 4.0, 4.0]" not in shown:
+        raise RuntimeError(f"the all-reduce of ipyparallel went wrong: {shown}")
     kernel.run("cluster.stop_cluster_sync()")
     return median
 
@@ -252,10 +255,22 @@ def bench_failures() -> None:
             ranks.run(ALL_REDUCE)
             again = time.perf_counter() - start
         row(name, f"{took:.2f} s", f"next {1e3 * again:.0f} ms", message[:90])
-    if os.environ.get("RANKCELL_BENCH_PEERS"):
-        for name, source in FAILURES.items():
-            took = _failing_spawn(source)
-            row(f"{name}, with spawn", "> 60 s" if took is None else f"{took:.1f} s")
+
+
+def bench_peers() -> None:
+    """The same failures with a plain spawn and with ipyparallel: seconds to a message, up to LIMIT."""
+    print(f"the same failures elsewhere, given up after {LIMIT:.0f} s (RANKCELL_BENCH_LIMIT)")
+    for name, source in FAILURES.items():
+        took = _failing_spawn(source)
+        row(f"{name}: spawn", f"> {LIMIT:.0f} s" if took is None else f"{took:.1f} s")
+    kernel = Kernel()
+    for name, source in FAILURES.items():
+        took, again = _failing_ipyparallel(kernel, source)
+        if took is None and not again:
+            row("ipyparallel", "not installed", "", "`make bench` installs it")
+            break
+        row(f"{name}: ipyparallel", f"> {LIMIT:.0f} s" if took is None else f"{took:.1f} s", "", again)
+    kernel.close()
 
 
 def _failing(rank: int, path: str, source: str) -> None:
@@ -273,7 +288,7 @@ def _failing_spawn(source: str) -> float | None:
             _failing, args=(f"{folder}/store", source), nprocs=4, join=False
         )
         try:
-            while time.perf_counter() - start < 60:
+            while time.perf_counter() - start < LIMIT:
                 if context.join(timeout=1):
                     return time.perf_counter() - start
         except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
@@ -284,12 +299,34 @@ def _failing_spawn(source: str) -> float | None:
     return None
 
 
+def _failing_ipyparallel(kernel: Kernel, source: str) -> tuple[float | None, str]:
+    """Seconds until the cell ended (None: it did not), and whether the same engines could work on."""
+    if not _start_ipyparallel(kernel):
+        return None, ""
+    cell = f"rank = dist.get_rank()\n{source}\n"
+    # the cell runs in the background, to time a hang without losing the kernel
+    kernel.run(
+        f"import time\nbegan = time.time()\nasked = client[:].execute({cell!r}, block=False)\n"
+        f"asked.wait({LIMIT})\ntook = time.time() - began",
+        timeout=LIMIT + 30,
+    )
+    took = float(kernel.run("print(took)")[1].split()[0])
+    ended = "True" in kernel.run("print(asked.ready())")[1]
+    probe = "x = torch.ones(4); dist.all_reduce(x)"
+    kernel.run(f"again = client[:].execute({probe!r}, block=False)\nagain.wait(10)", timeout=30)
+    works = "True" in kernel.run("print(again.ready() and again.successful())")[1]
+    kernel.run("cluster.stop_cluster_sync()", timeout=60)
+    return (took if ended else None), "next cell works" if works else "next cell does not work"
+
+
+LIMIT = float(os.environ.get("RANKCELL_BENCH_LIMIT", "60"))
 SECTIONS: dict[str, Callable[[], None]] = {
     "start": bench_start,
     "cells": bench_cells,
     "worlds": bench_worlds,
     "prints": bench_prints,
     "failures": bench_failures,
+    "peers": bench_peers,
 }
 
 if __name__ == "__main__":

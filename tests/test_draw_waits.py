@@ -39,7 +39,7 @@ CASES = {
     ),
     "a skipped collective": (
         [waiting(r, "all_reduce", 4, 2) if r != 2 else finished(2) for r in range(4)],
-        "ranks 0, 1, 3 wait for rank 2, which finished the cell",
+        "ranks 0, 1, 3 wait for rank 2, which has finished",
     ),
     "two pairs": (
         [waiting(r, "recv", 3, r ^ 1) for r in range(4)],
@@ -55,11 +55,11 @@ CASES = {
     ),
     "a chain": (
         [waiting(0, "recv", 5, 1), waiting(1, "recv", 8, 2), waiting(2, "recv", 8, 3), finished(3)],
-        "rank 2 waits for rank 3, which finished the cell; ranks 0 and 1 wait behind them",
+        "rank 2 waits for rank 3, which has finished; ranks 0 and 1 wait behind them",
     ),
     "a rank that failed": (
         [waiting(0, "barrier", 2, 1), Standing(1, "error", "failed: ZeroDivisionError: division by zero")],
-        "rank 0 waits for rank 1, which failed",
+        "rank 0 waits for rank 1, which has failed",
     ),
     "a rank that was lost": (
         [waiting(0, "monitored_barrier", 2, 1), Standing(1, "lost", "was killed (SIGKILL)")],
@@ -75,7 +75,7 @@ CASES = {
             finished(1),
             Standing(2, "running", "computes at line 2", line=2),
         ],
-        "rank 0 waits for rank 1, which finished the cell; rank 0 waits for rank 2, which computes",
+        "rank 0 waits for rank 1, which has finished; rank 0 waits for rank 2, which computes",
     ),
     "an interrupt while all compute": (
         [Standing(r, "running", "computes at line 2", line=2) for r in range(2)],
@@ -83,12 +83,12 @@ CASES = {
     ),
     "a receive from anyone": (
         [waiting(0, "recv", 3, 1, 2, 3), *(finished(r) for r in (1, 2, 3))],
-        "rank 0 waits for ranks 1-3, which finished the cell",
+        "rank 0 waits for ranks 1-3, which have finished",
     ),
     "one rank": ([Standing(0, "running", "computes at line 1", line=1)], "rank 0 computes; nobody waits"),
     "eight ranks": (
         [waiting(r, "all_to_all", 3, 5) if r != 5 else finished(5) for r in range(8)],
-        "ranks 0-4, 6, 7 wait for rank 5, which finished the cell",
+        "ranks 0-4, 6, 7 wait for rank 5, which has finished",
     ),
     "sixteen ranks": (
         [waiting(r, "send", 3, (r + 1) % 16) for r in range(16)],

@@ -89,6 +89,12 @@ class RankMagics(Magics):
         "--device", default="auto", help="cpu, cuda, or auto (the default: a GPU for each rank, else the CPU)"
     )
     @argument("--fresh", action="store_true", help="start new ranks first: no names from earlier cells")
+    @argument(
+        "--step",
+        type=_names,
+        metavar="NAMES",
+        help="show the cell as a slider: where each rank stands, and what these names hold there",
+    )
     @argument("--values", action="store_true", help="record what the tensors of every communication held")
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Any:
@@ -124,6 +130,7 @@ class RankMagics(Magics):
                 pull=options.pull or (),
                 timeout=options.timeout,
                 values=options.values,
+                step=options.step,
                 filename=f"<cell {self.shell.execution_count}>",
                 on_update=live.update,
             )

@@ -66,6 +66,18 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Where a rank stood before it ran a line of the cell (0: at its end), and what the named values were
+    then.
+    """
+
+    rank: int
+    at: float  # seconds since the cell began
+    line: int
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Display:
     """A rich display made on a rank: MIME type to data, and how many bytes of stdout stood before it."""
 
@@ -198,6 +210,7 @@ class RankResult:
     seconds: float = 0.0
     events: tuple[Event, ...] = ()
     connections: tuple[Connection, ...] | None = None  # what really moved (Linux and gloo)
+    steps: tuple[Step, ...] = ()  # with `--step` only
     dropped_events: int = 0  # oldest events forgotten, so that a long run stays small
 
     def __repr__(self) -> str:

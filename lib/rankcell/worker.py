@@ -21,6 +21,7 @@ import time
 import traceback
 import types
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from typing import Any
@@ -35,8 +36,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from . import record, system
 from .channel import Channel
 from .errors import MismatchError, RankInputError
-from .results import Connection, Display, Frame, NotSent, RankFailure
+from .results import Connection, Display, Frame, NotSent, RankFailure, Step
 
+MAX_STEPS = 5_000  # lines noted per rank with `--step`
 _Moved = dict[tuple[int, int], tuple[int, int]] | None  # (local port, remote port) -> bytes sent, received
 MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
 
@@ -67,6 +69,7 @@ class Task:
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
     values: bool = False
+    step: tuple[str, ...] | None = None  # names to show at each line; None: do not step
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Outcome:
     counts: dict[Any, int]
     calls: int = 0
     wire: tuple[Connection, ...] | None = None
+    steps: tuple[Step, ...] = ()
     names: tuple[str, ...] = field(default=())
 
 
@@ -316,6 +320,7 @@ class Rank:
         self._flush()
         self._cell_began_at = self._raw_stdout.written
         self._interrupted = False
+        self._steps: list[Step] = []
         self.phase, self.running = "running", True
         try:
             if task.push:
@@ -357,6 +362,7 @@ class Rank:
             counts=dict(self.recorder.counts),
             calls=self.recorder.total,
             wire=_moved(moved_before, system.bytes_moved(self._connections)),
+            steps=tuple(self._steps),
             names=tuple(n for n in self.names if not n.startswith("_")),
         )
 
@@ -368,8 +374,32 @@ class Rank:
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr) and not _is_silenced(source):
             last = ast.Expression(tree.body.pop().value)
-        exec(compile(tree, task.filename, "exec"), self.names)
-        return None if last is None else eval(compile(last, task.filename, "eval"), self.names)
+        body = compile(tree, task.filename, "exec")
+        value = None if last is None else compile(last, task.filename, "eval")
+        if task.step is None:
+            exec(body, self.names)
+            return None if value is None else eval(value, self.names)
+        sys.settrace(self._tracer(task.step))
+        try:
+            exec(body, self.names)
+            return None if value is None else eval(value, self.names)
+        finally:
+            sys.settrace(None)
+            self._note_step(0, self.names, task.step)
+
+    def _tracer(self, names: Sequence[str]) -> Any:
+        """A trace function that notes every line of a rank cell before it runs, and what `names` are then."""
+
+        def on_line(frame: Any, event: str, _: Any) -> Any:
+            if event == "line" and len(self._steps) < MAX_STEPS:
+                self._note_step(frame.f_lineno, {**self.names, **frame.f_locals}, names)
+            return on_line
+
+        return lambda frame, *_: on_line if frame.f_code.co_filename.startswith("<cell") else None
+
+    def _note_step(self, line: int, scope: Mapping[str, Any], names: Sequence[str]) -> None:
+        values = {name: _short(scope[name]) for name in names if name in scope}
+        self._steps.append(Step(self.birth.rank, record.clock() - self.recorder.began, line, values))
 
     def _lend_names(self, value: Any) -> None:
         """Let a function from the notebook use `rank`, `world_size`, `device`, `torch` and `dist` as a cell
@@ -573,6 +603,17 @@ def _moved(before: _Moved, after: _Moved) -> tuple[Connection, ...] | None:
         sent_before, received_before = before.get(ports, (0, 0))
         found.append(Connection(*ports, sent - sent_before, received - received_before))
     return tuple(found)
+
+
+def _short(value: Any) -> str:
+    """A value in a few characters: a tensor by its numbers if they are few, else by its shape."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() <= 8:
+            numbers = ", ".join(f"{v:.4g}" for v in value.detach().flatten().tolist())
+            return f"[{numbers}]" if value.dim() else numbers
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _is_silenced(source: str) -> bool:

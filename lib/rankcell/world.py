@@ -197,6 +197,7 @@ class Ranks:
         pull: Sequence[str] = (),
         timeout: float | None = None,
         values: bool = False,
+        step: Sequence[str] | None = None,
         filename: str = "<cell>",
         on_update: Callable[[Run, str], None] | None = None,
     ) -> Run:
@@ -223,7 +224,7 @@ class Ranks:
                     "this world was stopped. Start another one: Ranks(world_size) or `%%ranks N`."
                 )
             members = self._chosen(only)
-            task = self._task(work, args, kwargs, push, pull, values, filename)
+            task = self._task(work, args, kwargs, push, pull, values, step, filename)
             self._replace_dead()
             return self._run(task, members, pull, timeout, work, on_update)
 
@@ -352,6 +353,7 @@ class Ranks:
         push: Mapping[str, Any] | None,
         pull: Sequence[str],
         values: bool,
+        step: Sequence[str] | None,
         filename: str,
     ) -> Any:
         from . import worker
@@ -378,6 +380,7 @@ class Ranks:
             push=pushed,
             pull=tuple(pull),
             values=values,
+            step=None if step is None else tuple(step),
         )
 
     def _run(
@@ -717,6 +720,7 @@ class Ranks:
             seconds=outcome.seconds,
             events=tuple(outcome.events),
             connections=outcome.wire,
+            steps=outcome.steps,
             dropped_events=outcome.dropped,
         )
 

@@ -156,5 +156,5 @@ def _finding(curves: Mapping[str, Sequence[float]], strides: Mapping[str, int], 
     same = [n for n, v in others if len(v) == len(first) and strides[n] == strides[reference]]
     if same and len(same) == len(others):
         apart = max(abs(a - b) for n in same for a, b in zip(curves[n], first, strict=True))
-        said += f" At most {apart:.2g} away from {reference}."
+        said += f" They are at most {apart:.2g} apart."
     return said

@@ -118,7 +118,7 @@ def by_rank(
     names = tuple(names) or tuple(f"rank {r}" for r in range(len(measured)))
     if len(names) != len(measured):
         raise ValueError(f"{len(measured)} were measured, {len(names)} have names. Give one name for each.")
-    kinds = _in_order([kind for row in (*measured, *formula) for kind in row])
+    kinds = _in_order([kind for row in (*measured, *formula) for kind in row if row[kind]]) or ["rest"]
     most = max(sum(row.values()) for row in (*measured, *formula)) or 1.0
     entries = places_of_key(kinds)
     y = 16 + 28 * (entries[-1][1] + 1)
@@ -279,11 +279,14 @@ def _said_by_rank(names, measured, kinds, off: Sequence[float]) -> str:
     largest = max(kinds, key=lambda kind: measured[first].get(kind, 0))
     share = measured[first].get(largest, 0) / (totals[first] or 1)
     each = format_bytes(totals[first])
+    name = names[first][:1].upper() + names[first][1:]
     if len(totals) == 1:
-        said = f"{names[0]} holds {each}"
+        said = f"{name} holds {each}"
     elif len(set(totals)) == 1:
         said = f"Each of the {len(totals)} holds {each}"
     else:
-        said = f"{names[first]} holds the most, {each}"
+        said = f"{name} holds the most, {each}"
     said = f"{said}, {share:.0%} of it {largest}."
-    return said + (f" Measured and formula differ by at most {max(off):.2g} of the total." if off else "")
+    if not off:
+        return said
+    return f"{said} The formula is {'exact' if max(off) == 0 else f'at most {max(off):.2%} off'}."

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..results import Display, NotSent, RankResult, Run, name_ranks
+from .stepper import stepper
 from .svg import RANK_COLOURS
 
 HEAD, TAIL = 40, 15  # lines shown of a long output
@@ -56,7 +57,8 @@ def as_html(run: Run) -> str:
         else:
             heading = f'<div style="{_NAME}">{name}</div>'
             rows.append(f'<div style="{_MARK}{_colour(group)}">{heading}{"".join(pieces)}</div>')
-    return f'<div class="rankcell-run">{"".join(rows)}</div>'
+    steps = stepper(run)._repr_html_() if any(r.steps for r in run.ran) else ""
+    return f'<div class="rankcell-run">{"".join(rows)}{steps}</div>'
 
 
 def groups(run: Run) -> list[list[RankResult]]:

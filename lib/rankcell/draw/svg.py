@@ -8,6 +8,7 @@ It does not plot data by itself: the other modules of this package do.
 import base64
 import html
 import json
+import re
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -39,7 +40,7 @@ lab.style.cssText='display:flex;flex-wrap:wrap;gap:.75em;align-items:center';
 inp.style.cssText='flex:1 1 12em;min-width:8em';
 inp.type='range';inp.min=0;inp.max=d.frames.length-1;inp.value=d.start;lab.append(d.name,inp,out);
 const img=f.querySelector('img'),show=()=>{const k=inp.value;
-img.src='data:image/svg+xml;base64,'+d.frames[k];
+img.src='data:image/svg+xml,'+encodeURIComponent(d.frames[k].map(i=>d.parts[i]).join(''));
 img.alt=d.alts[k];out.value=inp.ariaValueText=d.labels[k]};
 inp.oninput=show;img.after(box,lab);show();f.dataset.ready='1'})(document.currentScript)"""
 
@@ -95,10 +96,17 @@ class Frames:
 
     def _repr_html_(self) -> str:
         first = self.figures[self.start]
+        # the pictures share most of their marks: each mark is stored once, a picture as a list of numbers
+        parts: dict[str, int] = {}
+        frames = [
+            [parts.setdefault(mark, len(parts)) for mark in re.split("(?<=>)(?=<)", figure.svg)]
+            for figure in self.figures
+        ]
         data = json.dumps(
             {
                 "name": self.name,
-                "frames": [base64.b64encode(f.svg.encode()).decode() for f in self.figures],
+                "parts": list(parts),
+                "frames": frames,
                 "alts": [f.alt for f in self.figures],
                 "labels": self.labels,
                 "start": self.start,
@@ -165,10 +173,11 @@ def label(
 ) -> str:
     """Text with its baseline at `y`. `anchor` is start, middle or end."""
     weight = ' font-weight="600"' if bold else ""
+    keep = ' xml:space="preserve"' if mono else ""  # indentation of code
     family = " font-family=\"ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace\"" if mono else ""
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"'
-        f"{weight}{family}>"
+        f"{weight}{family}{keep}>"
         f"{escape(str(text))}</text>"
     )
 

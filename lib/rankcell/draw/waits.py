@@ -19,11 +19,12 @@ _GAP = 10  # px between a circle and its words, and between parallel arrows
 _ROW = 27  # px from one line of text to the next
 _LABELLED = 8  # a larger world has its words below the picture, not beside the ranks
 _OVER = {  # phase: what stands beside the rank, what is said of it in the finding
-    "finished": ("finished", "finished the cell"),
-    "error": ("failed", "failed"),
+    "finished": ("finished", "has finished"),
+    "error": ("failed", "has failed"),
     "lost": ("lost", "was lost"),
     "absent": ("not in this cell", "does not run this cell"),
 }
+_PLURAL = {"has": "have", "was": "were", "does": "do", "computes": "compute", "stands": "stand"}
 
 
 def waits(run: Run) -> Figure:
@@ -45,12 +46,12 @@ def waits(run: Run) -> Figure:
     cycles = _cycles(edges)
     finding = _finding(standings, cycles)
     place, middle, height, radius = _layout(standings)
-    marks = [
-        _arrow(place[s.rank], place[peer], radius, s, both=s.rank in edges.get(peer, ()), thick=thick)
-        for s in standings
-        for peer in s.waits_for
-        for thick in (any({s.rank, peer} <= cycle for cycle in cycles),)
-    ]
+    marks = []
+    for s in standings:
+        for peer in s.waits_for:
+            both = s.rank in edges.get(peer, ())
+            thick = any({s.rank, peer} <= cycle for cycle in cycles)
+            marks.append(_arrow(place[s.rank], place[peer], radius, s, both=both, thick=thick))
     marks += [_node(*place[s.rank], radius, s) for s in standings]
     if len(standings) <= _LABELLED:
         marks += [_words(*place[s.rank], middle, s) for s in standings]
@@ -120,9 +121,8 @@ def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
     for state, (waiters, peers) in causes.items():
         verb = "waits" if len(waiters) == 1 else "wait"
         if len(peers) > 1:
-            state = {"does not run this cell": "do not run this cell", "was lost": "were lost"}.get(
-                state, state.replace("computes", "compute")
-            )
+            one, *rest = state.split(" ")
+            state = " ".join([_PLURAL.get(one, one), *rest])
         said.append(f"{_name(waiters)} {verb} for {_name(peers)}, which {state}")
         told |= waiters
     if rest := waiting - told:

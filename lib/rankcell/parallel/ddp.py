@@ -1,0 +1,248 @@
+"""Data parallelism: the same model on every rank, other data, and one average of the gradients.
+
+`DDP` wraps any module, in any process group, in a notebook or in a script. During the backward it averages
+the gradients in buckets, while the backward of earlier layers still runs.
+
+What it does not do: it does not split the data (a sampler does), wait for ranks that have fewer batches, or
+keep buffers equal after the start (the running statistics of BatchNorm become each rank's own; SyncBatchNorm
+is the remedy). It does not learn the real order of use either: its buckets follow the order in which the
+module lists its parameters, backwards.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+MIB = 1 << 20
+
+
+class _Bucket:
+    """Gradients that travel in one all-reduce: side by side in one flat tensor."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        sizes = [_real(p).numel() for p in self.parameters]
+        self.flat = _real(self.parameters[0].detach()).new_zeros(sum(sizes))
+        pieces = self.flat.split(sizes)
+        self.places = [piece.view(_real(p).shape) for p, piece in zip(self.parameters, pieces, strict=True)]
+        self.filled = [False] * len(sizes)
+        self.work: dist.Work | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its gradients."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def fill(self, index: int) -> None:
+        """Copy the gradient of a parameter to its place; -0.0 stands for "none on this rank".
+
+        A sum is -0.0 only if every rank gave -0.0, so afterwards every rank knows which parameters nobody
+        used, and no extra byte is sent to say so. Adding 0.0 turns a real -0.0 into 0.0.
+        """
+        grad, place = self.parameters[index].grad, self.places[index]
+        self.filled[index] = True
+        if grad is None:
+            place.fill_(-0.0)
+            return
+        if grad.is_sparse:
+            raise RuntimeError("A gradient is sparse, and DDP averages dense ones. Use sparse=False.")
+        grad = _real(grad.detach())
+        if (grad.dtype, grad.device) != (place.dtype, place.device):
+            raise RuntimeError(
+                f"A gradient is {grad.dtype} on {grad.device}; when the module was wrapped it was {place.dtype} "
+                f"on {place.device}. Move or cast the module before DDP wraps it."
+            )
+        torch.add(grad, 0.0, out=place)
+
+    def unfill(self) -> None:
+        """Make ready for the next backward."""
+        self.filled, self.work = [False] * len(self.filled), None
+
+    def empty(self, world_size: int) -> None:
+        """Give each parameter its average; one that no rank used keeps no gradient."""
+        for p, place in zip(self.parameters, self.places, strict=True):
+            if p.grad is None:
+                if bool(((place == 0) & place.signbit()).all()):
+                    continue
+                p.grad = torch.empty_like(p)
+            torch.div(place, world_size, out=_real(p.grad.detach()))
+
+
+class DDP(nn.Module):
+    """`module` on every rank of a group, kept equal by averaging gradients during each backward.
+
+    Parameters and buffers start as those of the group's first rank. After `loss.backward()` every gradient is
+    the mean over the ranks: of a loss that is a mean, and equal batches, that is the gradient of the global
+    batch.
+
+    Args:
+        module: any module, on its device and in its dtype already.
+        bucket_size_mb: gradients travel together in up to this many MiB (2^20 bytes); a larger tensor travels
+            alone. 0 means each by itself, None all of one dtype together.
+        process_group: the ranks that share the model, by default all.
+
+    >>> model = DDP(MLP(6, 32, 3))
+    >>> loss = F.mse_loss(model(x), y)  # x, y: this rank's part of the batch
+    >>> loss.backward()
+    >>> model.finish_gradient_synchronization()  # the backward did it already, unless nothing used the model
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float | None = 25.0,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.process_group = process_group or dist.group.WORLD
+        self.world_size = dist.get_world_size(self.process_group)
+        if self.world_size < 1:
+            raise ValueError(
+                f"Rank {dist.get_rank()} is not in the process group that DDP was given. Only members wrap the module."
+            )
+        self._broadcast()
+        trainable = [p for p in module.parameters() if p.requires_grad]  # a tied weight comes once
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
+        self.buckets = [_Bucket(parameters) for parameters in _in_buckets(trainable[::-1], limit)]
+        self._launched = 0  # buckets on their way: always the first ones, so that all ranks agree on the order
+        self._synchronizes = True
+        self._changed = False  # a gradient may have changed since the last average
+        self._will_finish = False  # the running backward will call `finish_gradient_synchronization`
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket, index))
+            for bucket in self.buckets
+            for index, p in enumerate(bucket.parameters)
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `module` computes."""
+        if torch.is_grad_enabled():
+            if any(p.requires_grad for p in self._frozen):
+                raise RuntimeError(
+                    "A parameter was frozen when DDP wrapped the module and is trainable now: its gradient would "
+                    "differ from rank to rank. Wrap the module again."
+                )
+            self._forget_failed_backward()
+            self._changed |= self._synchronizes
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Send what was not sent, wait for the all-reduces, and put the averages into `.grad`.
+
+        Every backward ends with it by itself. Call it before the optimizer's step where a rank's loss may use
+        no parameter at all, or after a `no_sync` that has no synchronized backward behind it. It does nothing
+        if the gradients are averaged already.
+        """
+        if not self._changed:
+            return
+        for bucket in self.buckets:
+            for index, filled in enumerate(bucket.filled):
+                if not filled:  # unused in this backward
+                    bucket.fill(index)
+        self._launch()
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.empty(self.world_size)
+        self._reset()
+        self._changed = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add to this rank's gradients and send nothing; the next one outside averages the
+        sum.
+        """
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def _broadcast(self) -> None:
+        """Make every rank's parameters and buffers those of the group's first rank."""
+        first = dist.get_global_rank(self.process_group, 0)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            dense = _real(tensor.detach()).contiguous()
+            dist.broadcast(dense, src=first, group=self.process_group)
+            if dense.data_ptr() != tensor.data_ptr():
+                _real(tensor.detach()).copy_(dense)
+
+    def _gradient_is_ready(self, bucket: _Bucket, index: int) -> None:
+        """Called by autograd when a parameter's gradient is complete."""
+        self._changed = True
+        if not self._synchronizes:
+            return
+        if not self._will_finish:
+            self._will_finish = True
+            # torch has no public name for "when this backward ends"; its own DDP and FSDP use the same
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_gradient_synchronization)
+        bucket.fill(index)
+        if all(bucket.filled):
+            self._launch()
+
+    def _launch(self) -> None:
+        """Start the all-reduce of each full bucket that has no unsent one before it."""
+        while self._launched < len(self.buckets) and all(self.buckets[self._launched].filled):
+            bucket = self.buckets[self._launched]
+            bucket.work = dist.all_reduce(
+                bucket.flat, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
+            )
+            self._launched += 1
+
+    def _forget_failed_backward(self) -> None:
+        """A backward that raised left buckets half full: let go of them."""
+        if self._will_finish:
+            for bucket in self.buckets[: self._launched]:
+                bucket.work.wait()
+            self._reset()
+
+    def _reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.unfill()
+        self._launched, self._will_finish = 0, False
+
+
+def _hook(ddp: "weakref.ref[DDP]", bucket: _Bucket, index: int) -> Any:
+    """A hook that ends with its DDP: a module that is wrapped again is not averaged twice."""
+
+    def hook(_: Tensor) -> None:
+        if (owner := ddp()) is not None:
+            owner._gradient_is_ready(bucket, index)
+
+    return hook
+
+
+def _in_buckets(parameters: Sequence[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """`parameters` in lists of one dtype and device, each of at most `limit` bytes; the list that is complete
+    first comes first.
+    """
+    done: list[tuple[int, list[nn.Parameter]]] = []
+    filling: dict[Any, list[nn.Parameter]] = {}
+    last: dict[Any, int] = {}
+    for index, p in enumerate(parameters):
+        key = (p.dtype, p.device)
+        bucket = filling.setdefault(key, [])
+        if bucket and sum(map(_nbytes, [*bucket, p])) > limit:
+            done.append((last[key], bucket))
+            bucket = filling[key] = []
+        bucket.append(p)
+        last[key] = index
+    done += [(last[key], bucket) for key, bucket in filling.items()]
+    return [bucket for _, bucket in sorted(done, key=lambda pair: pair[0])]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor seen as pairs of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,564 @@
+"""A simulated GPU: one host that enqueues work, streams, engines and one clock. It says what ran when.
+
+    gpu = Device()
+    copies = gpu.stream("copies")
+    with gpu.use(copies):
+        gpu.copy(2**28, writes="Y", pinned=True, non_blocking=True)
+    gpu.current_stream().wait_stream(copies)
+    gpu.matmul(seconds=0.02, reads="Y", writes="Z")
+    gpu.synchronize()
+    gpu.events, gpu.races
+
+The calls are those of `torch.cuda`. Nothing is computed and nothing is measured: how long a kernel takes is
+said by the caller, and the answer is the same on every machine. Beside the times it keeps which job is
+*ordered* before which, and so finds races: two jobs that touch the same memory, one of them writing, and
+nothing that makes one wait for the other, whatever their times happened to be.
+
+What it leaves out: kernels that share the GPU (here one kernel fills it, and each engine does one job at a
+time, in the order in which jobs become ready), the host stopping when a queue is full, priorities, graphs, and
+slower memory while copies run. Recording an event and waiting for one cost the host nothing. A pageable copy
+holds the host until it is done; real drivers may return a little earlier, when the last bytes are staged.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .results import Event
+
+HOST = "host"
+
+
+class RaceError(Exception):
+    """Two jobs touch the same memory and nothing orders them."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two jobs that touch the same memory, one of them writing, without an order between them.
+
+    `first` was enqueued first. `reused` says that the memory changed its name in between: it was freed and
+    given out again.
+    """
+
+    buffer: str
+    first: str
+    second: str
+    text: str
+    reused: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class _Job:
+    number: int
+    name: str
+    kind: str
+    row: int
+    engine: str
+    seconds: float
+    issued: float
+    after: frozenset[int]
+    before: int  # bit j is set where job j is ordered before this one
+    reads: tuple[tuple[str, int], ...]  # name of the buffer, number of its block of memory
+    writes: tuple[tuple[str, int], ...]
+    nbytes: int = 0
+
+
+@dataclass
+class _Block:
+    """Memory that was given back: to whom it belongs, and who must be done before it is given out again."""
+
+    number: int
+    owner: int
+    nbytes: int
+    users: frozenset[int] = frozenset()
+
+
+class Mark:
+    """An event of a stream: the point between what was enqueued before it and what comes after."""
+
+    def __init__(self, device: "Device", jobs: frozenset[int], recorded: float) -> None:
+        self._device, self._jobs, self._recorded = device, jobs, recorded
+
+    @property
+    def _at(self) -> float:
+        return max([self._recorded, *(self._device._end(j) for j in self._jobs)])
+
+    def query(self) -> bool:
+        """Whether everything before it is done at this moment of the host's clock."""
+        return self._at <= self._device.now
+
+    def synchronize(self) -> None:
+        """The host waits until everything before it is done."""
+        self._device._host_waits(self._jobs, "event.synchronize")
+
+    def elapsed_time(self, end: "Mark") -> float:
+        """Milliseconds on the device's clock from this event to `end`, as in torch."""
+        return (end._at - self._at) * 1e3
+
+
+class Stream:
+    """A queue of a device: its jobs run one after the other, in the order in which they were enqueued."""
+
+    def __init__(self, device: "Device", name: str, row: int) -> None:
+        self._device, self.name, self._row = device, name, row
+        self._tail: frozenset[int] = frozenset()  # the next job must wait for these
+
+    def __repr__(self) -> str:
+        return f"Stream({self.name!r})"
+
+    def record_event(self) -> Mark:
+        """An event that is reached when all that was enqueued here so far is done."""
+        return Mark(self._device, self._tail, self._device.now)
+
+    def wait_event(self, event: Mark) -> None:
+        """What is enqueued here from now on waits for `event`. The host does not."""
+        if event._device is not self._device:
+            raise ValueError("This event belongs to another device. Record it on a stream of this one.")
+        self._tail |= event._jobs
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """What is enqueued here from now on waits for all that was enqueued in `stream` so far."""
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        """The host waits until all that was enqueued here is done."""
+        self._device._host_waits(self._tail, f"{self.name}.synchronize")
+
+    def query(self) -> bool:
+        """Whether all that was enqueued here is done at this moment of the host's clock."""
+        return self.record_event().query()
+
+
+class Work:
+    """A communication that was started with `async_op=True`."""
+
+    def __init__(self, device: "Device", mark: Mark) -> None:
+        self._device, self._mark = device, mark
+
+    def wait(self) -> None:
+        """The current stream waits for the communication. The host does not."""
+        self._device.current_stream().wait_event(self._mark)
+
+    def is_completed(self) -> bool:
+        """Whether the communication is done on the device at this moment of the host's clock."""
+        return self._mark.query()
+
+
+@dataclass
+class Device:
+    """One simulated GPU and the host thread that drives it.
+
+    Engines: "compute", "H2D" and "D2H" (one copy engine each way) and "link" (communication with other GPUs).
+
+    Args:
+        launch: seconds of the host for each kernel or copy that it enqueues.
+        pinned_rate: bytes/s of a copy from or to page-locked host memory.
+        pageable_rate: bytes/s of a copy from or to ordinary host memory.
+        link_rate: bytes/s of an all-reduce.
+        collectives_on_current_stream: where `all_reduce` without `async_op` runs: on the current stream (torch
+            2.8 and later) or on a stream of its own that the current one waits for (before).
+    """
+
+    launch: float = 10e-6
+    pinned_rate: float = 25e9
+    pageable_rate: float = 10e9
+    link_rate: float = 100e9
+    collectives_on_current_stream: bool = True
+    now: float = field(default=0.0, init=False)  # the host's clock, seconds
+
+    def __post_init__(self) -> None:
+        self._jobs: list[_Job] = []
+        self._times: list[tuple[float, float]] = []
+        self._host: list[Event] = []
+        self._known = 0  # jobs that the host knows to be done, and its own, as bits
+        self._streams: dict[str, Stream] = {}
+        self._blocks: dict[str, tuple[int, int, int]] = {}  # buffer: block, owner, nbytes
+        self._freed: list[_Block] = []
+        self._gone: set[str] = set()
+        self._users: dict[str, list[Stream]] = {}
+        self._n_blocks = 0
+        self._current = self.stream("default")
+
+    # Streams
+
+    def stream(self, name: str) -> Stream:
+        """The stream of that name; the first call makes it."""
+        if name not in self._streams:
+            self._streams[name] = Stream(self, name, len(self._streams) + 1)
+        return self._streams[name]
+
+    def default_stream(self) -> Stream:
+        """The stream that work goes to unless `use` says otherwise."""
+        return self.stream("default")
+
+    def current_stream(self) -> Stream:
+        """The stream that work goes to now."""
+        return self._current
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[Stream]:
+        """Inside, work goes to `stream` (`torch.cuda.stream`). It orders nothing."""
+        if stream._device is not self:
+            raise ValueError(f"{stream!r} belongs to another device. Make one with this device's `stream`.")
+        before, self._current = self._current, stream
+        try:
+            yield stream
+        finally:
+            self._current = before
+
+    def synchronize(self) -> None:
+        """The host waits until all streams are done."""
+        every = frozenset().union(*(s._tail for s in self._streams.values()))
+        self._host_waits(every, "synchronize")
+
+    # Work
+
+    def kernel(
+        self, name: str, seconds: float, *, reads: str | Iterable[str] = (), writes: str | Iterable[str] = ()
+    ) -> None:
+        """Enqueue a kernel in the current stream; `reads` and `writes` name the buffers it touches."""
+        self._enqueue(self._current, name, "compute", "compute", seconds, reads, writes)
+
+    def matmul(
+        self, *, seconds: float, reads: str | Iterable[str] = (), writes: str | Iterable[str] = ()
+    ) -> None:
+        """Enqueue a matrix product in the current stream."""
+        self.kernel("matmul", seconds, reads=reads, writes=writes)
+
+    def copy(
+        self,
+        nbytes: int = 0,
+        *,
+        seconds: float | None = None,
+        to: str = "device",
+        pinned: bool = False,
+        non_blocking: bool = False,
+        reads: str | Iterable[str] = (),
+        writes: str | Iterable[str] = (),
+    ) -> None:
+        """Enqueue a copy between host and device in the current stream.
+
+        It lasts `seconds`, or `nbytes` at the rate of pinned or pageable memory. The host goes on at once
+        only where the host memory is pinned *and* the call is `non_blocking`.
+
+        Raises:
+            ValueError: `to` is neither "device" nor "host".
+        """
+        if to not in ("device", "host"):
+            raise ValueError(f"A copy goes to 'device' or to 'host', not to {to!r}.")
+        engine = "H2D" if to == "device" else "D2H"
+        rate = self.pinned_rate if pinned else self.pageable_rate
+        time = nbytes / rate if seconds is None else seconds
+        job = self._enqueue(
+            self._current, f"copy {engine}", "copy", engine, time, reads, writes, nbytes=nbytes
+        )
+        if not (pinned and non_blocking):
+            self._host_waits(frozenset({job}), "copy")
+
+    def all_reduce(
+        self,
+        buffer: str | Iterable[str] = (),
+        nbytes: int = 0,
+        *,
+        seconds: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Enqueue an all-reduce of `buffer`, in place. With `async_op` it runs on the stream "nccl", which
+        first waits for the current one; then the `Work` to wait for comes back.
+        """
+        time = nbytes / self.link_rate if seconds is None else seconds
+        own = async_op or not self.collectives_on_current_stream
+        stream = self.stream("nccl") if own else self._current
+        if own:
+            stream.wait_stream(self._current)
+        self._enqueue(stream, "all_reduce", "comm", "link", time, buffer, buffer, nbytes=nbytes)
+        if not own:
+            return None
+        work = Work(self, stream.record_event())
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def on_host(
+        self, name: str, seconds: float, *, reads: str | Iterable[str] = (), writes: str | Iterable[str] = ()
+    ) -> None:
+        """The host itself works: it prepares a batch, or reads a result."""
+        start = self.now
+        self.now += _positive(seconds)
+        job = self._add(
+            name, HOST, 0, "", seconds, start, frozenset(), self._known, self._touch(reads), self._touch(writes)
+        )
+        self._known |= 1 << job
+
+    # Memory
+
+    def empty(self, buffer: str, nbytes: int = 0) -> None:
+        """Give `buffer` memory that belongs to the current stream: a freed block of this stream and size if
+        there is one, as PyTorch's caching allocator does.
+        """
+        owner = self._current._row
+        for block in self._freed:
+            done = all(self._end(j) <= self.now for j in block.users)
+            if block.owner == owner and block.nbytes == nbytes and done:
+                self._freed.remove(block)
+                self._known |= self._closure(block.users)  # the allocator asked: they are done
+                self._blocks[buffer] = (block.number, owner, nbytes)
+                break
+        else:
+            self._blocks[buffer] = (self._new_block(), owner, nbytes)
+        self._gone.discard(buffer)
+        self._users[buffer] = []
+
+    def record_stream(self, buffer: str, stream: Stream) -> None:
+        """Say that `stream` uses `buffer` too: once freed, its memory is kept until that stream is done."""
+        self._touch(buffer)
+        self._users[buffer].append(stream)
+
+    def free(self, buffer: str) -> None:
+        """Drop the last reference to `buffer` (`del`): its memory may be given out again."""
+        self._touch(buffer)
+        number, owner, nbytes = self._blocks.pop(buffer)
+        users = frozenset().union(*(s._tail for s in self._users.pop(buffer)))
+        self._freed.append(_Block(number, owner, nbytes, users))
+        self._gone.add(buffer)
+
+    # What happened
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All that host and streams did, in order of time, as predicted events.
+
+        `rank` is the row: 0 the host, then the streams; `group` is its name. `kind` is "host" (launches and
+        work of the host), "wait" (the host stands), "compute", "copy", "comm", or "order": a moment at which
+        a stream was let go by another one, whose row is `peer` and which was done at `issued`.
+        """
+        names = [HOST, *self._streams]
+        found = list(self._host)
+        for job in self._jobs:
+            start, end = self._times[job.number]
+            found.append(
+                Event(
+                    job.row,
+                    job.name,
+                    start,
+                    end,
+                    kind=job.kind,
+                    group=names[job.row],
+                    nbytes=job.nbytes,
+                    issued=job.issued,
+                    predicted=True,
+                )
+            )
+            for other in sorted(job.after):
+                if self._jobs[other].row != job.row:
+                    found.append(
+                        Event(
+                            job.row,
+                            "wait_event",
+                            start,
+                            start,
+                            kind="order",
+                            group=names[job.row],
+                            peer=self._jobs[other].row,
+                            issued=self._end(other),
+                            predicted=True,
+                        )
+                    )
+        return tuple(sorted(found, key=lambda e: (e.start, e.rank, e.end)))
+
+    @property
+    def seconds(self) -> float:
+        """When host and device are both done."""
+        return max([self.now, *(end for _, end in self._times)])
+
+    @property
+    def races(self) -> tuple[Race, ...]:
+        """Every pair of streams and buffers with a race, the first jobs of each; empty if all is ordered."""
+        found: dict[tuple, Race] = {}
+        for b in self._jobs:
+            for a in self._jobs[: b.number]:
+                if b.before >> a.number & 1:
+                    continue
+                for x, name_a, y, name_b in _conflicts(a, b):
+                    key = (name_a, name_b, a.row, b.row)
+                    if key not in found:
+                        found[key] = self._race(a, x, name_a, b, y, name_b)
+        return tuple(found.values())
+
+    def check(self) -> None:
+        """Raise `RaceError`, with a sentence for each race, unless everything is ordered."""
+        races = self.races
+        if races:
+            raise RaceError("\n".join(race.text for race in races))
+
+    # Inside
+
+    def _enqueue(
+        self,
+        stream: Stream,
+        name: str,
+        kind: str,
+        engine: str,
+        seconds: float,
+        reads: str | Iterable[str],
+        writes: str | Iterable[str],
+        nbytes: int = 0,
+    ) -> int:
+        start = self.now
+        reads, writes = self._touch(reads), self._touch(writes)
+        self.now += self.launch
+        if self.launch:
+            self._host.append(
+                Event(0, f"launch {name}", start, self.now, kind=HOST, group=HOST, predicted=True)
+            )
+        before = self._known | self._closure(stream._tail)
+        job = self._add(
+            name, kind, stream._row, engine, seconds, self.now, stream._tail, before, reads, writes, nbytes
+        )
+        stream._tail = frozenset({job})
+        return job
+
+    def _add(self, name, kind, row, engine, seconds, issued, after, before, reads, writes, nbytes=0) -> int:
+        number = len(self._jobs)
+        seconds = _positive(seconds)
+        self._jobs.append(
+            _Job(
+                number, name, kind, row, engine, seconds, issued, after, before, reads, writes, nbytes
+            )
+        )
+        self._times = _schedule(self._jobs)
+        return number
+
+    def _end(self, job: int) -> float:
+        return self._times[job][1]
+
+    def _closure(self, jobs: Iterable[int]) -> int:
+        bits = 0
+        for j in jobs:
+            bits |= self._jobs[j].before | 1 << j
+        return bits
+
+    def _host_waits(self, jobs: frozenset[int], why: str) -> None:
+        until = max([self.now, *(self._end(j) for j in jobs)])
+        if until > self.now:
+            self._host.append(Event(0, why, self.now, until, kind="wait", group=HOST, predicted=True))
+        self.now = until
+        self._known |= self._closure(jobs)
+
+    def _new_block(self) -> int:
+        self._n_blocks += 1
+        return self._n_blocks
+
+    def _touch(self, buffers: str | Iterable[str]) -> tuple[tuple[str, int], ...]:
+        """The blocks of memory of some buffers; a new name gets a block that is never given to another."""
+        names = (buffers,) if isinstance(buffers, str) else tuple(buffers)
+        for name in names:
+            if name in self._gone:
+                raise ValueError(f"{name} was freed. Give it memory again with empty({name!r}).")
+            if name not in self._blocks:
+                self._blocks[name] = (self._new_block(), self._current._row, -1)
+                self._users[name] = []
+        return tuple((name, self._blocks[name][0]) for name in names)
+
+    def _race(self, a: _Job, x: str, name_a: str, b: _Job, y: str, name_b: str) -> Race:
+        names = [HOST, *self._streams]
+        first, second = f"{a.name} on {names[a.row]}", f"{b.name} on {names[b.row]}"
+        (start_a, end_a), (start_b, end_b) = self._times[a.number], self._times[b.number]
+        if max(start_a, start_b) < min(end_a, end_b):
+            happened = "Here they ran at the same time."
+        elif start_a < start_b:
+            happened = "Here the first happened to be over in time; nothing promises it."
+        else:
+            happened = "Here the second even ran first."
+        mend = (
+            f"Let the host wait before it: {names[a.row]}.synchronize()."
+            if b.row == 0
+            else f"Before it: {names[b.row]}.wait_stream({names[a.row]})."
+        )
+        if name_a != name_b:
+            text = (
+                f"Memory reused too early: {name_b} was given the memory of {name_a}, which was freed while "
+                f"{first} may still be {_ing(x)} it; now {second} {y} it. {happened} Call "
+                f'record_stream("{name_a}", {names[a.row]}) before freeing {name_a}.'
+            )
+        else:
+            text = (
+                f"Race on {name_a}: {first} {x} it, {second} {y} it, and nothing orders the two. "
+                f"{happened} {mend}"
+            )
+        return Race(name_b, first, second, text, reused=name_a != name_b)
+
+
+def busy_together(events: Iterable[Event], one: str, other: str) -> float:
+    """Seconds in which events of kind `one` and of kind `other` ran at the same time, measured or simulated.
+
+    busy_together(gpu.events, "compute", "copy")
+    """
+    events = list(events)
+    a, b = (_union([(e.start, e.end) for e in events if e.kind == kind]) for kind in (one, other))
+    return sum(max(0.0, min(x[1], y[1]) - max(x[0], y[0])) for x in a for y in b)
+
+
+def _union(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same stretches of time with no overlaps."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(parts):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _schedule(jobs: list[_Job]) -> list[tuple[float, float]]:
+    """Start and end of each job: an engine takes the job that was ready first.
+
+    A job enqueued later cannot change what happened before it was enqueued, so what the host has already seen
+    stays as it was when more jobs are added.
+    """
+    times: dict[int, tuple[float, float]] = {}
+    free: dict[str, float] = {}
+    left = list(jobs)
+    while left:
+        best = None
+        for job in left:
+            if any(j not in times for j in job.after):
+                continue
+            ready = max([job.issued, *(times[j][1] for j in job.after)])
+            start = max(ready, free.get(job.engine, 0.0)) if job.engine else ready
+            if best is None or (start, ready, job.number) < best[:3]:
+                best = (start, ready, job.number, job)
+        start, _, number, job = best
+        times[number] = (start, start + job.seconds)
+        if job.engine:
+            free[job.engine] = start + job.seconds
+        left.remove(job)
+    return [times[job.number] for job in jobs]
+
+
+def _conflicts(a: _Job, b: _Job) -> Iterator[tuple[str, str, str, str]]:
+    """What both jobs touch where one of them writes: what a does, the name it used, what b does, its name."""
+    for x, mine in (("writes", a.writes), ("reads", a.reads)):
+        for y, theirs in (("writes", b.writes), ("reads", b.reads)):
+            if "writes" in (x, y):
+                for name_a, block_a in mine:
+                    for name_b, block_b in theirs:
+                        if block_a == block_b:
+                            yield x, name_a, y, name_b
+
+
+def _ing(verb: str) -> str:
+    return {"reads": "reading", "writes": "writing"}[verb]
+
+
+def _positive(seconds: float) -> float:
+    if not seconds >= 0:
+        raise ValueError(f"A job cannot take {seconds} seconds. Give zero or more.")
+    return seconds
