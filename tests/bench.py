@@ -123,7 +123,7 @@ def bench_cells() -> None:
 
 
 def _start_ipyparallel(kernel: Kernel) -> bool:
-    """Four engines with an initialised process group in the kernel's `client`; False if it is not installed."""
+    """Four engines with an initialised process group; False if ipyparallel is not installed."""
     setup = """
         import ipyparallel, os, tempfile
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

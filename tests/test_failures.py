@@ -45,7 +45,7 @@ HANGS = {
         "x = torch.ones(4)\nif rank == 0:\n    dist.send(x, 1, tag=1)\nif rank == 1:\n    dist.recv(x, 0, "
         "tag=2)",
         "the sends and receives of ranks 0, 1 do not fit together.",
-        "rank 1  waits in recv(float32[4] from rank 0)",
+        "rank 1  waits in recv(float32[4] from rank 0, tag 2)",
         "with the same tag",
     ),
     "skipped collective": (
@@ -328,4 +328,19 @@ def test_a_failing_function_shows_its_own_lines(four):
 def test_a_failing_repr_is_shown_and_harms_nothing(four):
     run = four.run("class Odd:\n    def __repr__(self): raise ValueError('no text')\nOdd()", only=[0])
     assert "ValueError: no text" in run.ranks[0].stdout + run.ranks[0].stderr
+    works(four)
+
+
+def test_a_wait_with_a_time_limit_is_no_deadlock_and_leaves_the_world_usable(four):
+    source = """
+from datetime import timedelta
+gave_up = False
+if rank == 0:
+    try:
+        dist.irecv(torch.zeros(4), 1).wait(timedelta(seconds=0.6))
+    except RuntimeError:
+        gave_up = True
+gave_up
+"""
+    assert four.run(source).values == [True, False, False, False]
     works(four)

@@ -145,8 +145,8 @@ def _explain(
     elif len({w.group for w in waits.values()}) > 1:
         head = f"{who} take their process groups in different order, and each waits for the other."
         advice = "Call the collectives of two groups in the same order on every rank that is in both."
-        rows = [f"rank {r}: {_group(w, len(states))}" for r, w in sorted(waits.items())]
-        lines = (*lines, *(f"{row} first" for row in rows))
+        turns = [f"rank {r} takes {_name(w)} first" for r, w in sorted(waits.items())]
+        lines = (*lines, *turns)
     else:
         head = f"{who} wait for each other."
         advice = "Every rank of a group must call the same operations in the same order."
@@ -228,6 +228,10 @@ def describe(state: State, world_size: int) -> str:
     where = f", line {wait.line}" if wait.line else ""
     inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
     return f"{name}  waits in {wait.text}{inside} (call {wait.nth} {_group(wait, world_size)}{where})"
+
+
+def _name(wait: Wait) -> str:
+    return f"group {wait.group!r} of {name_ranks(wait.ranks)}"
 
 
 def _group(wait: Wait, world_size: int) -> str:

@@ -87,6 +87,7 @@ class Operation:
         "done",
         "dtype",
         "error",
+        "gives_up",
         "group",
         "inputs",
         "is_async",
@@ -118,12 +119,13 @@ class Operation:
         self.peer, self.tag, self.reduce_op = None, 0, ""
         self.is_async, self.line, self.via, self.thread = False, 0, "", 0
         self.start = self.issued = self.wait_start = self.wait_end = self.done = None
+        self.gives_up = False  # the wait has a time limit of its own: it cannot be part of a deadlock
         self.error, self.work, self.inputs, self.outputs = None, None, (), ()
         self.before = self.before_out = self.after = None
 
     def describe(self) -> str:
         """The call in a learner's words: "all_reduce(float32[4])"."""
-        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer)
+        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
 
     @property
     def waiting(self) -> bool:
@@ -132,7 +134,7 @@ class Operation:
             return False
         if self.issued is None:
             return True
-        return self.wait_start is not None and self.wait_end is None
+        return not self.gives_up and self.wait_start is not None and self.wait_end is None
 
     @property
     def finished(self) -> bool:
@@ -282,6 +284,9 @@ class Recorder:
         self.board: Board | None = None
         self.cell = ""
         self.generation = 0
+        self.broken = (
+            False  # a wait failed in this cell: gloo has closed the connection, whoever caught the error
+        )
         self.failed_call: Call | None = None  # the last operation of this cell that raised
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self._before: dict[Any, int] = {}  # the counts when the cell began
@@ -317,10 +322,12 @@ class Recorder:
             if operation is None:
                 return original_wait(work, *args, **kwargs)
             operation.wait_start = clock()
+            operation.gives_up = bool(args or kwargs)
             try:
                 return original_wait(work, *args, **kwargs)
             except BaseException as error:
                 self._fail(operation, error)
+                self.broken = True
                 raise
             finally:
                 operation.wait_end = clock()
@@ -346,6 +353,7 @@ class Recorder:
             self.operations.clear()
             self._before = dict(self.counts)
             self.threads, self.total, self._spans, self.failed_call = set(), 0, [], None
+            self.broken = False
 
     def join(self, generation: int) -> None:
         """Count from 1 again: the process groups are new, and nothing is open any more."""

@@ -62,7 +62,7 @@ class Event:
         """The call in words: "all_reduce(float32[4])"; the name of a span."""
         if self.kind != "comm":
             return self.op
-        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer)
+        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ class Call:
     group: str = ""
 
 
-def call_text(op: str, dtype: str, shape: Sequence[int], reduce_op: str, peer: int | None) -> str:
+def call_text(
+    op: str, dtype: str, shape: Sequence[int], reduce_op: str, peer: int | None, tag: int = 0
+) -> str:
     """A communication in a learner's words: "all_reduce(float32[4])", "send(float32[8] to rank 1)"."""
     what = f"{dtype}{list(shape)}" if dtype and op != "barrier" else ""
     if reduce_op not in ("", "SUM"):
@@ -131,6 +133,8 @@ def call_text(op: str, dtype: str, shape: Sequence[int], reduce_op: str, peer: i
         what += f" from {'any rank' if peer is None else f'rank {peer}'}"
     elif peer is not None:
         what += f", root {peer}"
+    if tag:
+        what += f", tag {tag}"
     return f"{op}({what})"
 
 

@@ -15,9 +15,9 @@ said by the caller, and the answer is the same on every machine. Beside the time
 nothing that makes one wait for the other, whatever their times happened to be.
 
 What it leaves out: kernels that share the GPU (here one kernel fills it, and each engine does one job at a
-time, in the order in which jobs become ready), the host stopping when a queue is full, priorities, graphs, and
-slower memory while copies run. Recording an event and waiting for one cost the host nothing. A pageable copy
-holds the host until it is done; real drivers may return a little earlier, when the last bytes are staged.
+time, in the order in which jobs become ready), the host stopping when a queue is full, priorities, graphs,
+and slower memory while copies run. Recording an event and waiting for one cost the host nothing. A pageable
+copy holds the host until it is done; real drivers may return a little earlier, when the last bytes are staged.
 """
 
 from collections.abc import Iterable, Iterator
@@ -161,8 +161,8 @@ class Device:
         pinned_rate: bytes/s of a copy from or to page-locked host memory.
         pageable_rate: bytes/s of a copy from or to ordinary host memory.
         link_rate: bytes/s of an all-reduce.
-        collectives_on_current_stream: where `all_reduce` without `async_op` runs: on the current stream (torch
-            2.8 and later) or on a stream of its own that the current one waits for (before).
+        collectives_on_current_stream: where `all_reduce` without `async_op` runs: on the current stream
+            (torch 2.8 and later) or on a stream of its own that the current one waits for (before).
     """
 
     launch: float = 10e-6
@@ -174,7 +174,7 @@ class Device:
 
     def __post_init__(self) -> None:
         self._jobs: list[_Job] = []
-        self._times: list[tuple[float, float]] = []
+        self._schedule: list[tuple[float, float]] = []
         self._host: list[Event] = []
         self._known = 0  # jobs that the host knows to be done, and its own, as bits
         self._streams: dict[str, Stream] = {}
@@ -293,7 +293,16 @@ class Device:
         start = self.now
         self.now += _positive(seconds)
         job = self._add(
-            name, HOST, 0, "", seconds, start, frozenset(), self._known, self._touch(reads), self._touch(writes)
+            name,
+            HOST,
+            0,
+            "",
+            seconds,
+            start,
+            frozenset(),
+            self._known,
+            self._touch(reads),
+            self._touch(writes),
         )
         self._known |= 1 << job
 
@@ -425,16 +434,33 @@ class Device:
         stream._tail = frozenset({job})
         return job
 
-    def _add(self, name, kind, row, engine, seconds, issued, after, before, reads, writes, nbytes=0) -> int:
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        row: int,
+        engine: str,
+        seconds: float,
+        issued: float,
+        after: frozenset[int],
+        before: int,
+        reads: tuple[tuple[str, int], ...],
+        writes: tuple[tuple[str, int], ...],
+        nbytes: int = 0,
+    ) -> int:
         number = len(self._jobs)
         seconds = _positive(seconds)
         self._jobs.append(
-            _Job(
-                number, name, kind, row, engine, seconds, issued, after, before, reads, writes, nbytes
-            )
+            _Job(number, name, kind, row, engine, seconds, issued, after, before, reads, writes, nbytes)
         )
-        self._times = _schedule(self._jobs)
         return number
+
+    @property
+    def _times(self) -> list[tuple[float, float]]:
+        """Start and end of each job so far."""
+        if len(self._schedule) != len(self._jobs):
+            self._schedule = _schedule(self._jobs)
+        return self._schedule
 
     def _end(self, job: int) -> float:
         return self._times[job][1]
@@ -478,9 +504,9 @@ class Device:
         else:
             happened = "Here the second even ran first."
         mend = (
-            f"Let the host wait before it: {names[a.row]}.synchronize()."
+            f"Let the host wait before the second: {names[a.row]}.synchronize()."
             if b.row == 0
-            else f"Before it: {names[b.row]}.wait_stream({names[a.row]})."
+            else f"Put {names[b.row]}.wait_stream({names[a.row]}) before the second."
         )
         if name_a != name_b:
             text = (

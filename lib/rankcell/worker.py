@@ -87,6 +87,7 @@ class Outcome:
     dropped: int
     counts: dict[Any, int]
     calls: int = 0
+    broken: bool = False  # a connection was closed, although the rank may have caught the error
     wire: tuple[Connection, ...] | None = None
     steps: tuple[Step, ...] = ()
     names: tuple[str, ...] = field(default=())
@@ -361,6 +362,7 @@ class Rank:
             dropped=dropped,
             counts=dict(self.recorder.counts),
             calls=self.recorder.total,
+            broken=self.recorder.broken,
             wire=_moved(moved_before, system.bytes_moved(self._connections)),
             steps=tuple(self._steps),
             names=tuple(n for n in self.names if not n.startswith("_")),

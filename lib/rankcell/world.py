@@ -442,7 +442,8 @@ class Ranks:
                 self._result(source, began, pull), standstill=diagnose.standings(states) if freed else ()
             )
             mismatched = any(r.error and r.error.mismatch for r in run.ran)
-            if freed or lost or unmatched or mismatched:
+            broken = any(p.outcome is not None and p.outcome.broken for p in self._parts.values())
+            if freed or lost or unmatched or mismatched or broken:
                 self._repair(lost)
         return self._conclude(run, cause, unmatched, pull)
 

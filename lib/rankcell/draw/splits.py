@@ -1,0 +1,118 @@
+"""Who holds what: the same matrices under several splits, side by side, one row of boxes per rank.
+
+A matrix is an outline; the part that a rank holds is filled. Between the ranks stands what they must tell
+each other. It draws what it is given (which part of which matrix) and computes no model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .charts import text_width
+from .svg import INK, MUTED, PAPER, RANK_COLOURS, Figure, drawing, label, line, rect
+
+WIDTH = 600
+_LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
+Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split: per rank the part of each matrix that it holds (`None`: nothing of it), and in a few
+    short lines what the ranks exchange, and how often.
+    """
+
+    name: str
+    held: Sequence[Mapping[str, Part | None]]
+    exchange: Sequence[str] = ()
+
+
+def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
+    """A part of a matrix of shape `of`, from slices: `part(slice(0, 4), slice(None), of=(8, 4))`."""
+    ends = [
+        s.indices(n)[:2] if isinstance(s, slice) else (s, s + 1)
+        for s, n in zip((rows, columns), of, strict=True)
+    ]
+    return tuple(ends[0]), tuple(ends[1])
+
+
+def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]], *, alt: str = "") -> Figure:
+    """The matrices in `shapes`, drawn to scale, once per split (across) and rank (down).
+
+    Raises:
+        ValueError: there is no split, or the splits have different numbers of ranks.
+    """
+    counts = {len(s.held) for s in splits}
+    if len(counts) != 1:
+        raise ValueError(f"Every split needs the same number of ranks; these have {sorted(counts)}.")
+    n_ranks = counts.pop()
+    panel = (WIDTH - _LEFT - 8) / len(splits)
+    across = sum(columns for _, columns in shapes.values())
+    tall = max(rows for rows, _ in shapes.values())
+    unit = min((panel - 18 - _GAP * (len(shapes) - 1)) / across, 80 / tall)
+    box = _HEAD + unit * tall + 14
+    between = 26.0 * max((len(s.exchange) for s in splits), default=0) + 16
+    tops = [_TITLE + 8 + r * (box + between) for r in range(n_ranks)]
+    marks = [label(10, top + box / 2 + 8, f"rank {r}") for r, top in enumerate(tops)]
+    for k, split in enumerate(splits):
+        x0 = _LEFT + k * panel
+        marks.append(label(x0 + panel / 2, 26, split.name, anchor="middle", bold=True))
+        for r, top in enumerate(tops):
+            marks.append(rect(x0 + 3, top, panel - 6, box, stroke=MUTED, radius=6))
+            marks += _matrices(split.held[r], shapes, RANK_COLOURS[r], x0 + panel / 2, top, unit)
+        for top in tops[1:]:
+            for i, words in enumerate(split.exchange):
+                at = top - between + 26 * (i + 1)
+                size = min(20.0, 20 * (panel - 4) / max(text_width(words), 1))
+                marks.append(label(x0 + panel / 2, at, words, anchor="middle", size=size))
+    alt = alt or "; ".join(f"{s.name}: {' '.join(s.exchange)}" for s in splits) + "."
+    return drawing(WIDTH, tops[-1] + box + 8, *marks, alt=alt, text=_twin(splits, shapes))
+
+
+def _matrices(
+    held: Mapping[str, Part | None],
+    shapes: Mapping[str, tuple[int, int]],
+    colour: str,
+    centre: float,
+    top: float,
+    unit: float,
+) -> list[str]:
+    """Outlines of all matrices, filled where the rank holds them."""
+    total = sum(c for _, c in shapes.values()) * unit + _GAP * (len(shapes) - 1)
+    tall = max(rows for rows, _ in shapes.values()) * unit
+    marks, x = [], centre - total / 2
+    for name, (rows, columns) in shapes.items():
+        y = top + _HEAD + 4 + (tall - rows * unit) / 2
+        marks.append(label(x + columns * unit / 2, y - 6, name, anchor="middle", fill=INK))
+        if (mine := held.get(name)) is not None:
+            (r0, r1), (c0, c1) = mine
+            marks.append(
+                rect(x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit, fill=colour, radius=0)
+            )
+        marks.append(rect(x, y, columns * unit, rows * unit, stroke=INK, radius=0))
+        for i in range(1, rows):
+            marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))
+        for j in range(1, columns):
+            marks.append(line(x + j * unit, y, x + j * unit, y + rows * unit, stroke=PAPER))
+        x += columns * unit + _GAP
+    return marks
+
+
+def _twin(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]]) -> str:
+    lines = []
+    for split in splits:
+        lines.append(f"{split.name}: exchanges {' '.join(split.exchange) or 'nothing'}")
+        for r, held in enumerate(split.held):
+            parts = [f"{name} {_words(held.get(name), shape)}" for name, shape in shapes.items()]
+            lines.append(f"  rank {r}: {', '.join(parts)}")
+    return "\n".join(lines)
+
+
+def _words(mine: Part | None, shape: tuple[int, int]) -> str:
+    if mine is None:
+        return "nothing"
+    (r0, r1), (c0, c1) = mine
+    if (r1 - r0, c1 - c0) == shape:
+        return "all"
+    rows = "" if r1 - r0 == shape[0] else f"rows {r0}-{r1 - 1}"
+    columns = "" if c1 - c0 == shape[1] else f"columns {c0}-{c1 - 1}"
+    return " ".join(filter(None, (rows, columns)))

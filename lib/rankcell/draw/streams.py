@@ -1,0 +1,213 @@
+"""What the host and the streams of one device did: one row each, time from left to right.
+
+It draws the events of `rankcell.simulate`, and any others whose `group` names their row: a bar is a kernel, a
+copy or a communication, in the colour that the timeline of ranks uses too. Predicted ones have an outline and
+a pale inside, measured ones are solid. Thin dark bars in the host's row are launches, a dashed light bar is
+the host standing still. An arrow leads from a stream to another one that waited for it. It reads events and
+measures nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from ..results import Event
+from .charts import _ticks as round_ticks
+from .charts import text_width
+from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
+
+WIDTH = 600
+_RIGHT, _BAR, _GAP = 14, 34, 14
+_COLUMNS = 60  # characters of a row of the text twin
+_COPY = "#e69f00"  # as a send: bytes that move from one place to another
+_SIGNS = {"compute": "=", "copy": ">", "comm": "#", "host": "|", "wait": "-"}
+_MAX_LAUNCH_LINES = 8
+
+
+def streams(events: Iterable[Event], *, title: str = "", until: float = 0.0) -> Figure:
+    """One row for the host and one for each stream, in ms; `until` (seconds) makes pictures comparable.
+
+    Raises:
+        ValueError: there are no events.
+    """
+    events = sorted(events, key=lambda e: (e.start, e.rank))
+    if not events:
+        raise ValueError("There is nothing to draw: nothing was enqueued.")
+    names = {e.rank: e.group for e in reversed(events)}
+    rows = sorted(names)
+    last = max(e.end for e in events)
+    end = max(last, until) or 1e-6
+    finding = _finding(events, last)
+    alt = f"{title}. {finding}" if title else finding
+    return _draw(events, rows, names, end, title, alt)
+
+
+def _finding(events: Sequence[Event], end: float) -> str:
+    """The sentence of the alt text: how long, how much at the same time, how long the host stood."""
+    work = [e for e in events if e.kind in ("compute", "copy", "comm")]
+    busy = sum(e.seconds for e in work)
+    # time in which at least one job ran
+    covered, reach = 0.0, 0.0
+    for e in sorted(work, key=lambda e: e.start):
+        covered += max(0.0, e.end - max(e.start, reach))
+        reach = max(reach, e.end)
+    stood = sum(e.seconds for e in events if e.kind == "wait")
+    what = "Simulated" if all(e.predicted for e in events) else "Measured"
+    text = f"{what}: done after {_ms(end)}"
+    together = busy - covered
+    text += f"; {_ms(together)} of work overlap" if together > 1e-9 else "; nothing overlaps"
+    return text + (f"; the host stands for {_ms(stood)}." if stood > 1e-9 else "; the host never stands.")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else format_seconds(seconds)
+
+
+def _draw(
+    events: Sequence[Event], rows: Sequence[int], names: dict[int, str], end: float, title: str, alt: str
+) -> Figure:
+    left = max(text_width(names[r]) for r in rows) + 24
+    span = WIDTH - _RIGHT - left
+
+    def x(seconds: float) -> float:
+        return left + span * seconds / end
+
+    marks: list[str] = []
+    top = 12.0
+    if title:
+        marks.append(label(12, top + 18, title, bold=True))
+        top += 32
+    key, top = _key(events, top)
+    marks += key
+    y = {row: top + 6 + i * (_BAR + _GAP) for i, row in enumerate(rows)}
+    bottom = y[rows[-1]] + _BAR + 6
+    reach = -1e9
+    for t in round_ticks((0.0, end * 1e3), False, 10, most=6):
+        at, text = x(t / 1e3), f"{t:g}"
+        marks.append(line(at, top, at, bottom + 4))
+        half = text_width(text) / 2
+        if at - half > reach:
+            marks.append(label(min(at, WIDTH - 6 - half), bottom + 24, text, anchor="middle", fill=MUTED))
+            reach = at + half + 10
+    marks.append(label(left + span / 2, bottom + 50, "time in ms", anchor="middle", fill=MUTED))
+    for row in rows:
+        marks.append(label(12, y[row] + _BAR / 2 + 7, names[row]))
+        marks.append(line(left, y[row] + _BAR, WIDTH - _RIGHT, y[row] + _BAR))
+    launched = [e for e in events if e.kind in ("compute", "copy", "comm") and e.predicted]
+    if 0 in y and len(launched) <= _MAX_LAUNCH_LINES:
+        for e in launched:
+            marks.append(
+                line(x(e.issued), y[0] + _BAR, x(e.start) + 1, y[e.rank], stroke=MUTED, width=1, dash="2 3")
+            )
+    marks += [_mark(e, x(e.start), x(e.end), y[e.rank]) for e in events if e.kind != "order"]
+    for e in events:
+        if e.kind == "order" and e.peer in y:
+            marks += _let_go(x(e.issued), x(e.start), y[e.peer], y[e.rank])
+    return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=_twin(events, rows, names, end, alt))
+
+
+def _let_go(done: float, start: float, y_from: float, y_to: float) -> list[str]:
+    """From where a job was done, along its row, to the job of another row that waited for it."""
+    middle = y_from + _BAR / 2
+    start += 2
+    along = [line(done, middle, start, middle, stroke=INK, width=1.5)] if start - done > 3 else []
+    begin = middle if along else y_from + (_BAR if y_to > y_from else 0)
+    end = y_to if y_to > y_from else y_to + _BAR
+    return [*along, line(start, begin, start, end, stroke=INK, width=1.5, arrow=True)]
+
+
+def _mark(e: Event, start: float, stop: float, y: float) -> str:
+    """The bar of an event, with its name where it has room."""
+    width = max(stop - start, 2.0)
+    colour = _colour(e)
+    tip = f"{e.op}, {_ms(e.start)} to {_ms(e.end)}" + (f", {format_bytes(e.nbytes)}" if e.nbytes else "")
+    if e.kind == "wait":
+        bar = rect(start + 1, y + 6, width - 2, _BAR - 8, fill="#f4f4f4", stroke=MUTED, dash="4 3", title=tip)
+    elif e.kind == "host" and e.op.startswith("launch "):
+        return rect(start, y, width, _BAR, fill=INK, stroke=PAPER if width > 4 else "none", title=tip)
+    elif e.predicted and width > 6:
+        bar = rect(start + 1, y + 1, width - 2, _BAR - 2, fill=_pale(colour), stroke=colour, title=tip)
+        bar = bar.replace("<rect", '<rect stroke-width="2"', 1)
+    else:
+        bar = rect(start, y, width, _BAR, fill=colour, stroke=PAPER if width > 6 else "none", title=tip)
+    text = "waits" if e.kind == "wait" else e.op
+    if text_width(text) + 4 <= width:
+        bar += label((start + stop) / 2, y + _BAR / 2 + 7, text, anchor="middle")
+    return bar
+
+
+def _colour(e: Event) -> str:
+    if e.kind == "copy":
+        return _COPY
+    return COLOURS.get(e.op, COLOURS["barrier"]) if e.kind == "comm" else COLOURS["compute"]
+
+
+def _pale(colour: str) -> str:
+    """`colour` with a lot of white, so that dark text reads on it."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.3 * (255 - p)):02x}" for p in parts)
+
+
+def _key(events: Sequence[Event], top: float) -> tuple[list[str], float]:
+    """What the colours mean, in as many rows as it takes, and where the picture goes on below."""
+    kinds = {e.kind for e in events}
+    simulated = any(e.predicted for e in events)
+    entries: list[tuple[str, str]] = []
+    if "compute" in kinds or any(e.kind == "host" and not e.op.startswith("launch ") for e in events):
+        entries.append(("compute", COLOURS["compute"]))
+    if "copy" in kinds:
+        entries.append(("copy", _COPY))
+    entries += [
+        (op, COLOURS.get(op, COLOURS["barrier"])) for op in sorted({e.op for e in events if e.kind == "comm"})
+    ]
+    if any(e.kind == "host" and e.op.startswith("launch ") for e in events):
+        entries.append(("launch", INK))
+    if "wait" in kinds:
+        entries.append(("host waits", "dashed"))
+    marks, x, y = [], 12.0, top
+    for name, colour in entries:
+        width = 26 + text_width(name)
+        if x > 12 and x + width > WIDTH - 8:
+            x, y = 12.0, y + 28
+        if colour == "dashed":
+            marks.append(rect(x + 1, y + 3, 16, 14, fill="#f4f4f4", stroke=MUTED, dash="4 3"))
+        elif colour == INK:
+            marks.append(rect(x + 6, y + 2, 5, 16, fill=INK))
+        elif simulated:
+            mark = rect(x + 1, y + 3, 16, 14, fill=_pale(colour), stroke=colour)
+            marks.append(mark.replace("<rect", '<rect stroke-width="2"', 1))
+        else:
+            marks.append(rect(x, y + 2, 18, 16, fill=colour))
+        marks.append(label(x + 26, y + 17, name, fill=MUTED))
+        x += width + 18
+    return marks, y + 32
+
+
+def _twin(events: Sequence[Event], rows: Sequence[int], names: dict[int, str], end: float, alt: str) -> str:
+    """The picture in characters."""
+    kinds = {e.kind for e in events}
+    words = {
+        "compute": "computes",
+        "copy": "copies",
+        "comm": "communicates",
+        "host": "host launches or works",
+        "wait": "host waits",
+    }
+    key = "   ".join(f"{_SIGNS[kind]} {word}" for kind, word in words.items() if kind in kinds)
+    lines = [alt, f"{key}   (0 to {_ms(end)})"]
+    width = max(len(names[r]) for r in rows)
+    for row in rows:
+        text = [" "] * _COLUMNS
+        for e in events:
+            if e.rank != row or e.kind not in _SIGNS:
+                continue
+            first = min(int(e.start / end * _COLUMNS + 1e-9), _COLUMNS - 1)
+            stop = max(first + 1, min(int(e.end / end * _COLUMNS + 0.5), _COLUMNS))
+            for column in range(first, stop):
+                if text[column] == " " or e.kind in ("host", "compute", "copy", "comm"):
+                    text[column] = _SIGNS[e.kind]
+        jobs = [e for e in events if e.rank == row and e.kind in ("compute", "copy", "comm")]
+        told = ", ".join(f"{e.op} {_ms(e.start)}-{_ms(e.end)}" for e in jobs[:4])
+        lines.append(f"{names[row]:{width}}  |{''.join(text)}|  {told}".rstrip())
+    return "\n".join(lines)
+
+
+__all__ = ["streams"]
