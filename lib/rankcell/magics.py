@@ -136,7 +136,9 @@ class RankMagics(Magics):
             )
         except (errors.RankError, errors.RanksInterrupted, errors.PullError) as error:
             self._keep(error.run, options)
-            _show_before_error(live, error.run)
+            live.end()
+            self._tell(ranks)
+            _show_before_error(error.run)
             raise
         live.end()
         self._tell(ranks)
@@ -178,12 +180,13 @@ class RankMagics(Magics):
                 ranks.restart()
         else:
             ranks = self.worlds[key] = world.Ranks(world_size, device=device)
-            if kind != "cpu":
-                print(f"{world_size} ranks: {ranks.device_note}.")
+            ranks.notes.append(f"{world_size} ranks talk over {ranks.device_note}.")
         self.last = ranks
         return ranks
 
     def _tell(self, ranks: world.Ranks) -> None:
+        """Print what the learner must know about the ranks; after the cell, or its live output would wipe it.
+        """
         while ranks.notes:
             print(ranks.notes.pop(0))
 
@@ -293,9 +296,8 @@ class _Live:
             self.shown = False
 
 
-def _show_before_error(live: _Live, run: Run | None) -> None:
+def _show_before_error(run: Run | None) -> None:
     """Show what the ranks printed before something went wrong."""
-    live.end()
     if run is not None and any(r.stdout or r.stderr or r.displays or r.data for r in run.ran):
         display(run)
 
