@@ -6,12 +6,15 @@ say more than any single number. `python tests/bench.py NAME ...` runs some of t
 """
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,6 +227,43 @@ def bench_prints() -> None:
     row("the rank cell", f"{cell:.3f} s", f"{cell / alone:.2f}x <= 3x")
 
 
+RECORDED = """
+import time
+recorder = get_ipython().recorder
+def median(x, times):
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        dist.all_reduce(x)
+        found.append(time.perf_counter() - start)
+    return sorted(found)[times // 2]
+def compute(times=200):
+    w = torch.randn(64, 64)
+    start = time.perf_counter()
+    for _ in range(times): w = torch.tanh(w @ w)
+    return time.perf_counter() - start
+small, large = torch.ones(4), torch.ones(1 << 18)
+rows = []
+for turn in range(7):  # on and off in turns, in the same processes: both feel the same noise
+    on = median(small, 200), median(large, 30), compute()
+    dist.barrier(); recorder.uninstall(); dist.barrier()
+    off = median(small, 200), median(large, 30), compute()
+    dist.barrier(); recorder.install(); dist.barrier()
+    rows.append([a / b for a, b in zip(on, off)])
+[sorted(column)[len(rows) // 2] for column in zip(*rows)]
+"""
+
+
+def bench_recording() -> None:
+    """What recording every communication costs, against the same processes with the recorder taken out."""
+    print("recording on against off, 2 ranks, medians of 7 turns")
+    with rankcell.Ranks(2) as ranks:
+        small, large, compute = (max(column) for column in zip(*ranks.run(RECORDED).values, strict=True))
+    row("an all-reduce of 4 floats", f"{small:.2f}x", "<= 1.35x")
+    row("an all-reduce of 1 MiB", f"{large:.3f}x", "< 1.03x")
+    row("computing", f"{compute:.3f}x", "1.00x")
+
+
 FAILURES = {
     "exception on one rank": "if rank == 1: 1 / 0\ndist.all_reduce(torch.ones(4))",
     "missing send": "if rank == 0: dist.recv(torch.ones(4), src=1)",
@@ -255,6 +295,48 @@ def bench_failures() -> None:
             ranks.run(ALL_REDUCE)
             again = time.perf_counter() - start
         row(name, f"{took:.2f} s", f"next {1e3 * again:.0f} ms", message[:90])
+
+
+INTERRUPTED = {
+    "an endless Python loop": "while True: pass",
+    "an endless C loop": "import re; re.match('(a*)*b', 'a' * 60)",
+    "a sleep": "import time; time.sleep(1e9)",
+}
+
+
+def bench_ends() -> None:
+    """Seconds from an interrupt to the cell's end, and from the death of a kernel to that of its ranks."""
+    print("seconds to the end")
+    with rankcell.Ranks(4) as ranks:
+        for name, source in INTERRUPTED.items():
+            ranks.run(ALL_REDUCE)
+            asked: list[float] = []
+
+            def interrupt(asked: list[float] = asked) -> None:
+                asked.append(time.perf_counter())
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Timer(0.5, interrupt).start()
+            try:
+                ranks.run(source)
+            except KeyboardInterrupt:
+                row(f"{name}: interrupt to message", f"{time.perf_counter() - asked[0]:.2f} s", "<= 2 s")
+    kernel = Kernel()
+    kernel.run("%load_ext rankcell")
+    pids = eval(kernel.run("%%ranks 4 -o run\nimport os; os.getpid()\n")[1] and kernel.run("run.values")[1])
+    start = time.perf_counter()
+    os.killpg(kernel.manager.provisioner.pid, signal.SIGKILL)
+    while any(_alive(pid) for pid in pids) and time.perf_counter() - start < 60:
+        time.sleep(0.01)
+    row("kernel killed: until no rank is left", f"{time.perf_counter() - start:.2f} s", "<= 2 s")
+    kernel.client.stop_channels()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def bench_peers() -> None:
@@ -325,7 +407,9 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "cells": bench_cells,
     "worlds": bench_worlds,
     "prints": bench_prints,
+    "recording": bench_recording,
     "failures": bench_failures,
+    "ends": bench_ends,
     "peers": bench_peers,
 }
 

@@ -1,4 +1,4 @@
-"""DDP on real ranks: what it trains equals what one process trains, and it issues what it must when it must."""
+"""DDP on real ranks: it trains what one process trains, and issues what it must when it must."""
 
 import copy
 

@@ -344,3 +344,22 @@ gave_up
 """
     assert four.run(source).values == [True, False, False, False]
     works(four)
+
+
+@pytest.mark.gpu
+def test_a_hang_on_nccl_is_explained():
+    """Not run so far: no machine with two GPUs was at hand. It holds still what nccl has to do."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    import rankcell
+
+    with rankcell.Ranks(2) as ranks:
+        ranks.run("kept = rank")
+        with pytest.raises(
+            Deadlock, match="rank 1 finished the cell without the all_reduce that rank 0 waits in"
+        ):
+            ranks.run(
+                "x = torch.ones(4, device=device)\nif rank == 0:\n    dist.all_reduce(x); x.sum().item()"
+            )
+        run = ranks.run("y = torch.ones(1, device=device); dist.all_reduce(y); (kept, y.item())")
+        assert run.values == [(0, 2.0), (1, 2.0)]

@@ -304,6 +304,7 @@ class Recorder:
         self._by_work: dict[int, Operation] = {}
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
         """Register at the dispatcher and wrap the Python methods that know what it does not."""
@@ -334,10 +335,21 @@ class Recorder:
                 self._close(operation)
 
         dist.Work.wait = wait
+        self._originals = [(dist.Work, "wait", original_wait)]
         for name in _REDUCING:
             method = dist.ProcessGroup.__dict__.get(name)
             if method is not None:
+                self._originals.append((dist.ProcessGroup, name, method))
                 setattr(dist.ProcessGroup, name, _remember_reduce_op(method))
+
+    def uninstall(self) -> None:
+        """Take everything back that `install` did: nothing is recorded, compared or diagnosed any more."""
+        for library in self._libraries:
+            library._destroy()
+        self._libraries.clear()
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+        self._originals.clear()
 
     def belong(self, rank: int, board: Board) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were forked."""
