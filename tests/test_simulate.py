@@ -293,6 +293,7 @@ def test_a_race_is_found_even_where_the_times_came_out_right():
     assert "Here the first happened to be over in time; nothing promises it." in str(race)
     with pytest.raises(RaceError, match="Race on X: make X on default writes it, matmul on side reads it"):
         gpu.check()
+    assert RaceError("Race on X")._render_traceback_() == ["RaceError: Race on X"]
 
 
 def test_a_race_in_which_the_second_ran_first():

@@ -17,7 +17,7 @@ nothing that makes one wait for the other, whatever their times happened to be.
 What it leaves out: kernels that share the GPU (here one kernel fills it, and each engine does one job at a
 time, in the order in which jobs become ready), the host stopping when a queue is full, priorities, graphs,
 and slower memory while copies run. Recording an event and waiting for one cost the host nothing. A pageable
-copy holds the host until it is done; real drivers may return a little earlier, when the last bytes are staged.
+copy holds the host until it is done; a real driver may return a little earlier, when all is staged.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,6 +31,10 @@ HOST = "host"
 
 class RaceError(Exception):
     """Two jobs touch the same memory and nothing orders them."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the sentences, without our own lines."""
+        return [f"RaceError: {self}"]
 
 
 @dataclass(frozen=True)

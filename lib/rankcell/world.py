@@ -586,7 +586,7 @@ class Ranks:
     def _states(self) -> list[diagnose.State]:
         """What every rank is doing now."""
         running = [r for r, p in self._parts.items() if not p.over]
-        answers = self._ask(running, "status", wait=0.5)
+        answers = self._ask(running, "status", wait=0.3)
         states = []
         for rank, part in sorted(self._parts.items()):
             if not part.runs:
@@ -611,8 +611,8 @@ class Ranks:
         running = [r for r, p in self._parts.items() if not p.over]
         for rank in running:
             self._parts[rank].freed = True
-        self._ask(running, "interrupt", wait=GRACE / 2)
         deadline = time.monotonic() + GRACE
+        self._ask(running, "interrupt", wait=GRACE / 2)
         again = time.monotonic() + GRACE / 4
         while not all(p.over for p in self._parts.values()):
             left = deadline - time.monotonic()

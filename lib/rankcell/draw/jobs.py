@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .charts import _ticks as round_ticks
 from .charts import text_width
-from .svg import COLOURS, LINE, MUTED, Figure, drawing, format_seconds, label, line, rect
+from .svg import COLOURS, LINE, MUTED, PAPER, Figure, drawing, format_seconds, label, line, rect
 
 WIDTH = 600
 _LEFT, _RIGHT, _TOP, _ROW, _BAR = 92, 16, 44, 32, 22
@@ -76,6 +76,8 @@ def schedule(tasks: Sequence[Task], *, title: str = "") -> Figure:
         if task.exit_code:
             inside = finish + 8 + text_width(task.state) <= WIDTH - 4
             place, anchor = (finish + 8, "start") if inside else (begin - 8, "end")
+            wide = text_width(task.state) + 8
+            marks.append(rect(place - 4 if inside else place - wide, y, wide, _BAR, fill=PAPER))
             marks.append(label(place, y + 18, task.state, anchor=anchor, fill=_FAILED, bold=True))
     alt = _finding(tasks, end)
     width = max(len(str(t.number)) for t in tasks)

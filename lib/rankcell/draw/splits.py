@@ -88,11 +88,11 @@ def _matrices(
             marks.append(
                 rect(x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit, fill=colour, radius=0)
             )
-        marks.append(rect(x, y, columns * unit, rows * unit, stroke=INK, radius=0))
         for i in range(1, rows):
             marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))
         for j in range(1, columns):
             marks.append(line(x + j * unit, y, x + j * unit, y + rows * unit, stroke=PAPER))
+        marks.append(rect(x, y, columns * unit, rows * unit, stroke=INK, radius=0))
         x += columns * unit + _GAP
     return marks
 
@@ -116,3 +116,41 @@ def _words(mine: Part | None, shape: tuple[int, int]) -> str:
     rows = "" if r1 - r0 == shape[0] else f"rows {r0}-{r1 - 1}"
     columns = "" if c1 - c0 == shape[1] else f"columns {c0}-{c1 - 1}"
     return " ".join(filter(None, (rows, columns)))
+
+
+def mlp_three_ways(*, x: tuple[int, int], w1: tuple[int, int], w2: tuple[int, int]) -> Figure:
+    """Who of two ranks holds what of y = relu(x W1) W2, cut for data, pipeline and tensor parallelism.
+
+    Data: half of the batch's rows, all weights. Pipeline: one of the two layers. Tensor: half of the columns
+    of W1 and the same rows of W2.
+
+    Raises:
+        ValueError: the matrices cannot be multiplied, or what is cut is not even.
+    """
+    shapes = {"x": x, "W1": w1, "W2": w2}
+    if x[1] != w1[0] or w1[1] != w2[0]:
+        raise ValueError(f"x {x}, W1 {w1} and W2 {w2} cannot be multiplied in this order.")
+    if x[0] % 2 or w1[1] % 2:
+        raise ValueError(
+            f"Two ranks cannot share {x[0]} rows and {w1[1]} hidden units evenly. Make both even."
+        )
+    everything = slice(None)
+    whole = {name: part(everything, everything, of=shape) for name, shape in shapes.items()}
+    data, tensor = [], []
+    for r in (0, 1):
+        rows, hidden = (slice(n // 2 * r, n // 2 * (r + 1)) for n in (x[0], w1[1]))
+        data.append(whole | {"x": part(rows, everything, of=x)})
+        tensor.append(whole | {"W1": part(everything, hidden, of=w1), "W2": part(hidden, everything, of=w2)})
+    pipeline = [{"x": whole["x"], "W1": whole["W1"]}, {"W2": whole["W2"]}]
+    return side_by_side(
+        [
+            Split("data", data, ("gradients,", "once a step")),
+            Split("pipeline", pipeline, ("activations,", "at each cut")),
+            Split("tensor", tensor, ("partial sums,", "in each block")),
+        ],
+        shapes,
+        alt=(
+            "Data parallel: each rank holds half of the rows of x and all weights. Pipeline: one layer each. "
+            "Tensor: all of x and half of every weight."
+        ),
+    )

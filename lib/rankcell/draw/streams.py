@@ -58,7 +58,7 @@ def _finding(events: Sequence[Event], end: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else format_seconds(seconds)
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 or not seconds else format_seconds(seconds)
 
 
 def _draw(

@@ -30,7 +30,7 @@ class _Bucket:
         self.flat = _real(self.parameters[0].detach()).new_zeros(sum(sizes))
         pieces = self.flat.split(sizes)
         self.places = [piece.view(_real(p).shape) for p, piece in zip(self.parameters, pieces, strict=True)]
-        self.filled = [False] * len(sizes)
+        self.missing = set(range(len(sizes)))  # gradients that the running backward has not completed
         self.work: dist.Work | None = None
 
     @property
@@ -38,39 +38,52 @@ class _Bucket:
         """Bytes of its gradients."""
         return self.flat.numel() * self.flat.element_size()
 
-    def fill(self, index: int) -> None:
-        """Copy the gradient of a parameter to its place; -0.0 stands for "none on this rank".
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy each gradient to its place; -0.0 stands for "none on this rank".
 
         A sum is -0.0 only if every rank gave -0.0, so afterwards every rank knows which parameters nobody
         used, and no extra byte is sent to say so. Adding 0.0 turns a real -0.0 into 0.0.
         """
-        grad, place = self.parameters[index].grad, self.places[index]
-        self.filled[index] = True
-        if grad is None:
-            place.fill_(-0.0)
-            return
-        if grad.is_sparse:
-            raise RuntimeError("A gradient is sparse, and DDP averages dense ones. Use sparse=False.")
-        grad = _real(grad.detach())
-        if (grad.dtype, grad.device) != (place.dtype, place.device):
-            raise RuntimeError(
-                f"A gradient is {grad.dtype} on {grad.device}; when the module was wrapped it was {place.dtype} "
-                f"on {place.device}. Move or cast the module before DDP wraps it."
-            )
-        torch.add(grad, 0.0, out=place)
+        for p in self.parameters:
+            self._check(p.grad)
+        have = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        if have:
+            grads = [_real(self.parameters[i].grad) for i in have]
+            torch._foreach_copy_([self.places[i] for i in have], grads)
+        self.flat.add_(0.0)
+        if len(have) < len(self.places):
+            for i in set(range(len(self.places))).difference(have):
+                self.places[i].fill_(-0.0)
 
-    def unfill(self) -> None:
-        """Make ready for the next backward."""
-        self.filled, self.work = [False] * len(self.filled), None
-
+    @torch.no_grad()
     def empty(self, world_size: int) -> None:
         """Give each parameter its average; one that no rank used keeps no gradient."""
+        self.flat.div_(world_size)
+        used = []
         for p, place in zip(self.parameters, self.places, strict=True):
             if p.grad is None:
                 if bool(((place == 0) & place.signbit()).all()):
                     continue
                 p.grad = torch.empty_like(p)
-            torch.div(place, world_size, out=_real(p.grad.detach()))
+            used.append((_real(p.grad), place))
+        if used:
+            torch._foreach_copy_([grad for grad, _ in used], [place for _, place in used])
+
+    def reset(self) -> None:
+        """Make ready for the next backward."""
+        self.missing, self.work = set(range(len(self.parameters))), None
+
+    def _check(self, grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        if grad.is_sparse:
+            raise RuntimeError("A gradient is sparse, and DDP averages dense ones. Use sparse=False.")
+        if grad.dtype.to_real() != self.flat.dtype or grad.device != self.flat.device:
+            raise RuntimeError(
+                f"A gradient is {grad.dtype} on {grad.device}; when DDP wrapped the module it was "
+                f"{self.flat.dtype} on {self.flat.device}. Move or cast the module first, then wrap it."
+            )
 
 
 class DDP(nn.Module):
@@ -106,14 +119,17 @@ class DDP(nn.Module):
         self.world_size = dist.get_world_size(self.process_group)
         if self.world_size < 1:
             raise ValueError(
-                f"Rank {dist.get_rank()} is not in the process group that DDP was given. Only members wrap the module."
+                f"Rank {dist.get_rank()} is not in the process group that DDP was given. "
+                f"Only its members wrap the module."
             )
         self._broadcast()
         trainable = [p for p in module.parameters() if p.requires_grad]  # a tied weight comes once
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
         self.buckets = [_Bucket(parameters) for parameters in _in_buckets(trainable[::-1], limit)]
-        self._launched = 0  # buckets on their way: always the first ones, so that all ranks agree on the order
+        self._launched = (
+            0  # buckets on their way: always the first ones, so that all ranks agree on the order
+        )
         self._synchronizes = True
         self._changed = False  # a gradient may have changed since the last average
         self._will_finish = False  # the running backward will call `finish_gradient_synchronization`
@@ -128,8 +144,8 @@ class DDP(nn.Module):
         if torch.is_grad_enabled():
             if any(p.requires_grad for p in self._frozen):
                 raise RuntimeError(
-                    "A parameter was frozen when DDP wrapped the module and is trainable now: its gradient would "
-                    "differ from rank to rank. Wrap the module again."
+                    "A parameter was frozen when DDP wrapped the module and is trainable now: its gradient "
+                    "would differ from rank to rank. Wrap the module again."
                 )
             self._forget_failed_backward()
             self._changed |= self._synchronizes
@@ -145,9 +161,7 @@ class DDP(nn.Module):
         if not self._changed:
             return
         for bucket in self.buckets:
-            for index, filled in enumerate(bucket.filled):
-                if not filled:  # unused in this backward
-                    bucket.fill(index)
+            bucket.missing.clear()  # what is missing now was not used in this backward
         self._launch()
         for bucket in self.buckets:
             bucket.work.wait()
@@ -170,6 +184,8 @@ class DDP(nn.Module):
         """Make every rank's parameters and buffers those of the group's first rank."""
         first = dist.get_global_rank(self.process_group, 0)
         for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if not tensor.numel():
+                continue
             dense = _real(tensor.detach()).contiguous()
             dist.broadcast(dense, src=first, group=self.process_group)
             if dense.data_ptr() != tensor.data_ptr():
@@ -177,21 +193,28 @@ class DDP(nn.Module):
 
     def _gradient_is_ready(self, bucket: _Bucket, index: int) -> None:
         """Called by autograd when a parameter's gradient is complete."""
-        self._changed = True
+        if not self._changed:  # an assignment to an attribute of a module is slow
+            self._changed = True
         if not self._synchronizes:
             return
         if not self._will_finish:
             self._will_finish = True
             # torch has no public name for "when this backward ends"; its own DDP and FSDP use the same
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_gradient_synchronization)
-        bucket.fill(index)
-        if all(bucket.filled):
+        if bucket.work is not None:
+            raise RuntimeError(
+                "The gradient of a parameter was complete twice in one backward, and its first part is on "
+                "its way already. Checkpointing with use_reentrant=True does that. Use use_reentrant=False."
+            )
+        bucket.missing.discard(index)
+        if not bucket.missing:
             self._launch()
 
     def _launch(self) -> None:
         """Start the all-reduce of each full bucket that has no unsent one before it."""
-        while self._launched < len(self.buckets) and all(self.buckets[self._launched].filled):
+        while self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
             bucket = self.buckets[self._launched]
+            bucket.fill()
             bucket.work = dist.all_reduce(
                 bucket.flat, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
             )
@@ -206,7 +229,7 @@ class DDP(nn.Module):
 
     def _reset(self) -> None:
         for bucket in self.buckets:
-            bucket.unfill()
+            bucket.reset()
         self._launched, self._will_finish = 0, False
 
 
@@ -221,26 +244,20 @@ def _hook(ddp: "weakref.ref[DDP]", bucket: _Bucket, index: int) -> Any:
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """`parameters` in lists of one dtype and device, each of at most `limit` bytes; the list that is complete
-    first comes first.
+    """`parameters` in lists of one dtype and device, each of at most `limit` bytes unless it has one member;
+    the list that is complete first comes first.
     """
-    done: list[tuple[int, list[nn.Parameter]]] = []
+    full: list[list[nn.Parameter]] = []
     filling: dict[Any, list[nn.Parameter]] = {}
-    last: dict[Any, int] = {}
-    for index, p in enumerate(parameters):
-        key = (p.dtype, p.device)
-        bucket = filling.setdefault(key, [])
-        if bucket and sum(map(_nbytes, [*bucket, p])) > limit:
-            done.append((last[key], bucket))
-            bucket = filling[key] = []
-        bucket.append(p)
-        last[key] = index
-    done += [(last[key], bucket) for key, bucket in filling.items()]
-    return [bucket for _, bucket in sorted(done, key=lambda pair: pair[0])]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    sizes: dict[Any, int] = {}
+    for p in parameters:
+        key, nbytes = (p.dtype, p.device), p.numel() * p.element_size()
+        if key in filling and sizes[key] + nbytes > limit:
+            full.append(filling.pop(key))
+        filling.setdefault(key, []).append(p)
+        sizes[key] = nbytes + (sizes[key] if len(filling[key]) > 1 else 0)
+    order = {id(p): index for index, p in enumerate(parameters)}
+    return sorted([*full, *filling.values()], key=lambda bucket: order[id(bucket[-1])])
 
 
 def _real(tensor: Tensor) -> Tensor:
