@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rankcell.draw.streams import streams
+from rankcell.draw.streams import cases, streams
 from rankcell.draw.svg import COLOURS
 from rankcell.results import Event
 from rankcell.simulate import Device
@@ -64,12 +64,20 @@ def test_measured_bars_are_solid():
     assert streams(events).alt == "Measured: done after 10 ms; nothing overlaps; the host never stands."
 
 
-def test_a_common_end_makes_pictures_comparable():
-    wide, narrow = (
-        re.search(r'width="([\d.]+)"[^>]*><title>matmul', streams(overlapped(), until=u).svg)[1]
-        for u in (0, 0.04)
-    )
-    assert float(narrow) == pytest.approx(float(wide) / 2, abs=1.1)
+def test_cases_share_their_time_and_their_rows():
+    short = Device(launch=0.0)
+    short.matmul(seconds=0.010)
+    frames = cases({"long": overlapped(), "short": short.events}, name="program", start=1)
+    assert frames.labels == ("long", "short") and frames.start == 1
+    for figure in frames.figures:
+        assert [t for t in texts(figure) if t in ("host", "default", "copies")] == [
+            "host",
+            "default",
+            "copies",
+        ]
+    wide, same = (re.search(r'width="([\d.]+)"[^>]*><title>matmul', f.svg)[1] for f in frames.figures)
+    assert wide == same
+    assert "simulated: short" in texts(frames.figures[1])
 
 
 def test_nothing_to_draw():

@@ -14,6 +14,7 @@ ALLOWED = {
     "costs": set(),
     "hardware": set(),
     "notebooks": set(),
+    "parallel": set(),
     "simulate": {"results"},
     "errors": {"results"},
     "check": {"results", "errors"},

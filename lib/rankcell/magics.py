@@ -185,8 +185,7 @@ class RankMagics(Magics):
         return ranks
 
     def _tell(self, ranks: world.Ranks) -> None:
-        """Print what the learner must know about the ranks; after the cell, or its live output would wipe it.
-        """
+        """Print what the learner must know about the ranks; after the cell, whose live output wipes."""
         while ranks.notes:
             print(ranks.notes.pop(0))
 

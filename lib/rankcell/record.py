@@ -161,6 +161,7 @@ class Operation:
             end=end - began,
             group=self.group,
             ranks=self.ranks,
+            done=None if self.done is None else self.done - began,
             seq=self.nth,
             shape=self.shape,
             dtype=self.dtype,
@@ -187,6 +188,7 @@ class Board:
 
     SLOTS = 128
     SLOT = 1024  # bytes: key, line, length, text
+    _KEY, _LENGTH = struct.Struct("<Q"), struct.Struct("<II")
     _HEAD = struct.Struct("<QII")
 
     @classmethod
@@ -203,9 +205,10 @@ class Board:
         """Publish this rank's `signature` under `name`."""
         key, at = self._place(name, self.rank)
         text = signature.encode()[: self.SLOT - self._HEAD.size]
-        self._HEAD.pack_into(self.map, at, 0, 0, 0)
+        self._KEY.pack_into(self.map, at, 0)
         self.map[at + self._HEAD.size : at + self._HEAD.size + len(text)] = text
-        self._HEAD.pack_into(self.map, at, key, line, len(text))
+        self._LENGTH.pack_into(self.map, at + self._KEY.size, line, len(text))
+        self._KEY.pack_into(self.map, at, key)  # last: whoever sees the key sees the rest
         with self._fence:  # a full memory barrier: our write is out before we read the peers' slots
             pass
 
@@ -355,12 +358,12 @@ class Recorder:
         """From now on this is the recorder of `rank`: it was installed before the ranks were forked."""
         self.rank, self.board = rank, board
 
-    def begin(self, cell: str, *, values: bool) -> None:
-        """Forget the last cell and start recording one called `cell` (its name must be the same on all
-        ranks).
+    def begin(self, cell: str, *, began: float, values: bool) -> None:
+        """Forget the last cell and record the one called `cell`, with times since `began`, the same moment of
+        the machine's clock for all ranks.
         """
         with self._lock:
-            self.cell, self.keep_values, self.began = cell, values, clock()
+            self.cell, self.keep_values, self.began = cell, values, began
             self._sweep()
             self.operations.clear()
             self._before = dict(self.counts)
@@ -435,6 +438,7 @@ class Recorder:
             if course_name in _REDUCING_OPS:
                 o.reduce_op = getattr(_here, "reduce_op", "")
             o.line, o.via = _caller()
+            o.is_async = o.is_async or o.via in ("isend", "irecv", "batch_isend_irecv")
             o.thread = threading.get_ident()
             if self.keep_values:
                 o.inputs, o.outputs = inputs, outputs

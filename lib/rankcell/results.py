@@ -47,6 +47,7 @@ class Event:
     is_async: bool = False
     issued: float = 0.0
     wait_start: float | None = None
+    done: float | None = None  # when the backend was done, where it tells: may be long before somebody waits
     line: int = 0
     via: str = ""
     values: Values | None = None

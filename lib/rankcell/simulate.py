@@ -369,8 +369,9 @@ class Device:
                     predicted=True,
                 )
             )
-            for other in sorted(job.after):
-                if self._jobs[other].row != job.row:
+            last = {self._jobs[other].row: other for other in sorted(job.after)}  # the others were before it
+            for row, other in last.items():
+                if row != job.row:
                     found.append(
                         Event(
                             job.row,
@@ -379,7 +380,7 @@ class Device:
                             start,
                             kind="order",
                             group=names[job.row],
-                            peer=self._jobs[other].row,
+                            peer=row,
                             issued=self._end(other),
                             predicted=True,
                         )

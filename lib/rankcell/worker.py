@@ -62,6 +62,7 @@ class Birth:
 class Task:
     """One cell, or one function call, for a rank."""
 
+    began: float  # time.monotonic() when the notebook sent the task: zero of all times
     cell: str  # the same on all ranks: it keeps the signatures of two cells apart
     source: str = ""
     filename: str = "<cell>"
@@ -315,7 +316,7 @@ class Rank:
         """Run one cell or function call and say what happened. Never raises."""
         failure: RankFailure | None = None
         value: Any = None
-        self.recorder.begin(task.cell, values=task.values)
+        self.recorder.begin(task.cell, began=task.began, values=task.values)
         moved_before = system.bytes_moved(self._connections)
         start = record.clock()
         self._flush()
@@ -338,7 +339,7 @@ class Rank:
             self.running = False
         except BaseException as error:  # noqa: BLE001 - reported to the notebook, which raises it
             self.running = False
-            failure = self._failure(error, record.clock() - start, task)
+            failure = self._failure(error, record.clock() - task.began, task)
         seconds = record.clock() - start
         self.phase = "error" if failure else "finished"
         data: dict[str, Any] = {}
@@ -348,7 +349,7 @@ class Rank:
                 data = self._formats(value)
                 pickled = _pack(value, data.get("text/plain", ""), MAX_VALUE_NBYTES)
             except BaseException as error:  # noqa: BLE001 - a __repr__ of the learner may raise anything
-                failure = self._failure(error, record.clock() - start, task)
+                failure = self._failure(error, record.clock() - task.began, task)
         pulled = {} if failure else {name: self._pull(name) for name in task.pull}
         self._flush()
         events, dropped = self.recorder.events()

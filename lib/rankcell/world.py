@@ -373,6 +373,7 @@ class Ranks:
             pushed = _pickle("the pushed names", dict(push))
         self.cells += 1
         return worker.Task(
+            began=time.monotonic(),
             cell=f"{self.generation}.{self.cells}",
             source=source,
             filename=filename,

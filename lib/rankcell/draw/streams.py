@@ -7,12 +7,25 @@ the host standing still. An arrow leads from a stream to another one that waited
 measures nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..results import Event
 from .charts import _ticks as round_ticks
 from .charts import text_width
-from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
+from .svg import (
+    COLOURS,
+    INK,
+    MUTED,
+    PAPER,
+    Figure,
+    Frames,
+    drawing,
+    format_bytes,
+    format_seconds,
+    label,
+    line,
+    rect,
+)
 
 WIDTH = 600
 _RIGHT, _BAR, _GAP = 14, 34, 14
@@ -22,22 +35,38 @@ _SIGNS = {"compute": "=", "copy": ">", "comm": "#", "host": "|", "wait": "-"}
 _MAX_LAUNCH_LINES = 8
 
 
-def streams(events: Iterable[Event], *, title: str = "", until: float = 0.0) -> Figure:
-    """One row for the host and one for each stream, in ms; `until` (seconds) makes pictures comparable.
+def streams(events: Iterable[Event], *, title: str = "") -> Figure:
+    """One row for the host and one for each stream, time in ms.
 
     Raises:
         ValueError: there are no events.
     """
+    events = _sorted(events)
+    return _draw(events, _rows(events), max(e.end for e in events), title)
+
+
+def cases(named: Mapping[str, Iterable[Event]], *, name: str = "case", start: int = 0) -> Frames:
+    """The same picture for several runs under a slider, with the same rows and the same length of time.
+
+    cases({"pageable": one.events, "pinned": other.events})
+    """
+    runs = {case: _sorted(events) for case, events in named.items()}
+    rows = _rows([e for events in runs.values() for e in events])
+    end = max(e.end for events in runs.values() for e in events)
+    figures = tuple(_draw(events, rows, end, case) for case, events in runs.items())
+    return Frames(figures, tuple(runs), name=name, start=start)
+
+
+def _sorted(events: Iterable[Event]) -> list[Event]:
     events = sorted(events, key=lambda e: (e.start, e.rank))
     if not events:
         raise ValueError("There is nothing to draw: nothing was enqueued.")
-    names = {e.rank: e.group for e in reversed(events)}
-    rows = sorted(names)
-    last = max(e.end for e in events)
-    end = max(last, until) or 1e-6
-    finding = _finding(events, last)
-    alt = f"{title}. {finding}" if title else finding
-    return _draw(events, rows, names, end, title, alt)
+    return events
+
+
+def _rows(events: Sequence[Event]) -> dict[int, str]:
+    """The name of each row, from top to bottom."""
+    return dict(sorted({e.rank: e.group for e in reversed(events)}.items()))
 
 
 def _finding(events: Sequence[Event], end: float) -> str:
@@ -61,9 +90,10 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 or not seconds else format_seconds(seconds)
 
 
-def _draw(
-    events: Sequence[Event], rows: Sequence[int], names: dict[int, str], end: float, title: str, alt: str
-) -> Figure:
+def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: str) -> Figure:
+    rows, end = list(names), end or 1e-6
+    finding = _finding(events, max(e.end for e in events))
+    alt = f"{title}. {finding}" if title else finding
     left = max(text_width(names[r]) for r in rows) + 24
     span = WIDTH - _RIGHT - left
 
@@ -73,7 +103,8 @@ def _draw(
     marks: list[str] = []
     top = 12.0
     if title:
-        marks.append(label(12, top + 18, title, bold=True))
+        simulated = "simulated: " if all(e.predicted for e in events) else ""
+        marks.append(label(12, top + 18, simulated + title, bold=True))
         top += 32
     key, top = _key(events, top)
     marks += key
@@ -181,7 +212,9 @@ def _key(events: Sequence[Event], top: float) -> tuple[list[str], float]:
     return marks, y + 32
 
 
-def _twin(events: Sequence[Event], rows: Sequence[int], names: dict[int, str], end: float, alt: str) -> str:
+def _twin(
+    events: Sequence[Event], rows: Sequence[int], names: Mapping[int, str], end: float, alt: str
+) -> str:
     """The picture in characters."""
     kinds = {e.kind for e in events}
     words = {
@@ -210,4 +243,4 @@ def _twin(events: Sequence[Event], rows: Sequence[int], names: dict[int, str], e
     return "\n".join(lines)
 
 
-__all__ = ["streams"]
+__all__ = ["cases", "streams"]

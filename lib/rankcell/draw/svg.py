@@ -220,7 +220,7 @@ def format_bytes(nbytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """`seconds` with the unit that suits it. The one place that formats time."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if abs(seconds) * factor >= 1 or unit == "us":
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(seconds) * factor >= 0.9995:  # three digits of less would round up to 1000 of the smaller unit
             return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError("the last unit always answers")
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,85 @@
+"""Which part of which matrix is filled, and the words between the ranks."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from rankcell.draw.splits import Split, mlp_three_ways, part, side_by_side
+from rankcell.draw.svg import RANK_COLOURS
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def filled(figure, rank):
+    """Sizes in px of the parts that a rank holds, from left to right."""
+    return [
+        (round(float(r.get("width"))), round(float(r.get("height"))))
+        for r in ET.fromstring(figure.svg).iter(f"{SVG}rect")
+        if r.get("fill") == RANK_COLOURS[rank]
+    ]
+
+
+def texts(figure):
+    return [t.text for t in ET.fromstring(figure.svg).iter(f"{SVG}text")]
+
+
+def test_part_counts_from_slices():
+    assert part(slice(0, 4), slice(None), of=(8, 4)) == ((0, 4), (0, 4))
+    assert part(slice(None), slice(4, None), of=(4, 8)) == ((0, 4), (4, 8))
+    assert part(2, slice(None), of=(4, 8)) == ((2, 3), (0, 8))
+
+
+def test_parts_are_to_scale_and_the_rest_is_empty():
+    shapes = {"A": (4, 4), "B": (4, 2)}
+    held = [{"A": ((0, 2), (0, 4)), "B": None}, {"A": ((2, 4), (0, 4)), "B": ((0, 4), (0, 2))}]
+    figure = side_by_side([Split("rows", held, ("one message",))], shapes)
+    (half,) = filled(figure, 0)
+    assert filled(figure, 1) == [half, (half[1], half[0])]
+    assert half[0] == 2 * half[1]
+    assert {"rows", "rank 0", "rank 1", "one message", "A", "B"} <= {*texts(figure)}
+    assert repr(figure) == (
+        "rows: exchanges one message\n  rank 0: A rows 0-1, B nothing\n  rank 1: A rows 2-3, B all"
+    )
+    assert figure.alt == "rows: one message."
+
+
+def test_mlp_three_ways():
+    figure = mlp_three_ways(x=(8, 4), w1=(4, 8), w2=(8, 4))
+    assert repr(figure).split("\n") == [
+        "data: exchanges gradients, once a step",
+        "  rank 0: x rows 0-3, W1 all, W2 all",
+        "  rank 1: x rows 4-7, W1 all, W2 all",
+        "pipeline: exchanges activations, at each cut",
+        "  rank 0: x all, W1 all, W2 nothing",
+        "  rank 1: x nothing, W1 nothing, W2 all",
+        "tensor: exchanges partial sums, in each block",
+        "  rank 0: x all, W1 columns 0-3, W2 rows 0-3",
+        "  rank 1: x all, W1 columns 4-7, W2 rows 4-7",
+    ]
+    assert len(filled(figure, 0)) == 8 and len(filled(figure, 1)) == 7
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        (
+            {"x": (8, 4), "w1": (8, 4), "w2": (4, 8)},
+            r"x \(8, 4\), W1 \(8, 4\) and W2 \(4, 8\) cannot be multiplied in this order\.",
+        ),
+        (
+            {"x": (7, 4), "w1": (4, 8), "w2": (8, 4)},
+            r"Two ranks cannot share 7 rows and 8 hidden units evenly\. Make both even\.",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_said(shapes, said):
+    with pytest.raises(ValueError, match=said):
+        mlp_three_ways(**shapes)
+
+
+def test_splits_need_the_same_ranks():
+    one, two = Split("a", [{}]), Split("b", [{}, {}])
+    with pytest.raises(
+        ValueError, match=r"Every split needs the same number of ranks; these have \[1, 2\]\."
+    ):
+        side_by_side([one, two], {"A": (1, 1)})
