@@ -247,3 +247,9 @@ def test_a_soak_of_mixed_cells_leaks_nothing():
             assert abs(len(list(Path("/proc/self/fd").iterdir())) - files) <= 4
             inside = ranks.run("import os; len(os.listdir('/proc/self/fd'))").values
             assert max(inside) < 120, inside
+
+
+@pytest.mark.slow
+def test_an_error_names_the_number_in_front_of_its_cell(kernel):
+    assert 'File "<cell 2>", line 2' in kernel.run("%%ranks 2\n1 / 0")  # cell 1 loaded the extension
+    assert 'File "<cell 3>", line 3' in kernel.run("%%ranks 2\nx = 1\n1 / 0")

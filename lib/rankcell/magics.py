@@ -131,7 +131,7 @@ class RankMagics(Magics):
                 timeout=options.timeout,
                 values=options.values,
                 step=options.step,
-                filename=f"<cell {self.shell.execution_count}>",
+                filename=self._name_of_cell(),
                 on_update=live.update,
             )
         except (errors.RankError, errors.RanksInterrupted, errors.PullError) as error:
@@ -155,6 +155,11 @@ class RankMagics(Magics):
         except SyntaxError as error:
             raise errors.CellSyntaxError(error) from None
         return source
+
+    def _name_of_cell(self) -> str:
+        """What tracebacks call this cell: its number is the one in front of it, as in In [3]."""
+        number = len(self.shell.user_ns.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
+        return f"<cell {number}>" if number > 0 else "<cell>"
 
     def _pushed(self, names: Sequence[str]) -> dict[str, Any]:
         missing = [n for n in names if n not in self.shell.user_ns]
