@@ -16,6 +16,8 @@ import torch
 from rankcell import Deadlock, RankError, RankLost, RankMismatch, RankTimeout
 from rankcell.errors import RanksInterrupted
 
+pytestmark = pytest.mark.slow
+
 HANGS = {
     "missing send": (
         "x = torch.ones(4)\nif rank == 0:\n    dist.recv(x, src=1)",
