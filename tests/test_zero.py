@@ -58,7 +58,7 @@ def test_a_layout_cuts_every_number_once():
 
 
 class Odd(nn.Module):
-    """Sizes that no world size divides, a weight tied across units, one frozen, one that nobody uses."""
+    """Sizes that no world size divides, a weight tied across units, one frozen, some that nobody uses."""
 
     def __init__(self):
         super().__init__()
@@ -66,6 +66,7 @@ class Odd(nn.Module):
         self.three, self.unused = nn.Linear(7, 5), nn.Linear(3, 3)
         self.last = nn.Linear(5, 3, bias=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.spare = nn.Parameter(torch.ones(3, 2))  # unused too, but in a unit that is used
         self.three.weight = self.one.weight
         self.two.weight.requires_grad_(False)
         for i, p in enumerate(self.parameters()):
@@ -125,10 +126,11 @@ def largest_difference(stage, name, dtype, size, clip=None, steps=10):
     if stage == 1:
 
         def average():
-            for p in model.parameters():
-                if p.grad is not None:
-                    dist.all_reduce(p.grad, group=group)
-                    p.grad /= size
+            gradients = [p.grad.view(-1) for p in model.parameters() if p.grad is not None]
+            together = torch.cat(gradients)
+            dist.all_reduce(together, group=group)
+            for gradient, mean in zip(gradients, together.split([len(g) for g in gradients]), strict=True):
+                gradient.copy_(mean / size)
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
 
@@ -170,7 +172,7 @@ STAGES = (1, 2, 3, "fully_shard")
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_are_those_of_the_dense_run(four, stage, name, size):
     run = four.run(largest_difference, args=(stage, name, torch.float64, size))
-    assert max(run.values) < 1e-6  # 10 steps; measured: below 1e-12
+    assert max(run.values) < 1e-6
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -422,7 +424,7 @@ def test_compute_in_bfloat16_with_float32_shards(four):
         model = FSDP(build("gpt", torch.float32), compute_dtype=torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses, dtypes = [], set()
-        for step in range(30):
+        for step in range(15):
             x, y, loss = a_batch("gpt", step, None, dist.get_rank(), 4)
             out = model(x)
             value = loss(out.float(), y)
@@ -436,7 +438,7 @@ def test_compute_in_bfloat16_with_float32_shards(four):
 
     run = four.run(run)
     for out, dtypes, first, last in run.values:
-        assert out == torch.bfloat16 and dtypes == {torch.float32} and last < first - 1
+        assert out == torch.bfloat16 and dtypes == {torch.float32} and last < first - 0.5
     seen = {(e.op, e.dtype) for e in run.ranks[0].events if e.op in ("all_gather", "reduce_scatter")}
     assert seen == {("all_gather", "bfloat16"), ("reduce_scatter", "float32")}
 
@@ -554,3 +556,69 @@ def test_what_fsdp_refuses(four):
         "FSDP needs real weights: move the module off the meta device first.",
         "The state dict and the module differ in: bias.",
     ]
+
+
+# Without rankcell
+
+
+class Small(nn.Module):
+    """An embedding, a norm and two layers, as children: no list that would name the units."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 33), nn.Linear(33, 50, bias=False)
+
+    def forward(self, tokens):
+        return self.down(torch.relu(self.up(self.norm(self.embedding(tokens)))))
+
+
+def plain_process(rank, world_size, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(42)
+    dense, tokens = Small(), torch.randint(0, 50, (8, 6))
+    for dtype, atol in ((None, 1e-6), (torch.float16, 2e-3)):
+        model = FSDP(models.initialise(Small()), compute_dtype=dtype)
+        reference = models.initialise(Small())
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+        mine = tokens.chunk(world_size)[rank]
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            models.cross_entropy(reference(tokens[:, :-1]), tokens[:, 1:]).backward()
+            with torch.autograd.detect_anomaly(check_nan=False) if dtype is None else torch.enable_grad():
+                models.cross_entropy(model(mine[:, :-1]).float(), mine[:, 1:]).backward()
+            model.finish_gradient_synchronization()
+            for p in model.module.parameters():
+                assert p.grad.shape == p.shape and p.grad.dtype == p.dtype == torch.float32
+            for name in ("norm.weight", "norm.bias", "up.bias"):  # vectors are whole on every rank
+                gradient = model.module.get_parameter(name).grad
+                everybody = [torch.empty_like(gradient) for _ in range(world_size)]
+                dist.all_gather(everybody, gradient)
+                assert all(torch.equal(other, gradient) for other in everybody)
+            for optimizer in optimizers:
+                optimizer.step()
+            full = model.full_state_dict()
+            for name, p in reference.named_parameters():
+                assert torch.allclose(full[name], p, atol=atol), (dtype, name)
+    sharded = Small()
+    sharded.load_state_dict(dense.state_dict())
+    make = dict(lr=0.1, weight_decay=0.1)
+    both = (
+        torch.optim.AdamW(dense.parameters(), **make),
+        ShardedOptimizer(sharded.parameters(), torch.optim.AdamW, **make),
+    )
+    for _ in range(5):
+        for module, optimizer in zip((dense, sharded), both, strict=True):
+            optimizer.zero_grad()
+            module(tokens).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(dense.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(a, b)  # to the last bit
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_in_processes_that_know_nothing_of_rankcell(tmp_path):
+    torch.multiprocessing.spawn(plain_process, args=(2, tmp_path / "store"), nprocs=2)

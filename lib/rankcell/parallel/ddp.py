@@ -95,8 +95,8 @@ class DDP(nn.Module):
 
     Args:
         module: any module, on its device and in its dtype already.
-        bucket_size_mb: gradients travel together in up to this many MiB (2^20 bytes); a larger tensor travels
-            alone. 0 means each by itself, None all of one dtype together.
+        bucket_size_mb: gradients travel together, in buckets that are full as soon as they hold this many MiB
+            (2^20 bytes). 0 means each gradient by itself, None all of one dtype together.
         process_group: the ranks that share the model, by default all.
 
     >>> model = DDP(MLP(6, 32, 3))
@@ -244,18 +244,19 @@ def _hook(ddp: "weakref.ref[DDP]", bucket: _Bucket, index: int) -> Any:
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """`parameters` in lists of one dtype and device, each of at most `limit` bytes unless it has one member;
-    the list that is complete first comes first.
+    """`parameters` in lists of one dtype and device, each full as soon as it holds `limit` bytes; the list
+    that is complete first comes first.
     """
     full: list[list[nn.Parameter]] = []
     filling: dict[Any, list[nn.Parameter]] = {}
     sizes: dict[Any, int] = {}
     for p in parameters:
-        key, nbytes = (p.dtype, p.device), p.numel() * p.element_size()
-        if key in filling and sizes[key] + nbytes > limit:
-            full.append(filling.pop(key))
+        key = (p.dtype, p.device)
         filling.setdefault(key, []).append(p)
-        sizes[key] = nbytes + (sizes[key] if len(filling[key]) > 1 else 0)
+        sizes[key] = sizes.get(key, 0) + p.numel() * p.element_size()
+        if sizes[key] >= limit:
+            full.append(filling.pop(key))
+            sizes[key] = 0
     order = {id(p): index for index, p in enumerate(parameters)}
     return sorted([*full, *filling.values()], key=lambda bucket: order[id(bucket[-1])])
 
