@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import rankcell
 from rankcell import models
 
+pytestmark = pytest.mark.slow
+
 BATCH = 8
 STEPS = 10
 LR = 1e-3

@@ -96,6 +96,7 @@ def test_unknown_activation():
         MLP(2, 2, 2, activation="tanh")
 
 
+@pytest.mark.slow
 def test_regression_can_be_learnt_down_to_its_noise():
     x, y = models.regression()
     assert x.shape == (1024, 6) and y.shape == (1024, 3)
@@ -187,6 +188,7 @@ def test_gpt_says_what_does_not_fit():
         GPT(**{**DIMS, "n_heads": 3})
 
 
+@pytest.mark.slow
 def test_gpt_learns_in_seconds():
     tokens = models.encode(models.text())
     model = GPT(len(models.vocabulary()), 32, n_layers=1)

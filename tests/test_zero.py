@@ -10,6 +10,8 @@ from rankcell import models, system
 from rankcell.parallel import zero
 from rankcell.parallel.zero import FSDP, ShardedOptimizer, ZeRO2, model_state_bytes
 
+pytestmark = pytest.mark.slow
+
 # The paper's Table 1, in GB = 10^9 bytes: https://arxiv.org/abs/1910.02054 (2020). From 100 on it cuts off.
 DEGREES = (1, 4, 16, 64, 256, 1024)
 TABLE_1 = {
