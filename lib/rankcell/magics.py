@@ -20,7 +20,7 @@ from IPython.display import clear_output, display
 from . import errors, world
 from .draw import page
 from .draw.svg import format_bytes
-from .results import Run, name_ranks
+from .results import Run
 
 PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
 _WORDS = ("stop", "restart")
@@ -370,6 +370,3 @@ def unload(shell: Any, magics: RankMagics) -> None:
         shell.Completer.custom_matchers.remove(magics._matcher)
     shell.magics_manager.magics["cell"].pop("ranks", None)
     shell.magics_manager.magics["line"].pop("ranks", None)
-
-
-__all__ = ["RankMagics", "Worlds", "load", "name_ranks", "unload"]
