@@ -293,5 +293,5 @@ for pid in {four.pids}:
 
 def test_the_channels_of_a_rank_have_no_name(four):
     """A rank talks over unnamed socket pairs: there is nothing that another process could connect to."""
-    for member in four._members.values():
+    for member in four._host._members.values():
         assert member.work.socket.getsockname() == "" and member.control.socket.getsockname() == ""

@@ -15,12 +15,13 @@ from .errors import (
     RankTimeout,
     WorldSizeError,
 )
-from .results import Event, RankResult, Run
+from .results import Event, Memory, RankResult, Run
 from .world import Ranks, run
 
 __all__ = [
     "Deadlock",
     "Event",
+    "Memory",
     "PullError",
     "PushError",
     "RankError",
@@ -31,6 +32,7 @@ __all__ = [
     "Ranks",
     "Run",
     "WorldSizeError",
+    "memory",
     "run",
     "span",
 ]
@@ -44,6 +46,24 @@ def span(name: str) -> AbstractContextManager[None]:
     """
     recorder = getattr(InteractiveShell._instance, "recorder", None)
     return nullcontext() if recorder is None else recorder.span(name)
+
+
+def memory(*owners: Any) -> AbstractContextManager[Any]:
+    """Measure what the block inside holds in memory, by kind, after every operation of torch.
+
+    with rankcell.memory(model, optimizer) as held:
+        loss = model(x).sum()
+        held.phase = "backward"
+        loss.backward()
+    held.peak, held.samples
+
+    `owners` are modules, optimizers and tensors; what they own are states. On a rank the samples are also in
+    `run.ranks[r].memory`, and a `span` names the phase.
+    """
+    from .meter import Meter
+
+    recorder = getattr(InteractiveShell._instance, "recorder", None)
+    return Meter(*owners) if recorder is None else recorder.measure(*owners)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -1,15 +1,20 @@
 """How a notebook and a rank talk: whole messages over a socket that only these two processes hold.
 
-On one machine the socket is an unnamed pair, so no other user can reach it. Messages are pickles; a message
-is only unpickled from a socket whose other end is known.
+On one machine the socket is an unnamed pair, so no other user can reach it. Between machines it is TCP, and
+both ends prove that they know a key (`authenticate`) before either believes a byte of the other. Messages are
+pickles; a message is only unpickled from a socket whose other end is known.
 """
 
+import hashlib
+import hmac
 import pickle
+import secrets
 import socket
 import struct
 from typing import Any
 
 _HEADER = struct.Struct("!Q")
+_NONCE = 32  # bytes
 
 
 class Channel:
@@ -25,7 +30,7 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send one picklable message. Raises OSError when the other end is gone."""
-        payload = message if isinstance(message, bytes) else pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        payload = packed(message)
         if len(payload) < 1 << 16:  # one packet, one wake-up of the reader
             self.socket.sendall(_HEADER.pack(len(payload)) + payload)
         else:
@@ -34,13 +39,16 @@ class Channel:
 
     def receive(self) -> Any:
         """The next message. Waits for it; raises EOFError when the other end is gone."""
-        while (message := self._take()) is None:
+        while (payload := self._take()) is None:
             self._fill(wait=True)
-        return message[0]
+        return pickle.loads(payload)
 
     def poll(self) -> list[Any]:
         """The messages that have arrived, without waiting. Raises EOFError at the end."""
-        messages: list[Any] = []
+        return [pickle.loads(payload) for payload in self.poll_packed()]
+
+    def poll_packed(self) -> list[bytes]:
+        """The messages that have arrived, as they were packed: to pass them on, or to unpack them later."""
         try:
             while self._fill(wait=False):
                 pass
@@ -59,14 +67,14 @@ class Channel:
             data = self.socket.recv(1 << 18, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
-        except ConnectionResetError as error:
+        except (ConnectionResetError, TimeoutError) as error:  # a machine that is gone answers no probe
             raise EOFError from error
         if not data:
             raise EOFError("the other end of the channel is gone")
         self._buffer += data
         return True
 
-    def _take(self) -> tuple[Any] | None:
+    def _take(self) -> bytes | None:
         if len(self._buffer) < _HEADER.size:
             return None
         (size,) = _HEADER.unpack_from(self._buffer)
@@ -75,16 +83,61 @@ class Channel:
             return None
         payload = bytes(memoryview(self._buffer)[_HEADER.size : end])
         del self._buffer[:end]
-        return (pickle.loads(payload),)
+        return payload
 
-    def _all(self) -> list[Any]:
+    def _all(self) -> list[bytes]:
         messages = []
-        while (message := self._take()) is not None:
-            messages.append(message[0])
+        while (payload := self._take()) is not None:
+            messages.append(payload)
         return messages
+
+
+def packed(message: Any) -> bytes:
+    """A message as it travels; one that is packed already stays as it is."""
+    return message if isinstance(message, bytes) else pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def frame(message: Any) -> bytes:
+    """A message with the header that `Channel.send` puts in front of it, for whoever sends it in parts."""
+    payload = packed(message)
+    return _HEADER.pack(len(payload)) + payload
 
 
 def pair() -> tuple[Channel, Channel]:
     """Two connected channels over an unnamed Unix socket pair."""
     a, b = socket.socketpair()
     return Channel(a), Channel(b)
+
+
+def authenticate(sock: socket.socket, key: bytes, *, server: bool, timeout: float = 10.0) -> None:
+    """Prove to the other end of `sock` that we know `key`, and have it prove the same.
+
+    Each end sends random bytes and answers those of the other with their HMAC-SHA256 under the key and its
+    own role, so that no answer can be played back to its sender. Only numbers of fixed length are read: no
+    pickle, no length that the other end chooses. What follows is not encrypted.
+
+    Raises:
+        PermissionError: the other end does not know the key. OSError, EOFError: it went away, or said nothing
+        within `timeout` seconds.
+    """
+    before = sock.gettimeout()
+    sock.settimeout(timeout)
+    mine = secrets.token_bytes(_NONCE)
+    sock.sendall(mine)
+    theirs = _exactly(sock, _NONCE)
+    ours, other = (b"server", b"client") if server else (b"client", b"server")
+    sock.sendall(hmac.digest(key, ours + theirs + mine, hashlib.sha256))
+    answer = _exactly(sock, hashlib.sha256().digest_size)
+    if not hmac.compare_digest(answer, hmac.digest(key, other + mine + theirs, hashlib.sha256)):
+        raise PermissionError("the other end of the connection does not know the key")
+    sock.settimeout(before)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise EOFError("the other end of the connection is gone")
+        data += part
+    return data

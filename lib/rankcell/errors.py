@@ -104,6 +104,10 @@ class WorldSizeError(Told, ValueError):
     """The machine cannot hold that many ranks."""
 
 
+class AllocationError(Told, RuntimeError):
+    """Slurm has given no nodes, or not enough of them, or could not start the ranks. Nothing has run."""
+
+
 class PushError(Told, TypeError):
     """A name could not be sent to the ranks. No rank has run."""
 
@@ -242,13 +246,24 @@ def mismatch_error(run: Run) -> RankMismatch:
     )
 
 
-def lost_error(run: Run, lost: Iterable[RankResult], *, groups_closed: bool) -> RankLost:
-    """The error for a cell in which the process of a rank ended."""
+def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankLost:
+    """The error for a cell in which the process of a rank ended, and was `replaced` or ended the world."""
     lost = list(lost)
-    lines = []
+    ends: dict[str, list[int]] = {}
     for result in lost:
         assert result.error is not None
-        lines.append(f"rank {result.rank} of {run.world_size} {result.error.message}")
+        ends.setdefault(result.error.message, []).append(result.rank)
+    lines = []
+    for message, ranks in ends.items():
+        if len(ranks) > 1:
+            message = message.replace("was ", "were ", 1)
+        lines.append(f"{name_ranks(ranks)} of {run.world_size} {message}")
+    if not replaced:
+        lines.append(
+            "All ranks of this world were ended, and their names are gone. The next cell starts new ones, as "
+            "far as the allocation still has the nodes: `!sinfo -N` shows them."
+        )
+        return RankLost("\n".join(lines), run)
     others = [r.rank for r in run.ran if r not in lost]
     who = name_ranks([r.rank for r in lost])
     lines.append(
@@ -258,9 +273,7 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, groups_closed: bool) -> 
     )
     if others:
         kept = f"{name_ranks(others)} kept {'its' if len(others) == 1 else 'their'} names"
-        lines.append(
-            kept + (", but process groups made with new_group were closed." if groups_closed else ".")
-        )
+        lines.append(kept + ", but process groups made with new_group were closed.")
     return RankLost("\n".join(lines), run)
 
 

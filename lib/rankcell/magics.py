@@ -58,13 +58,19 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes. Write for example --nodes 2.")
+    return int(text)
+
+
 @magics_class
 class RankMagics(Magics):
     """`%%ranks` and `%ranks`, and the worlds that they have started."""
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
-        self.worlds: dict[tuple[int, str], world.Ranks] = {}
+        self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self.last: world.Ranks | None = None
 
     @magic_arguments()
@@ -87,6 +93,12 @@ class RankMagics(Magics):
     @argument("--timeout", type=_seconds, metavar="SECONDS", help="interrupt the ranks after this time")
     @argument(
         "--device", default="auto", help="cpu, cuda, or auto (the default: a GPU for each rank, else the CPU)"
+    )
+    @argument(
+        "--nodes",
+        type=_count,
+        metavar="NODES",
+        help="spread the ranks over so many nodes of the Slurm allocation that the notebook runs in",
     )
     @argument("--fresh", action="store_true", help="start new ranks first: no names from earlier cells")
     @argument(
@@ -120,7 +132,7 @@ class RankMagics(Magics):
             )
         push = self._pushed(options.push or ())
         source = self._source(cell)
-        ranks = self._world(int(options.world_size), options.device, fresh=options.fresh)
+        ranks = self._world(int(options.world_size), options.device, options.nodes, fresh=options.fresh)
         live = _Live()
         try:
             run = ranks.run(
@@ -171,20 +183,22 @@ class RankMagics(Magics):
             )
         return {n: self.shell.user_ns[n] for n in names}
 
-    def _world(self, world_size: int, device: str, *, fresh: bool) -> world.Ranks:
-        try:
-            kind = world.choose_device(world_size, device)[0]
-        except errors.WorldSizeError:
-            raise
-        except ValueError as error:
-            raise errors.OptionError(str(error)) from None
-        key = (world_size, kind)
+    def _world(self, world_size: int, device: str, nodes: int | None, *, fresh: bool) -> world.Ranks:
+        kind = device
+        if nodes is None:
+            try:
+                kind = world.choose_device(world_size, device)[0]
+            except errors.WorldSizeError:
+                raise
+            except ValueError as error:
+                raise errors.OptionError(str(error)) from None
+        key = (world_size, kind, nodes)
         ranks = self.worlds.get(key)
         if ranks is not None and ranks.alive:
             if fresh:
                 ranks.restart()
         else:
-            ranks = self.worlds[key] = world.Ranks(world_size, device=device)
+            ranks = self.worlds[key] = world.Ranks(world_size, device=device, nodes=nodes)
             ranks.notes.append(f"{world_size} ranks talk over {ranks.device_note}.")
         self.last = ranks
         return ranks
@@ -240,7 +254,7 @@ class RankMagics(Magics):
         if not head:
             return []
         ranks = next(
-            (w for (size, _), w in reversed(list(self.worlds.items())) if size == int(head[1]) and w.alive),
+            (w for (size, *_), w in reversed(list(self.worlds.items())) if size == int(head[1]) and w.alive),
             None,
         )
         if "." in word:

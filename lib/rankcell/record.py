@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from .errors import MismatchError
-from .results import Call, Event, Mismatch, Values, call_text
+from .meter import Meter
+from .results import Call, Event, Memory, Mismatch, Values, call_text
 
 clock = time.monotonic  # one clock for all processes of a machine
 
@@ -304,6 +305,8 @@ class Recorder:
             set()
         )  # Python threads other than the main one that communicated in this cell
         self._spans: list[Event] = []
+        self.memory: tuple[Memory, ...] = ()  # what was measured in this cell
+        self._meters: list[Meter] = []  # those that measure now
         self._by_work: dict[int, Operation] = {}
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
@@ -369,6 +372,7 @@ class Recorder:
             self._before = dict(self.counts)
             self.threads, self.total, self._spans, self.failed_call = set(), 0, [], None
             self.broken = False
+            self.memory, self._meters = (), []
 
     def join(self, generation: int) -> None:
         """Count from 1 again: the process groups are new, and nothing is open any more."""
@@ -387,10 +391,15 @@ class Recorder:
     def span(self, name: str) -> Iterator[None]:
         """Record the time spent inside as a compute span called `name`."""
         start = clock()
+        outside = [(meter, meter.phase) for meter in self._meters]
+        for meter, _ in outside:
+            meter.phase = name
         try:
             yield
         finally:
             now = clock()
+            for meter, phase in outside:
+                meter.phase = phase
             if len(self._spans) < MAX_EVENTS:
                 self._spans.append(
                     Event(
@@ -402,6 +411,19 @@ class Recorder:
                         line=_caller()[0],
                     )
                 )
+
+    @contextlib.contextmanager
+    def measure(self, *owners: Any) -> Iterator[Meter]:
+        """Measure the memory that the block inside holds; its samples go with the cell's result."""
+        meter = Meter(*owners, began=self.began)
+        self._meters.append(meter)
+        try:
+            with meter:
+                yield meter
+        finally:
+            if meter in self._meters:
+                self._meters.remove(meter)
+            self.memory += meter.samples
 
     def _implementation(self, name: str, op: Any, key: Any) -> Callable[..., Any]:
         arguments = [a.name for a in op._schema.arguments]

@@ -66,6 +66,38 @@ class Event:
         return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
 
 
+# What memory holds, from the bottom of the pile to its top.
+KINDS = ("parameters", "gradients", "optimizer", "activations", "rest")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one process held at one moment, by kind; each storage counts once.
+
+    `activations` are what autograd keeps for backward, `rest` is all else that operations of torch have
+    touched. `allocated` is what CUDA's allocator has given out, then the sum of all kinds; None on the CPU.
+    """
+
+    at: float  # seconds since the cell, or the measuring, began
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    rest: int = 0
+    phase: str = ""  # the span it was in
+    allocated: int | None = None
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes by kind, as the pictures of memory take them."""
+        return {kind: getattr(self, kind) for kind in KINDS}
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self.by_kind.values())
+
+
 @dataclass(frozen=True)
 class Step:
     """Where a rank stood before it ran a line of the cell (0: at its end), and what the named values were
@@ -171,10 +203,12 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Connection:
-    """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count."""
+    """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count. Its two ends are
+    named by address and port.
+    """
 
-    local_port: int
-    remote_port: int
+    ours: str
+    theirs: str
     sent: int
     received: int
 
@@ -216,7 +250,14 @@ class RankResult:
     events: tuple[Event, ...] = ()
     connections: tuple[Connection, ...] | None = None  # what really moved (Linux and gloo)
     steps: tuple[Step, ...] = ()  # with `--step` only
+    node: str = ""  # the node it ran on, of a world with `--nodes`
     dropped_events: int = 0  # oldest events forgotten, so that a long run stays small
+    memory: tuple[Memory, ...] = ()  # what it held over time, with `rankcell.memory` only
+
+    @property
+    def peak(self) -> Memory | None:
+        """The moment in which most was held, all kinds together; None if memory was not measured."""
+        return max(self.memory, key=lambda sample: sample.total, default=None)
 
     def __repr__(self) -> str:
         return f"RankResult(rank={self.rank}, state={self.state!r}, value={self.value!r})"
@@ -233,6 +274,11 @@ class Run:
     seconds: float = 0.0
     pulled: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     standstill: tuple[Standing, ...] = ()  # where the ranks stood, if the cell had to be ended
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The name of each rank's node, by rank; empty for a world on one machine."""
+        return tuple(r.node for r in self.ranks) if any(r.node for r in self.ranks) else ()
 
     @property
     def world_size(self) -> int:
@@ -264,12 +310,12 @@ class Run:
         """
         if not self.ranks or any(r.connections is None for r in self.ran) or self.backend != "gloo":
             return None
-        ends = {(c.local_port, c.remote_port): (r.rank, c) for r in self.ran for c in r.connections or ()}
+        ends = {(c.ours, c.theirs): (r.rank, c) for r in self.ran for c in r.connections or ()}
         matrix = [[0] * self.world_size for _ in self.ranks]
-        for (local, remote), (rank, _) in ends.items():
-            peer, theirs = ends.get((remote, local), (None, None))
-            if peer is not None and theirs is not None:
-                matrix[rank][peer] += theirs.received
+        for (ours, theirs), (rank, _) in ends.items():
+            peer, other = ends.get((theirs, ours), (None, None))
+            if peer is not None and other is not None:
+                matrix[rank][peer] += other.received
         return tuple(map(tuple, matrix))
 
     @property

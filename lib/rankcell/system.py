@@ -19,6 +19,7 @@ from pathlib import Path
 LINUX = sys.platform.startswith("linux")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _F_SETPIPE_SZ = 1031  # linux/fcntl.h
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 LOOPBACK = "lo" if LINUX else "lo0"
 
 
@@ -92,6 +93,48 @@ def thread_cpu_seconds(ident: int) -> float | None:
     return time.clock_gettime(clock(ident)) if clock else None
 
 
+def keep_alive(sock: socket.socket, *, reads_always: bool) -> None:
+    """Have the kernel notice within about 4 s that the machine at the other end of `sock` is gone.
+
+    `reads_always`: the other end never stops reading, so that bytes which nobody takes mean that it is gone.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if LINUX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        if reads_always:  # while something is under way, no probes are sent
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
+
+
+def _interfaces() -> dict[str, str]:
+    """Network interface -> its IPv4 address (Linux); empty elsewhere."""
+    found: dict[str, str] = {}
+    if not LINUX:
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no address
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def addresses() -> list[str]:
+    """The IPv4 addresses of this machine that others can reach."""
+    return [a for a in _interfaces().values() if not a.startswith("127.")]
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address; None where unknown."""
+    return next((name for name, a in _interfaces().items() if a == address), None)
+
+
 def tcp_connections() -> dict[int, int]:
     """Inode -> descriptor of every connected TCP socket of this process; empty where /proc is missing."""
     found: dict[int, int] = {}
@@ -137,8 +180,8 @@ def shut_down(sockets: Iterable[socket.socket]) -> None:
             continue
 
 
-def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[int, int], tuple[int, int]] | None:
-    """(local port, remote port) -> payload bytes sent and received since the connection began.
+def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[str, str], tuple[int, int]] | None:
+    """(our end, the other end) -> payload bytes sent and received since the connection began.
 
     From the kernel's TCP counters: tcpi_bytes_sent (retransmissions included) and tcpi_bytes_received of
     linux/tcp.h (Linux 4.19 and newer); None elsewhere.
@@ -152,7 +195,12 @@ def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[int, int], tuple
             if len(info) < 208:
                 return None
             (sent,), (received,) = struct.unpack_from("Q", info, 200), struct.unpack_from("Q", info, 128)
-            found[s.getsockname()[1], s.getpeername()[1]] = sent, received
+            found[_end(s.getsockname()), _end(s.getpeername())] = sent, received
         except OSError:  # shut down
             continue
     return found
+
+
+def _end(name: tuple[str, int]) -> str:
+    """One end of a connection as text: IPv4 addresses that are mapped into IPv6 look alike at both ends."""
+    return f"{name[0].removeprefix('::ffff:')}:{name[1]}"

@@ -36,10 +36,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from . import record, system
 from .channel import Channel
 from .errors import MismatchError, RankInputError
-from .results import Connection, Display, Frame, NotSent, RankFailure, Step
+from .results import Connection, Display, Frame, Memory, NotSent, RankFailure, Step
 
 MAX_STEPS = 5_000  # lines noted per rank with `--step`
-_Moved = dict[tuple[int, int], tuple[int, int]] | None  # (local port, remote port) -> bytes sent, received
+_Moved = dict[tuple[str, str], tuple[int, int]] | None  # (our end, the other end) -> bytes sent, received
 MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
 
 
@@ -53,16 +53,19 @@ class Birth:
     backend: str
     store: tuple[str, int]  # host and port of the store that the notebook holds
     generation: int
-    environment: dict[str, str]
     folder: str
     path: tuple[str, ...]
+    local_rank: int
+    local_world_size: int
+    node: str = ""  # its name; empty in a world on one machine
+    environment: dict[str, str] = field(default_factory=dict)  # set where the rank is started
 
 
 @dataclass(frozen=True)
 class Task:
     """One cell, or one function call, for a rank."""
 
-    began: float  # time.monotonic() when the notebook sent the task: zero of all times
+    began: float  # zero of all times: when the notebook sent the task, on the clock of the rank's machine
     cell: str  # the same on all ranks: it keeps the signatures of two cells apart
     source: str = ""
     filename: str = "<cell>"
@@ -92,6 +95,7 @@ class Outcome:
     wire: tuple[Connection, ...] | None = None
     steps: tuple[Step, ...] = ()
     names: tuple[str, ...] = field(default=())
+    memory: tuple[Memory, ...] = ()
 
 
 def prepare() -> None:
@@ -226,8 +230,8 @@ class Rank:
         os.environ.update(
             RANK=str(birth.rank),
             WORLD_SIZE=str(birth.world_size),
-            LOCAL_RANK=str(birth.rank),
-            LOCAL_WORLD_SIZE=str(birth.world_size),
+            LOCAL_RANK=str(birth.local_rank),
+            LOCAL_WORLD_SIZE=str(birth.local_world_size),
             MASTER_ADDR=birth.store[0],
             MASTER_PORT=str(birth.store[1]),
         )
@@ -243,7 +247,7 @@ class Rank:
     def _first_names(self) -> dict[str, Any]:
         birth = self.birth
         if birth.device == "cuda":
-            torch.cuda.set_device(birth.rank % torch.cuda.device_count())
+            torch.cuda.set_device(birth.local_rank % torch.cuda.device_count())
             device = torch.device("cuda", torch.cuda.current_device())
         else:
             device = torch.device("cpu")
@@ -367,6 +371,7 @@ class Rank:
             wire=_moved(moved_before, system.bytes_moved(self._connections)),
             steps=tuple(self._steps),
             names=tuple(n for n in self.names if not n.startswith("_")),
+            memory=self.recorder.memory,
         )
 
     def _execute(self, task: Task) -> Any:
@@ -486,6 +491,8 @@ class Rank:
                 self._await_end(0.1)
                 signal.pthread_kill(self.main_thread, signal.SIGINT)
                 answer = True
+            elif request == "memory":
+                answer = system.process_memory(os.getpid())
             else:
                 answer = self._complete(argument)
             try:

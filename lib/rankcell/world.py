@@ -1,7 +1,7 @@
-"""The ranks of one world size: start them, send a cell, collect what they say, free, replace and stop them.
+"""The ranks of one world size: send a cell, collect what they say, free, replace and stop them.
 
-A world is a set of processes that live on from cell to cell. The notebook's process holds, per rank, two
-channels (work and control) and the read ends of its stdout and stderr. It knows nothing of IPython and draws
+A world is a set of processes that live on from cell to cell, on this machine (`local.py`) or on the nodes of
+an allocation (`nodes.py`): what is written here is the same for both. It knows nothing of IPython and draws
 nothing.
 """
 
@@ -9,28 +9,24 @@ import ast
 import atexit
 import contextlib
 import itertools
-import multiprocessing
 import os
 import pickle
-import selectors
 import signal
 import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
 from typing import Any
 
 import cloudpickle
 
-from . import channel, diagnose, errors, system
+from . import diagnose, errors
+from .local import Local, room, warm_up
+from .nodes import Nodes
 from .results import Display, NotSent, RankFailure, RankResult, Run, name_ranks
 
-MEMORY_PER_RANK = 40 << 20  # bytes; measured: 20-60 MB (PSS) for an idle rank
-FILES_PER_RANK = 8  # descriptors that the notebook's process needs
 FIRST_POLL, POLL = (
     0.1,
     0.2,
@@ -38,37 +34,6 @@ FIRST_POLL, POLL = (
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
 GRACE = 1.0  # seconds that a freed or interrupted rank has to come back before it is replaced
 START_TIMEOUT = 120.0  # seconds for ranks to start: the first ones wait for torch to be imported
-
-_worlds = itertools.count()
-
-
-def warm_up() -> None:
-    """Start the process that the ranks are forked from; it imports torch while the notebook goes on."""
-    multiprocessing.set_forkserver_preload(["rankcell.preload"])
-    # the server must find our package and torch as this process does, but not inherit a slow or noisy set-up
-    forkserver.ensure_running()
-
-
-@dataclass
-class _Member:
-    """What the notebook's process holds of one rank."""
-
-    rank: int
-    context: Any  # torch.multiprocessing.ProcessContext of its one process
-    work: channel.Channel
-    control: channel.Channel
-    stdout: int
-    stderr: int
-    answers: dict[int, Any] = field(default_factory=dict)
-    ready: int = -1  # the last generation of the process group that it joined
-
-    @property
-    def process(self) -> Any:
-        return self.context.processes[0]
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
 
 @dataclass
@@ -100,29 +65,49 @@ class Ranks:
         world_size: how many ranks.
         device: "cpu", "cuda", or "auto": cuda (and nccl) where every rank can have a GPU of its own, else cpu
         (gloo).
+        nodes: spread the ranks over so many nodes of the Slurm allocation that this process runs in, in
+        blocks of equal size; None: all on this machine.
 
     Raises:
-        WorldSizeError: the machine cannot hold that many ranks.
+        WorldSizeError: the machine cannot hold that many ranks. AllocationError: Slurm has not given so many
+        nodes.
     """
 
-    def __init__(self, world_size: int, *, device: str = "auto") -> None:
+    def __init__(self, world_size: int, *, device: str = "auto", nodes: int | None = None) -> None:
+        self._host: Local | Nodes
+        if not isinstance(world_size, int) or world_size < 1:
+            raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
         self.world_size = world_size
-        self.device, self.backend, self.device_note = choose_device(world_size, device)
-        _check_size(world_size)
+        if nodes is None:
+            self.device, self.backend, self.device_note = choose_device(world_size, device)
+            most, why = room()
+            if world_size > most:
+                raise errors.WorldSizeError(f"{world_size} ranks do not fit on this machine: {why}")
+            self._host = Local(world_size, self.device)
+            self._start_store("127.0.0.1")
+        else:
+            self._host = Nodes(world_size, nodes)
+            self.device, self.backend, self.device_note = choose_device(
+                world_size, device, gpus=self._host.gpus * nodes
+            )
+            self.device_note += f", on the nodes {', '.join(self._host.names)}"
+            self._start_store("")
+            self._host.begin(world_size, self.device)
+        self.nodes = nodes
+        self.alive = True  # whether the world can run cells
         self.generation = 0
         self.cells = 0
         self.started_at = time.monotonic()
         self.notes: list[str] = []
         self.names: tuple[str, ...] = ()
         self._pid = os.getpid()
+        self._began = time.monotonic()  # of the cell
         self._lock = threading.RLock()
         self._asked = itertools.count()
-        self._selector = selectors.DefaultSelector()
         self._parts: dict[int, _Part] = {}
-        self._members: dict[int, _Member] = {}
+        self._answers: dict[int, dict[int, Any]] = {}  # number of a question -> rank -> answer
+        self._joined = dict.fromkeys(range(world_size), -1)  # the last process group that each rank joined
         self._cpu: dict[int, float | None] = {}
-        self._start_store()
-        self._board = system.shared_file(_board_nbytes(world_size))
         atexit.register(self.stop)
         try:
             self._start_all()
@@ -141,18 +126,15 @@ class Ranks:
         return f"<Ranks: {state}>"
 
     @property
-    def alive(self) -> bool:
-        """Whether the world can run cells."""
-        return bool(self._members)
-
-    @property
     def pids(self) -> list[int]:
-        """Process ids, by rank."""
-        return [m.pid for _, m in sorted(self._members.items())]
+        """Process ids, by rank (each on its node)."""
+        return [pid for _, pid in sorted(self._host.pids.items())]
 
     def memory(self) -> list[int | None]:
-        """Bytes of memory each rank stands for (PSS), by rank; None where the system does not tell."""
-        return [system.process_memory(pid) for pid in self.pids]
+        """Bytes of memory each rank stands for (PSS), by rank; None where nobody tells."""
+        with self._lock:
+            answers = self._ask(range(self.world_size), "memory", wait=0.5)
+            return [answers.get(rank) for rank in range(self.world_size)]
 
     def stop(self) -> None:
         """End the ranks. Safe to call twice; a world that was stopped cannot be used again."""
@@ -160,28 +142,14 @@ class Ranks:
             return
         with self._lock:
             atexit.unregister(self.stop)
-            members, self._members = list(self._members.values()), {}
-            for member in members:
-                self._forget(member)
-            for member in members:
-                _end(member, wait=0.0)
-            for member in members:
-                _end(member, wait=1.0)
-            if self._board >= 0:
-                os.close(self._board)
-                self._board = -1
-            self._selector.close()
+            self.alive = False
+            self._host.stop()
             self._store = None
 
     def restart(self) -> None:
         """End the ranks and start new ones: all names are gone."""
         with self._lock:
-            for member in list(self._members.values()):
-                self._forget(member)
-                _end(member, wait=0.0)
-            for member in list(self._members.values()):
-                _end(member, wait=1.0)
-            self._members.clear()
+            self._host.end(range(self.world_size))
             self.generation += 1
             self.names = ()
             self._start_all()
@@ -238,84 +206,53 @@ class Ranks:
         finally:
             self._lock.release()
 
-    def _start_store(self) -> None:
-        """A key-value store on loopback, held by this process, at which the ranks find each other."""
+    def _start_store(self, address: str) -> None:
+        """A key-value store, held by this process, at which the ranks find each other."""
         import torch.distributed as dist
 
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1024)
-        port = listener.getsockname()[1]
+        listener = socket.create_server((address, 0), backlog=1024)
+        self._port = listener.getsockname()[1]
         self._store = dist.TCPStore(
-            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+            "127.0.0.1", self._port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._store_address = ("127.0.0.1", port)
 
     def _start_all(self) -> None:
-        warm_up()
-        for rank in range(self.world_size):
-            self._members[rank] = self._start(rank)
-        self._await_ready(range(self.world_size), START_TIMEOUT)
+        everybody = range(self.world_size)
+        self._start(everybody)
+        self._await_ready(everybody, START_TIMEOUT)
 
-    def _start(self, rank: int) -> _Member:
-        import torch.multiprocessing
-
+    def _start(self, ranks: Sequence[int]) -> None:
         from . import worker
 
-        environment = dict(os.environ)
-        if self.device == "cpu":
-            environment.setdefault("GLOO_SOCKET_IFNAME", system.LOOPBACK)
-        birth = worker.Birth(
-            rank=rank,
-            world_size=self.world_size,
-            device=self.device,
-            backend=self.backend,
-            store=self._store_address,
-            generation=self.generation,
-            environment=environment,
-            folder=os.getcwd(),  # noqa: PTH109
-            path=tuple(sys.path),
-        )
-        ours, theirs = socket.socketpair()
-        control, control_theirs = channel.pair()
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
-        system.enlarge_pipe(out_read)
-        try:
-            fds = [control_theirs.fileno(), out_write, err_write, self._board]
-            socket.send_fds(ours, [b"f"], fds)
-            with _hidden_main():
-                context = torch.multiprocessing.start_processes(
-                    worker.main,
-                    (birth, theirs),
-                    nprocs=1,
-                    join=False,
-                    daemon=False,
-                    start_method="forkserver",
+        if self.nodes is None:
+            warm_up()
+        births = []
+        for rank in ranks:
+            self._joined[rank] = -1
+            place, address = {"local_rank": rank, "local_world_size": self.world_size}, "127.0.0.1"
+            if isinstance(self._host, Nodes):
+                place, address = self._host.place_of(rank), self._host.address_for(rank)
+            births.append(
+                worker.Birth(
+                    rank=rank,
+                    world_size=self.world_size,
+                    device=self.device,
+                    backend=self.backend,
+                    store=(address, self._port),
+                    generation=self.generation,
+                    folder=os.getcwd(),  # noqa: PTH109
+                    path=tuple(sys.path),
+                    **place,
                 )
-        finally:
-            theirs.close()
-            control_theirs.close()
-            os.close(out_write)
-            os.close(err_write)
-        os.set_blocking(out_read, False)
-        os.set_blocking(err_read, False)
-        member = _Member(rank, context, channel.Channel(ours), control, out_read, err_read)
-        for fd, kind in (
-            (member.work, "work"),
-            (member.control, "control"),
-            (out_read, "out"),
-            (err_read, "err"),
-        ):
-            self._selector.register(fd, selectors.EVENT_READ, (member, kind))
-        return member
+            )
+        self._host.start(births)
 
     def _await_ready(self, ranks: Sequence[int], timeout: float) -> None:
         """Wait until `ranks` have joined the process group of this generation."""
         deadline = time.monotonic() + timeout
-        parts, self._parts = self._parts, {r: _Part() for r in self._members}
+        parts, self._parts = self._parts, {r: _Part() for r in range(self.world_size)}
         try:
-            while waiting := [r for r in ranks if self._members[r].ready < self.generation]:
+            while waiting := [r for r in ranks if self._joined[r] < self.generation]:
                 self._pump(min(0.5, max(deadline - time.monotonic(), 0.0)))
                 gone = [r for r in waiting if self._parts[r].lost]
                 if gone or time.monotonic() > deadline:
@@ -394,18 +331,13 @@ class Ranks:
         on_update: Callable[[Run, str], None] | None,
     ) -> Run:
         source = work if isinstance(work, str) else getattr(work, "__name__", "function")
-        began = time.monotonic()
-        self._parts = {r: _Part(runs=r in ranks) for r in self._members}
+        began = self._began = time.monotonic()
+        self._parts = {r: _Part(runs=r in ranks) for r in range(self.world_size)}
         self._cpu = {}
-        message = pickle.dumps(("run", task), pickle.HIGHEST_PROTOCOL)
         cause: BaseException | None = None  # why we ended the cell, if the ranks did not
         freed = False
         with _deferred_interrupt() as interrupted:
-            for rank in ranks:
-                try:
-                    self._members[rank].work.send(message)
-                except OSError:
-                    self._mark_lost(rank)
+            self._send(task, ranks)
             next_poll, seen = began + FIRST_POLL, None
             states: list[diagnose.State] = []
             while not all(p.over for p in self._parts.values()):
@@ -465,7 +397,7 @@ class Ranks:
             cause.run = run
             raise cause
         if lost:
-            raise errors.lost_error(run, lost, groups_closed=True)
+            raise errors.lost_error(run, lost, replaced=self.alive)
         if any(r.error.mismatch for r in raised if r.error):
             raise errors.mismatch_error(run)
         if raised:
@@ -488,101 +420,65 @@ class Ranks:
             )
         return run
 
+    def _send(self, task: Any, ranks: Sequence[int]) -> None:
+        """Give the task to `ranks`, its beginning as the clock of each one's machine shows it."""
+        by_offset: dict[float, list[int]] = {}
+        for rank in ranks:
+            by_offset.setdefault(self._host.clock_offset(rank), []).append(rank)
+        for offset, mine in by_offset.items():
+            message = ("run", replace(task, began=task.began + offset) if offset else task)
+            self._host.send(mine, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
     def _pump(self, timeout: float) -> None:
         """Take in whatever has arrived from the ranks, waiting at most `timeout` seconds for something."""
-        for key, _ in self._selector.select(timeout):
-            member, kind = key.data
-            if self._members.get(member.rank) is not member:
-                continue
-            if kind == "work":
-                self._take_work(member)
-            elif kind == "control":
-                try:
-                    for number, answer in member.control.poll():
-                        member.answers[number] = answer
-                except (EOFError, OSError):
-                    self._selector.unregister(member.control)
-            else:
-                self._read(member, kind)
+        for kind, rank, what in self._host.pump(timeout):
+            part = self._parts.get(rank)
+            if kind == "control":
+                number, answer = pickle.loads(what)
+                if number in self._answers:
+                    self._answers[number][rank] = answer
+            elif kind == "gone":
+                self._mark_lost(rank, what)
+            elif kind == "work":
+                self._take(rank, part, *pickle.loads(what))
+            elif part is not None:
+                (part.stdout if kind == "out" else part.stderr).extend(what)
 
-    def _read(self, member: _Member, kind: str) -> None:
-        fd = member.stdout if kind == "out" else member.stderr
-        part = self._parts.get(member.rank)
-        for _ in range(16):  # then give the others a turn
-            try:
-                data = os.read(fd, 1 << 18)
-            except BlockingIOError:
-                return
-            if not data:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(fd)
-                return
-            if part is not None:
-                (part.stdout if kind == "out" else part.stderr).extend(data)
+    def _take(self, rank: int, part: _Part | None, kind: str, what: Any, *more: Any) -> None:
+        """Take in one message of a rank's main thread."""
+        if kind == "ready":
+            self._joined[rank] = what
+        elif kind == "failed":
+            self._host.kill([rank])
+            self._mark_lost(rank, "could not join the process group")
+        elif part is not None and kind == "display":
+            _add_display(part.displays, what, update=more[0])
+        elif part is not None and kind == "done":
+            part.outcome = what
 
-    def _take_work(self, member: _Member) -> None:
-        try:
-            messages = member.work.poll()
-        except EOFError:
-            self._mark_lost(member.rank)
-            return
-        part = self._parts.get(member.rank)
-        for message in messages:
-            if message[0] == "ready":
-                member.ready = message[1]
-            elif message[0] == "failed":
-                self._mark_lost(member.rank)
-            elif part is not None and message[0] == "display":
-                _add_display(part.displays, message[1], update=message[2])
-            elif part is not None and message[0] == "done":
-                # what the rank wrote before its answer already lies in the pipes
-                self._drain(member)
-                part.outcome = message[1]
-
-    def _drain(self, member: _Member) -> None:
-        for fd, kind in ((member.stdout, "out"), (member.stderr, "err")):
-            part = self._parts[member.rank]
-            while True:
-                try:
-                    data = os.read(fd, 1 << 20)
-                except BlockingIOError:
-                    break
-                if not data:
-                    break
-                (part.stdout if kind == "out" else part.stderr).extend(data)
-
-    def _mark_lost(self, rank: int) -> None:
-        member, part = self._members[rank], self._parts.get(rank)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(member.work)
+    def _mark_lost(self, rank: int, how: str) -> None:
+        part = self._parts.get(rank)
         if part is not None and part.lost is None:
-            self._drain(member)
-            member.process.join(1.0)
-            part.lost = RankFailure("RankLost", _how_it_ended(member.process.exitcode), at=time.monotonic())
+            part.lost = RankFailure("RankLost", how, at=time.monotonic() - self._began)
 
     def _ask(
         self, ranks: Sequence[int], request: str, argument: Any = None, *, wait: float
     ) -> dict[int, Any]:
         """Ask the control threads of `ranks`; the answers that came within `wait` seconds."""
         number = next(self._asked)
-        asked = []
-        for rank in ranks:
-            try:
-                self._members[rank].control.send((number, request, argument))
-                asked.append(rank)
-            except OSError:  # it has just died: its work channel tells
-                continue
+        answers = self._answers[number] = {}
+        self._host.ask(ranks, pickle.dumps((number, request, argument)))
         deadline = time.monotonic() + wait
-        while True:
-            answers = {
-                r: self._members[r].answers[number] for r in asked if number in self._members[r].answers
-            }
+        while any(r not in answers and not self._is_lost(r) for r in ranks):
             left = deadline - time.monotonic()
-            if len(answers) == len(asked) or left <= 0:
-                for r in answers:
-                    del self._members[r].answers[number]
-                return answers
+            if left <= 0:
+                break
             self._pump(left)
+        return self._answers.pop(number)
+
+    def _is_lost(self, rank: int) -> bool:
+        part = self._parts.get(rank)
+        return part is not None and part.lost is not None
 
     def _states(self) -> list[diagnose.State]:
         """What every rank is doing now."""
@@ -623,37 +519,33 @@ class Ranks:
             if time.monotonic() > again:  # a first interrupt may have been swallowed by an `except`
                 again = time.monotonic() + GRACE / 4
                 self._ask([r for r, p in self._parts.items() if not p.over], "interrupt", wait=0.05)
-        for rank, part in self._parts.items():
-            if not part.over:
-                member = self._members[rank]
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member.pid, signal.SIGKILL)
-                self._drain(member)
-                part.lost = RankFailure("RankLost", "did not react and was ended", caused_by_abort=True)
+        stubborn = [r for r, p in self._parts.items() if not p.over]
+        self._host.kill(stubborn)
+        self._pump(0.0)  # what they wrote until then
+        for rank in stubborn:
+            self._parts[rank].lost = RankFailure(
+                "RankLost", "did not react and was ended", caused_by_abort=True
+            )
 
     def _repair(self, lost: Sequence[int]) -> None:
         """Replace lost ranks and have all ranks join a new process group. The others keep their names."""
+        if not all(self._host.reachable(r) for r in lost):
+            self.stop()  # a node is gone: nobody can take the place of its ranks
+            return
         self.generation += 1
-        for rank in lost:
-            member = self._members[rank]
-            self._forget(member)
-            _end(member, wait=1.0)
-        for rank in lost:
-            self._members[rank] = self._start(rank)
-        message = pickle.dumps(("join", self.generation))
-        for rank, member in self._members.items():
-            if rank not in lost:
-                with contextlib.suppress(OSError):
-                    member.work.send(message)
+        self._host.end(lost)
+        self._start(lost)
+        others = [r for r in range(self.world_size) if r not in lost]
+        self._host.send(others, pickle.dumps(("join", self.generation)))
         try:
-            self._await_ready(list(self._members), 20.0)
+            self._await_ready(range(self.world_size), 20.0)
         except RuntimeError:  # a rank died meanwhile: start over, and say so with the next cell
             self.notes.append(f"All {self.world_size} ranks had to be started anew: their names are gone.")
             self.restart()
 
     def _replace_dead(self) -> None:
         """Replace ranks that ended between two cells."""
-        self._parts = {r: _Part(runs=False) for r in self._members}
+        self._parts = {r: _Part(runs=False) for r in range(self.world_size)}
         self._pump(0.0)
         lost = [r for r, p in self._parts.items() if p.lost]
         if lost:
@@ -664,16 +556,6 @@ class Ranks:
             )
             self._repair(lost)
 
-    def _forget(self, member: _Member) -> None:
-        """Stop listening to a rank and close our ends."""
-        for fd in (member.work, member.control, member.stdout, member.stderr):
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(fd)
-        member.work.close()
-        member.control.close()
-        os.close(member.stdout)
-        os.close(member.stderr)
-
     def _unmatched(self, ranks: Sequence[int]) -> str | None:
         """A sentence if all ranks came to the end, but some called more collectives than others."""
         if len(ranks) < self.world_size:
@@ -681,7 +563,7 @@ class Ranks:
         return diagnose.unmatched({r: self._parts[r].outcome.counts for r in ranks})
 
     def _result(self, source: str, began: float, pull: Sequence[str]) -> Run:
-        results = tuple(self._rank_result(r, p) for r, p in sorted(self._parts.items()))
+        results = self._results()
         ran = [self._parts[r.rank] for r in results if r.state == "ok"]
         pulled = {}
         for name in pull:
@@ -691,14 +573,18 @@ class Ranks:
         return Run(source, results, self.device, self.backend, time.monotonic() - began, pulled)
 
     def _so_far(self, source: str, began: float) -> Run:
-        results = tuple(self._rank_result(r, p) for r, p in sorted(self._parts.items()))
-        return Run(source, results, self.device, self.backend, time.monotonic() - began)
+        return Run(source, self._results(), self.device, self.backend, time.monotonic() - began)
+
+    def _results(self) -> tuple[RankResult, ...]:
+        parts = sorted(self._parts.items())
+        return tuple(self._rank_result(rank, part, self._host.node_of(rank)) for rank, part in parts)
 
     @staticmethod
-    def _rank_result(rank: int, part: _Part) -> RankResult:
+    def _rank_result(rank: int, part: _Part, node: str) -> RankResult:
         outcome = part.outcome
         common = {
             "rank": rank,
+            "node": node,
             "stdout": part.stdout.decode("utf-8", "replace"),
             "stderr": part.stderr.decode("utf-8", "replace"),
             "displays": tuple(part.displays),
@@ -724,6 +610,7 @@ class Ranks:
             connections=outcome.wire,
             steps=outcome.steps,
             dropped_events=outcome.dropped,
+            memory=outcome.memory,
         )
 
 
@@ -735,6 +622,7 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     device: str = "auto",
+    nodes: int | None = None,
     values: bool = False,
 ) -> Run:
     """Run a function (or source text) on `world_size` fresh ranks and return what each of them did.
@@ -749,19 +637,22 @@ def run(
     The function may be defined in a notebook cell, a script or a module. For ranks that live on, use
     `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
     """
-    with Ranks(world_size, device=device) as ranks:
+    with Ranks(world_size, device=device, nodes=nodes) as ranks:
         return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout, values=values)
 
 
-def choose_device(world_size: int, device: str) -> tuple[str, str, str]:
-    """Device, backend and a sentence that says why, for a world of `world_size` ranks."""
+def choose_device(world_size: int, device: str, *, gpus: int | None = None) -> tuple[str, str, str]:
+    """Device, backend and a sentence that says why, for a world of `world_size` ranks on a machine (or nodes)
+    with so many `gpus`; those of this machine by default.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist. Choose cpu, cuda or auto.")
     if device == "cpu":
         return "cpu", "gloo", "gloo on the CPU, as asked"
     import torch
 
-    gpus = torch.cuda.device_count()  # counts without starting CUDA in this process
+    if gpus is None:
+        gpus = torch.cuda.device_count()  # counts without starting CUDA in this process
     if gpus >= world_size and torch.distributed.is_nccl_available():
         return "cuda", "nccl", f"nccl, one of {gpus} GPUs for each rank"
     if device == "cuda":
@@ -774,29 +665,6 @@ def choose_device(world_size: int, device: str) -> tuple[str, str, str]:
         )
     why = f"{gpus} GPUs are too few for {world_size} ranks" if gpus else "no GPU here"
     return "cpu", "gloo", f"gloo on the CPU: {why}"
-
-
-def _check_size(world_size: int) -> None:
-    if not isinstance(world_size, int) or world_size < 1:
-        raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
-    memory = system.available_memory()
-    by_memory = memory // MEMORY_PER_RANK if memory is not None else 256
-    by_files = (system.open_file_limit() - 200) // FILES_PER_RANK
-    # every rank holds a connection to every other one
-    most = min(by_memory, by_files, 512)
-    if world_size > most:
-        room = f"{memory / 2**30:.1f} GiB of memory are free" if memory is not None else "its limits"
-        raise errors.WorldSizeError(
-            f"{world_size} ranks do not fit on this machine: a rank takes about {MEMORY_PER_RANK >> 20} MiB "
-            f"and "
-            f"{FILES_PER_RANK} open files, and {room}. It has room for {most} ranks."
-        )
-
-
-def _board_nbytes(world_size: int) -> int:
-    from .record import Board
-
-    return Board.nbytes(world_size)
 
 
 def _pickle(what: str, value: Any) -> bytes:
@@ -835,29 +703,6 @@ def _add_display(displays: list[Display], new: Display, *, update: bool) -> None
     displays.append(new)
 
 
-def _how_it_ended(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "lost contact"
-    if exitcode == -signal.SIGKILL:
-        return (
-            "was killed (SIGKILL). Nothing in Python does that: memory may have run out, or somebody ended it"
-        )
-    if exitcode < 0:
-        name = signal.Signals(-exitcode).name
-        crash = " (a crash in C code)" if name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL") else ""
-        return f"was ended by {name}{crash}"
-    return f"left with exit code {exitcode} (os._exit)"
-
-
-def _end(member: _Member, *, wait: float) -> None:
-    """End the process of a rank and reap it."""
-    process = member.process
-    if process.exitcode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    process.join(wait)
-
-
 def _fingerprint(states: Sequence[diagnose.State]) -> Any:
     """What must not change between two looks for a deadlock to be believed."""
     return [
@@ -881,17 +726,6 @@ def _timeout_text(states: Sequence[diagnose.State], world_size: int, timeout: fl
             "`--timeout`, or less to do.",
         ]
     )
-
-
-@contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Start a process without its parent's `__main__`: a rank must not run the learner's script again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

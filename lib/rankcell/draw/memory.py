@@ -1,12 +1,13 @@
 """What memory holds, by kind: over the course of a step, and by rank beside the formula.
 
-Pure functions from bytes to a `Figure`. A kind has the same colour in both pictures and in every notebook;
-measured is solid, by formula outlined. Nothing here measures.
+Pure functions from bytes, or from the samples of `rankcell.memory`, to a `Figure`. A kind has the same colour
+in both pictures and in every notebook; measured is solid, by formula outlined. Nothing here measures.
 """
 
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
+from ..results import KINDS, Memory
 from .charts import WIDTH, text_width
 from .charts import _wrap_key as places_of_key
 from .svg import INK, MUTED, PAPER, RANK_COLOURS, Figure, drawing, format_bytes, label, line, rect
@@ -33,21 +34,30 @@ def colour_of(kind: str, kinds: Sequence[str] = ()) -> str:
 
 
 def over_time(
-    at: Sequence[float],
-    held: Mapping[str, Sequence[float]],
+    at: Sequence[float] | Sequence[Memory],
+    held: Mapping[str, Sequence[float]] | None = None,
     *,
-    x_label: str,
+    x_label: str = "",
     phases: Sequence[tuple[float, str]] = (),
+    by: str = "change",
     alt: str = "",
     height: float = 420,
 ) -> Figure:
     """Bytes held, piled up by kind; `held[kind][i]` were held from `at[i]` until the next place.
 
-    `phases` are the places where a part of the step begins, and its name. Kinds are piled in the order
-    parameters, gradients, optimizer, activations, rest, others.
+        over_time(run.ranks[0].memory)  # what rankcell.memory measured, with its phases
+        over_time([0, 1, 2], {"parameters": [4, 4, 4], "gradients": [0, 4, 0]}, x_label="step")
+
+    `phases` are the places where a part of the step begins, and its name. Samples stand side by side, one
+    place for each change of memory, or with `by="time"` where they were taken, in ms from the first. Kinds
+    are piled in the order parameters, gradients, optimizer, activations, rest, others.
     """
     if not at:
         raise ValueError("There is nothing to draw: memory was never looked at.")
+    if held is None:
+        if by not in ("change", "time"):
+            raise ValueError(f'by={by!r}: samples can be drawn by="change" or by="time".')
+        at, held, x_label, phases = _from_samples(at, by, x_label, phases)
     for kind, values in held.items():
         if len(values) != len(at):
             raise ValueError(f"{kind} has {len(values)} values for {len(at)} places. Give one per place.")
@@ -99,7 +109,7 @@ def over_time(
 
 
 def by_rank(
-    measured: Sequence[Mapping[str, float]],
+    measured: Sequence[Mapping[str, float] | Memory],
     formula: Sequence[Mapping[str, float]] = (),
     *,
     names: Sequence[str] = (),
@@ -107,10 +117,12 @@ def by_rank(
 ) -> Figure:
     """Bytes by kind, one bar per rank (or per name), and under each, outlined, what the formula says.
 
-    All bars share one scale from zero. `names` stand in for "rank 0", "rank 1", ...
+    All bars share one scale from zero. `names` stand in for "rank 0", "rank 1", ... `measured` may be samples
+    of `rankcell.memory`: `by_rank([r.peak for r in run.ranks])`.
     """
     if not measured:
         raise ValueError("There is nothing to draw: no rank was measured.")
+    measured = [row.by_kind if isinstance(row, Memory) else row for row in measured]
     if formula and len(formula) != len(measured):
         raise ValueError(
             f"{len(measured)} were measured, the formula is for {len(formula)}. Give one for each."
@@ -148,6 +160,18 @@ def by_rank(
         alt=alt or _said_by_rank(names, measured, kinds, off),
         text=_twin_by_rank(names, measured, formula, kinds),
     )
+
+
+def _from_samples(
+    samples: Sequence[Memory], by: str, x_label: str, phases: Sequence[tuple[float, str]]
+) -> tuple[list[float], dict[str, list[float]], str, list[tuple[float, str]]]:
+    """The places, the bytes by kind, the label of the axis and the phases of measured samples."""
+    first = samples[0].at
+    at = [float(i) if by == "change" else 1e3 * (s.at - first) for i, s in enumerate(samples)]
+    begins = [i for i, s in enumerate(samples) if i == 0 or s.phase != samples[i - 1].phase]
+    held = {kind: [getattr(s, kind) for s in samples] for kind in KINDS}
+    x_label = x_label or ("changes of memory" if by == "change" else "time in ms")
+    return at, held, x_label, list(phases) or [(at[i], samples[i].phase) for i in begins]
 
 
 def _in_order(kinds: Mapping[str, object] | Sequence[str]) -> list[str]:

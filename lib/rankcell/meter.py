@@ -1,0 +1,220 @@
+"""What the memory of one process holds while a block of code runs, by kind: states, activations, the rest.
+
+After every operation of torch it asks which storages are alive and whose they are. Bytes are those of the
+storages, each counted once, whatever looks at it; what a library allocates inside an operation, and frees
+there, is not seen. It costs some time per operation, and only while somebody measures. It draws nothing.
+"""
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from .results import KINDS, Memory
+
+MAX_SAMPLES = 20_000  # then every second one goes; the highest of all is kept
+_PLAIN = {Tensor, torch.nn.Parameter}
+_STATES = ("parameters", "optimizer", "gradients", "activations")  # whose a storage is, if several want it
+
+
+class Meter:
+    """Measures what is held while its `with` block runs: `samples`, and `peak`, the highest of them.
+
+    Args:
+        owners: modules, optimizers and tensors (parameters that are in no module). A module may say what else
+            it holds by a method `held_by_kind`, which returns lists of tensors by kind.
+        began: zero of the samples' times, as `time.monotonic()` says; by default the moment the block begins.
+
+    A saved tensor that is changed in place before backward is not noticed inside the block: torch compares
+    versions only of tensors that nobody watches.
+    """
+
+    def __init__(self, *owners: Any, began: float | None = None) -> None:
+        self._modules, self._optimizers, self._tensors = _sorted_out(owners)
+        self.began = began
+        self.phase = ""  # the part of the program that the next samples belong to
+        self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}  # address of a storage: reference, number
+        self._count = 0
+        self._nbytes: dict[int, int] = {}  # by number, of the storages alive
+        self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
+        self._trained: dict[int, weakref.ref[Tensor]] = {}  # parameters, also those that are not shown now
+        self._states: dict[int, int] = {}  # how many entries the states of an optimizer had
+        self._log: list[tuple[float, str, dict[int, int], int | None]] = []
+        self._samples: tuple[Memory, ...] | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Meter":
+        if self.began is None:
+            self.began = time.monotonic()
+        self._look()
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
+        self._stack.enter_context(_Watch(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._look()
+        self._seen.clear()
+
+    @property
+    def samples(self) -> tuple[Memory, ...]:
+        """What was held after each operation that changed it, in order of time."""
+        if self._samples is None or len(self._samples) != len(self._log):
+            self._samples = tuple(self._sample(*entry) for entry in self._log)
+        return self._samples
+
+    @property
+    def peak(self) -> Memory:
+        """The sample in which most was held."""
+        return max(self.samples, key=lambda sample: sample.total)
+
+    def _sample(self, at: float, phase: str, nbytes: Mapping[int, int], allocated: int | None) -> Memory:
+        held = dict.fromkeys(KINDS, 0)
+        for number, size in nbytes.items():
+            held[self._kinds.get(number, "rest")] += size
+        if allocated is not None:  # CUDA counts all there is, also what no operation has shown us
+            held["rest"] = max(0, allocated - sum(held[kind] for kind in _STATES))
+        return Memory(at=at - (self.began or 0.0), phase=phase, allocated=allocated, **held)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """The parameters and buffers that the owners show now."""
+        for module in self._modules:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    yield tensor
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+        yield from self._tensors
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        """Autograd keeps this one for backward."""
+        self._claim([tensor], "activations")
+        return tensor.detach()  # the tensor itself may be the output that keeps the graph
+
+    def _claim(self, tensors: Iterable[Any], kind: str) -> None:
+        seen, kinds = self._seen, self._kinds
+        for tensor in tensors:
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                known = seen.get(tensor.untyped_storage()._cdata)
+                if known is not None and kinds.get(known[1]) == kind:
+                    continue  # the usual case, and this is called for every parameter again and again
+            for number in self._numbers(tensor):
+                now = kinds.get(number)
+                if now is None or _STATES.index(kind) < _STATES.index(now):
+                    kinds[number] = kind
+
+    def _numbers(self, tensor: Any) -> Iterator[int]:
+        """The numbers of the storages behind a tensor: one, or those of the parts of a DTensor."""
+        for storage in _storages(tensor, self.device.type):
+            found = self._seen.get(storage._cdata)
+            if found is None:
+                reference = StorageWeakRef(storage)  # keeps the address, not the memory
+                found = self._seen[reference.cdata] = reference, self._count
+                self._count += 1
+            yield found[1]
+
+    def _look(self) -> None:
+        """Note what is held now, if it is not what was held before."""
+        if not self._log:
+            self._ask_owners()
+        nbytes = {}
+        for address, (_, number) in list(self._seen.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(address)
+            if storage is None:
+                del self._seen[address]
+            else:  # its size may have changed: FSDP takes memory away and gives it back
+                nbytes[number] = storage.nbytes()
+        allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
+        if self._log and self._log[-1][1:] == (self.phase, nbytes, allocated):
+            return
+        self._ask_owners()
+        self._log.append((time.monotonic(), self.phase, nbytes, allocated))
+        if len(self._log) > MAX_SAMPLES:
+            self._thin()
+
+    def _ask_owners(self) -> None:
+        """Find out which storages are states. What was once found holds for the storage's whole life."""
+        for parameter in self._parameters():
+            if id(parameter) not in self._trained:
+                self._trained[id(parameter)] = weakref.ref(parameter)
+        trained = [
+            parameter for reference in self._trained.values() if (parameter := reference()) is not None
+        ]
+        if len(trained) < len(self._trained):
+            self._trained = {id(parameter): weakref.ref(parameter) for parameter in trained}
+        self._claim(trained, "parameters")
+        self._claim([p.grad for p in trained if p.grad is not None], "gradients")
+        for optimizer in self._optimizers:
+            count = sum(map(len, optimizer.state.values()))
+            if self._states.get(id(optimizer)) != count:  # they are made once, and then changed in place
+                self._states[id(optimizer)] = count
+                for state in optimizer.state.values():
+                    self._claim(state.values(), "optimizer")
+        for module in self._modules:
+            if hasattr(module, "held_by_kind"):
+                for kind, tensors in module.held_by_kind().items():
+                    self._claim(tensors, kind)
+
+    def _thin(self) -> None:
+        """Forget every second sample, but not the highest."""
+        highest = max(range(len(self._log)), key=lambda i: sum(self._log[i][2].values()))
+        self._log = [entry for i, entry in enumerate(self._log) if i % 2 == 0 or i == highest]
+
+
+class _Watch(TorchDispatchMode):
+    """Calls the meter after every operation."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter = meter
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):
+            return NotImplemented  # a DTensor: let it call operations on its parts, which come here again
+        result = operation(*args, **(kwargs or {}))
+        for leaf in (*leaves, *tree_leaves(result)):
+            for _ in self.meter._numbers(leaf):
+                pass
+        self.meter._look()
+        return result
+
+
+def _storages(tensor: Any, device: str) -> Iterator[torch.UntypedStorage]:
+    """The storages behind a tensor on the kind of device that is measured; of what is no tensor, none."""
+    if not isinstance(tensor, Tensor):
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name), device)
+    elif tensor.layout is torch.strided and tensor.device.type == device:
+        yield tensor.untyped_storage()
+
+
+def _sorted_out(
+    owners: Iterable[Any],
+) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer], list[Tensor]]:
+    """Modules with all that are inside them, optimizers, tensors."""
+    modules, optimizers, tensors = [], [], []
+    for owner in tree_leaves(owners):
+        if isinstance(owner, torch.nn.Module):
+            modules += owner.modules()
+        elif isinstance(owner, torch.optim.Optimizer):
+            optimizers.append(owner)
+        elif isinstance(owner, Tensor):
+            tensors.append(owner)
+        elif owner is not None:
+            raise TypeError(
+                f"rankcell.memory cannot tell what a {type(owner).__name__} holds. Name modules, optimizers "
+                f"and tensors."
+            )
+    return modules, optimizers, tensors

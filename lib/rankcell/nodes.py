@@ -1,0 +1,488 @@
+"""The ranks of a world that live on several nodes of a Slurm allocation.
+
+`srun` starts one agent per node (this file, run as a module). The agent connects back to the notebook, both
+prove that they know a key, and from then on it starts, feeds and ends the ranks of its node as the notebook's
+process does on one machine: it holds a `Local`, and passes on what comes from it. Slurm launches and ends;
+nothing here replaces it.
+
+The key travels in a file that only the user can read, on the file system that the nodes share, never on a
+command line or in the environment. What is sent after the check is not encrypted, as torch's own traffic
+between nodes is not.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import channel, errors, local, system
+
+START_TIMEOUT = 120.0  # seconds for the agents to connect: Slurm may have to wait for the nodes
+MAX_WAITING = 8 << 20  # bytes that an agent holds for a notebook that does not read: then its ranks wait
+CLOCKS_AGREE_FOR = 10.0  # seconds after which the clocks are compared anew
+QUIET = 0.5  # seconds after which a node that said nothing is asked for its time
+SILENT = 3.5  # seconds without an answer after which a node is lost
+BUSY = 120.0  # the same while it starts ranks, which may first have to import torch
+_FOLDER = ".rankcell"  # in the home directory, which a cluster's nodes share
+
+
+@dataclass
+class _Node:
+    """One node, as the notebook knows it."""
+
+    name: str
+    channel: channel.Channel
+    address: str  # ours, as this node reaches it
+    gpus: int
+    room: tuple[int, str]
+    offset: float = 0.0  # seconds by which its clock is ahead of ours
+    round_trip: float = float("inf")  # seconds; of the exchange that gave `offset`
+    alive: bool = True
+    heard: float = 0.0  # when it last said something
+    asked: float | None = None  # when it was asked for its time, if it has not answered
+    patience: float = SILENT
+
+
+class Nodes:
+    """The ranks of a world on `nodes` nodes of this allocation, `world_size / nodes` on each, in blocks.
+
+    Used like `local.Local`.
+
+    Raises:
+        AllocationError: not inside a Slurm allocation, or one with fewer nodes, or srun could not start.
+        WorldSizeError: the ranks cannot be spread evenly, or do not fit.
+    """
+
+    def __init__(self, world_size: int, nodes: int) -> None:
+        self._per_node = _check(world_size, nodes)
+        self._nodes: list[_Node] = []
+        self._selector = selectors.DefaultSelector()
+        self._ending: Counter[int] = (
+            Counter()
+        )  # ranks whose end was ordered: what they said is no longer ours
+        self._pids: dict[int, int] = {}
+        self._lost: list[local.Happening] = []
+        self._compared = 0.0
+        self._log = tempfile.TemporaryFile()
+        try:
+            self._start_agents(nodes)
+            for node in self._nodes:
+                if self._per_node > node.room[0]:
+                    raise errors.WorldSizeError(
+                        f"{self._per_node} ranks do not fit on {node.name}: {node.room[1]}"
+                    )
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs every node has at least."""
+        return min(n.gpus for n in self._nodes)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the nodes, in the order of their ranks."""
+        return [n.name for n in self._nodes]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank -> process id on its node."""
+        return self._pids
+
+    def node_of(self, rank: int) -> str:
+        """The name of the node that `rank` lives on."""
+        return self._nodes[rank // self._per_node].name
+
+    def place_of(self, rank: int) -> dict[str, Any]:
+        """What a rank must know about its place: fields of `worker.Birth`."""
+        node = self._nodes[rank // self._per_node]
+        return {
+            "local_rank": rank % self._per_node,
+            "local_world_size": self._per_node,
+            "node": node.name,
+        }
+
+    def address_for(self, rank: int) -> str:
+        """The address of this process as the node of `rank` reaches it."""
+        return self._nodes[rank // self._per_node].address
+
+    def reachable(self, rank: int) -> bool:
+        """Whether a process can be started in the place of `rank`."""
+        return self._nodes[rank // self._per_node].alive
+
+    def clock_offset(self, rank: int) -> float:
+        """Seconds by which the clock of the rank's machine is ahead of ours."""
+        if time.monotonic() - self._compared > CLOCKS_AGREE_FOR:
+            self._compare_clocks()
+        return self._nodes[rank // self._per_node].offset
+
+    def begin(self, world_size: int, device: str) -> None:
+        """Say once, before the first rank is started, what the world is like."""
+        for node in self._nodes:
+            node.channel.send(("world", world_size, device))
+
+    def start(self, births: Sequence[Any]) -> None:
+        """Start a process for each of `births` (`worker.Birth`); its "ready" message says that it joined."""
+        for node, mine in self._by_node(births, key=lambda b: b.rank):
+            node.patience = BUSY
+            self._tell(node, ("start", mine))
+
+    def send(self, ranks: Sequence[int], message: bytes) -> None:
+        """Give a packed message to the main threads of `ranks`. Of one that is gone, "gone" tells."""
+        for node, mine in self._by_node(ranks):
+            self._tell(node, ("send", mine, message))
+
+    def ask(self, ranks: Sequence[int], message: bytes) -> None:
+        """Give a packed message to the control threads of `ranks`."""
+        for node, mine in self._by_node(ranks):
+            self._tell(node, ("ask", mine, message))
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks` at once; "gone" follows."""
+        for node, mine in self._by_node(ranks):
+            self._tell(node, ("kill", mine))
+
+    def end(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks`, and hear nothing of them any more."""
+        for node, mine in self._by_node(ranks):
+            if node.alive:
+                self._ending.update(mine)
+                self._tell(node, ("end", mine))
+
+    def pump(self, timeout: float) -> list[local.Happening]:
+        """What has come from the ranks, after waiting at most `timeout` seconds for something."""
+        found: list[local.Happening] = []
+        for key, _ in self._selector.select(0.0 if self._lost else timeout):
+            node = key.data
+            try:
+                messages = node.channel.poll()
+            except (EOFError, OSError):
+                self._lose(node)
+                continue
+            node.heard = time.monotonic()
+            for message in messages:
+                kind, rank, payload = message
+                if kind == "clock":
+                    node.asked = None
+                    _agree(node, sent=rank, theirs=payload)
+                elif kind == "ended":
+                    self._ending.subtract(rank)
+                elif kind == "pids":
+                    self._pids.update(payload)
+                    node.patience = SILENT
+                elif not self._ending[rank]:
+                    found.append(message)
+        self._listen_for_life()
+        found += self._lost
+        self._lost = []
+        return found
+
+    def stop(self) -> None:
+        """End all ranks and the agents, and with them the job step. Safe to call twice."""
+        whole = all(node.alive for node in self._nodes)
+        for node in self._nodes:
+            node.alive = False
+            node.channel.close()
+        process = getattr(self, "_srun", None)
+        # the agents end when their channel does, and srun with them, unless it waits for a node that is gone
+        for end, patience in ((None, 1.0 if whole else 0.0), ("terminate", 1.0), ("kill", None)):
+            if process is None or process.poll() is not None:
+                break
+            if end is not None:
+                getattr(process, end)()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+        self._log.close()
+        self._selector.close()
+
+    def _start_agents(self, nodes: int) -> None:
+        listener = socket.create_server(("", 0), backlog=max(nodes, 8))
+        key = secrets.token_bytes(32)
+        path = _write_key(key, listener.getsockname()[1])
+        command = [
+            "srun",
+            "--overlap",  # other steps of this allocation (srun nvidia-smi) still find room
+            f"--nodes={nodes}",
+            f"--ntasks={nodes}",
+            "--ntasks-per-node=1",
+            "--cpu-bind=none",  # the ranks of a node share its cores
+            "--no-kill",  # the loss of a node is our message to tell, not the end of the step
+            "--mpi=none",
+            "--export=ALL",
+            "--job-name=rankcell",
+            sys.executable,
+            "-m",
+            "rankcell.nodes",
+            str(path),
+        ]
+        try:
+            self._srun = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # an interrupt of the notebook is for the ranks' cell, not for srun
+            )
+            self._accept(listener, key, nodes)
+        finally:
+            listener.close()
+            path.unlink(missing_ok=True)
+
+    def _accept(self, listener: socket.socket, key: bytes, nodes: int) -> None:
+        listener.settimeout(0.1)
+        deadline = time.monotonic() + START_TIMEOUT
+        found: dict[int, _Node] = {}
+        while len(found) < nodes:
+            if self._srun.poll() is not None or time.monotonic() > deadline:
+                self._log.seek(0)
+                said = self._log.read()[-2000:].decode(errors="replace").strip()
+                ended = (
+                    f"srun ended with code {self._srun.returncode}"
+                    if self._srun.returncode is not None
+                    else f"{len(found)} of {nodes} nodes answered within {START_TIMEOUT:.0f} s"
+                )
+                raise errors.AllocationError(
+                    f"no ranks on {nodes} nodes: {ended}.\n{said}".rstrip()
+                    + "\nTry `!srun --overlap hostname` in the notebook: it must name the nodes of the "
+                    "allocation."
+                )
+            try:
+                sock, _ = listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                channel.authenticate(sock, key, server=True, timeout=3.0)
+            except (PermissionError, OSError, EOFError):  # not an agent of ours: nothing it said was read
+                sock.close()
+                continue
+            system.keep_alive(sock, reads_always=True)
+            talk = channel.Channel(sock)
+            hello = talk.receive()
+            found[hello["index"]] = _Node(
+                hello["name"], talk, sock.getsockname()[0], hello["gpus"], hello["room"]
+            )
+        self._nodes = [node for _, node in sorted(found.items())]
+        for node in self._nodes:
+            for _ in range(5):  # nothing else is under way yet: the answer is the next message
+                node.channel.send(("clock", time.monotonic()))
+                _, sent, theirs = node.channel.receive()
+                _agree(node, sent=sent, theirs=theirs)
+            self._selector.register(node.channel, selectors.EVENT_READ, node)
+        self._compared = time.monotonic()
+
+    def _compare_clocks(self) -> None:
+        """Ask every node for its time. The answer is taken in when it comes, and counts from then on."""
+        self._compared = time.monotonic()
+        for node in self._nodes:
+            node.round_trip *= 2.0  # clocks drift: an old comparison loses against a newer one in the end
+            self._tell(node, ("clock", time.monotonic()))
+
+    def _listen_for_life(self) -> None:
+        """Ask a node that has been quiet, and lose one that does not answer: a machine without power sends
+        no goodbye.
+        """
+        now = time.monotonic()
+        for node in self._nodes:
+            if node.asked is None and now - node.heard > QUIET:
+                node.asked = now
+                self._tell(node, ("clock", now))
+            elif node.asked is not None and now - node.asked > node.patience:
+                self._lose(node)
+
+    def _by_node(self, items: Sequence[Any], key: Any = lambda rank: rank) -> list[tuple[_Node, list[Any]]]:
+        found: dict[int, list[Any]] = {}
+        for item in items:
+            found.setdefault(key(item) // self._per_node, []).append(item)
+        return [(self._nodes[i], mine) for i, mine in sorted(found.items())]
+
+    def _tell(self, node: _Node, message: Any) -> None:
+        if not node.alive:
+            return
+        try:
+            node.channel.send(message)
+        except OSError:
+            self._lose(node)
+
+    def _lose(self, node: _Node) -> None:
+        if not node.alive:
+            return
+        node.alive = False
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(node.channel)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._srun.wait(0.2)
+        step = self._srun.returncode is not None
+        how = "where the job step has ended" if step else "which no longer answers (switched off, or cut off)"
+        first = self._nodes.index(node) * self._per_node
+        self._lost += [
+            ("gone", r, f"was on {node.name}, {how}") for r in range(first, first + self._per_node)
+        ]
+
+
+def _check(world_size: int, nodes: int) -> int:
+    """Ranks on each node, if this allocation has room for so many nodes."""
+    if nodes < 1:
+        raise errors.WorldSizeError(f"a world needs at least 1 node, got {nodes}.")
+    if world_size % nodes:
+        raise errors.WorldSizeError(
+            f"{world_size} ranks cannot be spread evenly over {nodes} nodes. Take "
+            f"{world_size // nodes * nodes or nodes} or {(world_size // nodes + 1) * nodes} ranks."
+        )
+    per_node = world_size // nodes
+    line = f"salloc --nodes={nodes} --ntasks-per-node={per_node}"
+    if "SLURM_JOB_ID" not in os.environ:
+        raise errors.AllocationError(
+            f"{nodes} nodes need a Slurm allocation, and this notebook runs in none. Start JupyterLab in "
+            f"one: `{line} jupyter lab`"
+        )
+    have = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+    if nodes > have:
+        raise errors.AllocationError(
+            f"{nodes} nodes were asked for, and this allocation has {have} "
+            f"({os.environ.get('SLURM_JOB_NODELIST', 'unnamed')}). Use `--nodes {have}`, or a larger one: "
+            f"`{line} jupyter lab`"
+        )
+    if shutil.which("srun") is None:
+        raise errors.AllocationError(
+            "this notebook runs in a Slurm allocation, but srun is not on its PATH. Add the folder of "
+            "Slurm's commands to PATH (`module load slurm` on many clusters) before you start JupyterLab."
+        )
+    return per_node
+
+
+def _write_key(key: bytes, port: int) -> Path:
+    """The file that tells an agent where to connect and with which key. Only the user can read it."""
+    folder = Path.home() / _FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{secrets.token_hex(8)}.json"
+    addresses = [socket.gethostname(), *system.addresses()]
+    text = json.dumps({"addresses": addresses, "port": port, "key": key.hex()})
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    return path
+
+
+def _agree(node: _Node, *, sent: float, theirs: float) -> None:
+    """Take in a node's time. The shorter the round trip, the surer is the middle of it."""
+    now = time.monotonic()
+    if now - sent <= node.round_trip:
+        node.round_trip = now - sent
+        node.offset = theirs - (sent + now) / 2
+
+
+class _Agent:
+    """On a node: holds the node's ranks, does what the notebook says, passes on what comes from them."""
+
+    def __init__(self, talk: channel.Channel, interface: str) -> None:
+        self.talk, self.interface = talk, interface
+        self.ranks: local.Local | None = None
+        self.waiting = bytearray()  # for the notebook, which may be busy
+
+    def serve(self) -> None:
+        """Until the notebook is gone."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.talk, selectors.EVENT_READ)
+            listening = False
+            while True:
+                wanted = self.ranks is not None and len(self.waiting) < MAX_WAITING
+                if wanted and not listening:
+                    selector.register(self.ranks, selectors.EVENT_READ)
+                elif listening and not wanted:
+                    selector.unregister(self.ranks)
+                listening = wanted
+                write = selectors.EVENT_WRITE if self.waiting else 0
+                selector.modify(self.talk, selectors.EVENT_READ | write)
+                for key, ready in selector.select():
+                    if key.fileobj is self.ranks:
+                        self._pass_on()
+                    elif ready & selectors.EVENT_READ:
+                        for message in self.talk.poll():
+                            self._do(*message)
+                if self.waiting:
+                    with contextlib.suppress(BlockingIOError):
+                        sent = self.talk.socket.send(self.waiting, socket.MSG_DONTWAIT)
+                        del self.waiting[:sent]
+
+    def _pass_on(self) -> None:
+        assert self.ranks is not None
+        for happening in self.ranks.pump(0.0):
+            self.waiting += channel.frame(happening)
+
+    def _do(self, order: str, *arguments: Any) -> None:
+        if order == "world":
+            self.ranks = local.Local(*arguments, interface=self.interface)
+            return
+        if order == "clock":
+            self.waiting += channel.frame(("clock", arguments[0], time.monotonic()))
+            return
+        assert self.ranks is not None
+        getattr(self.ranks, order)(*arguments)
+        if order == "end":
+            self.waiting += channel.frame(("ended", arguments[0], None))
+        elif order == "start":
+            self.waiting += channel.frame(("pids", None, self.ranks.pids))
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """The life of an agent: connect, serve, end all ranks."""
+    told = json.loads(Path(arguments[0]).read_text())
+    local.warm_up()  # imports torch in the background, while we connect
+    sock = _connect(told["addresses"], told["port"], bytes.fromhex(told["key"]))
+    system.keep_alive(sock, reads_always=False)
+    talk = channel.Channel(sock)
+    import torch
+
+    mine = sock.getsockname()[0]
+    talk.send(
+        {
+            "index": int(os.environ.get("SLURM_NODEID", "0")),
+            "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "gpus": torch.cuda.device_count(),
+            "room": local.room(),
+        }
+    )
+    agent = _Agent(talk, system.interface_of(mine) or system.LOOPBACK)
+    try:
+        agent.serve()
+    except (EOFError, OSError):  # the notebook has ended, or has no more use for us
+        pass
+    finally:
+        if agent.ranks is not None:
+            agent.ranks.stop()
+        os._exit(0)
+
+
+def _connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
+    """A connection to the notebook, which proved that it knows the key."""
+    problems = []
+    for address in dict.fromkeys(addresses):
+        try:
+            sock = socket.create_connection((address, port), timeout=5.0)
+            channel.authenticate(sock, key, server=False)
+        except (OSError, EOFError) as error:
+            problems.append(f"{address}: {error}")
+            continue
+        sock.settimeout(None)
+        return sock
+    sys.exit(
+        f"{socket.gethostname()} cannot reach the notebook. Its machine must accept connections from the "
+        f"nodes. Tried:\n" + "\n".join(problems)
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
