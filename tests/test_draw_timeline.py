@@ -202,3 +202,22 @@ def test_text_is_large_enough_for_a_phone():
 def test_no_events():
     with pytest.raises(ValueError, match="There is nothing to draw: no rank computed in a span or comm"):
         timeline([])
+
+
+def test_the_first_rank_of_each_node_stands_under_its_name():
+    run = Run(
+        "source",
+        tuple(
+            RankResult(r, node="ab"[r // 2], events=(Event(r, "work", 0.0, 1.0, kind="compute"),))
+            for r in range(4)
+        ),
+    )
+    figure = timeline(run)
+    assert [t.text for t in ET.fromstring(figure.svg).iter(f"{SVG}text") if t.text in ("a", "b")] == [
+        "a",
+        "b",
+    ]
+    assert "rank 0 on a" in figure.text and "rank 3 on b" in figure.text
+    without = timeline(run.events)
+    height = [float(ET.fromstring(f.svg).get("viewBox").split()[3]) for f in (figure, without)]
+    assert height[0] == height[1] + 60

@@ -93,3 +93,15 @@ def test_fits_the_page_and_a_phone(n):
 def test_what_is_no_traffic(matrix, message):
     with pytest.raises(ValueError, match=message):
         traffic(matrix)
+
+
+def test_nodes_are_framed_and_what_crosses_is_counted():
+    matrix = [[0, 10, 30, 0], [10, 0, 0, 0], [0, 0, 0, 50], [0, 0, 0, 0]]
+    figure = traffic(matrix, nodes=("a", "a", "b", "b"))
+    assert figure.alt.endswith("30 B (30%) cross from node to node.")
+    assert "a: ranks 0, 1, inside its frame" in figure.svg and "b: ranks 2, 3" in figure.svg
+
+
+def test_every_rank_needs_its_node():
+    with pytest.raises(ValueError, match="Traffic of 2 ranks needs the node of each of them; got 1 names"):
+        traffic([[0, 1], [1, 0]], nodes=("a",))

@@ -57,3 +57,8 @@ def test_a_png_becomes_an_image_with_a_text():
 
 def test_colours_of_a_terminal_do_not_reach_the_page():
     assert "\x1b" not in page.as_html(run_of(RankResult(0, stdout="\x1b[31mred\x1b[0m")))
+
+
+def test_ranks_of_nodes_are_named_with_them():
+    results = [RankResult(r, node=f"node{r // 2}", stdout="hi\n" if r < 3 else "") for r in range(4)]
+    assert page.as_text(run_of(*results)) == "ranks 0-2 on node0, node1\n  hi\nrank 3 on node1: done"

@@ -32,6 +32,7 @@ from . import channel, errors, local, system
 START_TIMEOUT = 120.0  # seconds for the agents to connect: Slurm may have to wait for the nodes
 MAX_WAITING = 8 << 20  # bytes that an agent holds for a notebook that does not read: then its ranks wait
 CLOCKS_AGREE_FOR = 10.0  # seconds after which the clocks are compared anew
+DRIFT = 1e-4  # seconds per second by which two clocks may drift apart: twice what cheap quartz does
 QUIET = 0.5  # seconds after which a node that said nothing is asked for its time
 SILENT = 3.5  # seconds without an answer after which a node is lost
 BUSY = 120.0  # the same while it starts ranks, which may first have to import torch
@@ -48,7 +49,8 @@ class _Node:
     gpus: int
     room: tuple[int, str]
     offset: float = 0.0  # seconds by which its clock is ahead of ours
-    round_trip: float = float("inf")  # seconds; of the exchange that gave `offset`
+    compared: float = 0.0  # when `offset` was found
+    doubt: float = float("inf")  # seconds by which it may have been wrong then
     alive: bool = True
     heard: float = 0.0  # when it last said something
     asked: float | None = None  # when it was asked for its time, if it has not answered
@@ -219,6 +221,7 @@ class Nodes:
             f"--ntasks={nodes}",
             "--ntasks-per-node=1",
             "--cpu-bind=none",  # the ranks of a node share its cores
+            "--kill-on-bad-exit=1",  # an agent that cannot reach us ends the step, with its reason
             "--no-kill",  # the loss of a node is our message to tell, not the end of the step
             "--mpi=none",
             "--export=ALL",
@@ -264,7 +267,7 @@ class Nodes:
             except TimeoutError:
                 continue
             try:
-                channel.authenticate(sock, key, server=True, timeout=3.0)
+                channel.authenticate(sock, key, server=True)
             except (PermissionError, OSError, EOFError):  # not an agent of ours: nothing it said was read
                 sock.close()
                 continue
@@ -287,7 +290,6 @@ class Nodes:
         """Ask every node for its time. The answer is taken in when it comes, and counts from then on."""
         self._compared = time.monotonic()
         for node in self._nodes:
-            node.round_trip *= 2.0  # clocks drift: an old comparison loses against a newer one in the end
             self._tell(node, ("clock", time.monotonic()))
 
     def _listen_for_life(self) -> None:
@@ -377,11 +379,11 @@ def _write_key(key: bytes, port: int) -> Path:
 
 
 def _agree(node: _Node, *, sent: float, theirs: float) -> None:
-    """Take in a node's time. The shorter the round trip, the surer is the middle of it."""
+    """Take in a node's time, if it is surer than what we have: the clocks may have drifted apart since."""
     now = time.monotonic()
-    if now - sent <= node.round_trip:
-        node.round_trip = now - sent
-        node.offset = theirs - (sent + now) / 2
+    doubt = (now - sent) / 2  # their clock was read somewhere between our question and their answer
+    if doubt <= node.doubt + DRIFT * (now - node.compared):
+        node.offset, node.doubt, node.compared = theirs - (sent + now) / 2, doubt, now
 
 
 class _Agent:
@@ -468,19 +470,19 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
     """A connection to the notebook, which proved that it knows the key."""
-    problems = []
-    for address in dict.fromkeys(addresses):
+    problems: dict[str, str] = {}
+    for address in list(dict.fromkeys(addresses)) * 3:
         try:
             sock = socket.create_connection((address, port), timeout=5.0)
             channel.authenticate(sock, key, server=False)
         except (OSError, EOFError) as error:
-            problems.append(f"{address}: {error}")
+            problems[address] = str(error)
             continue
         sock.settimeout(None)
         return sock
     sys.exit(
         f"{socket.gethostname()} cannot reach the notebook. Its machine must accept connections from the "
-        f"nodes. Tried:\n" + "\n".join(problems)
+        f"nodes. Tried:\n" + "\n".join(f"{address}: {why}" for address, why in problems.items())
     )
 
 

@@ -111,7 +111,9 @@ def shorten(text: str) -> str:
 
 
 def _heading(group: Sequence[RankResult], run: Run) -> str:
-    return name_ranks([r.rank for r in group])
+    names = dict.fromkeys(r.node for r in group if r.node)
+    where = f" on {', '.join(names)}" if names else ""
+    return name_ranks([r.rank for r in group]) + where
 
 
 def _colour(group: Sequence[RankResult]) -> str:

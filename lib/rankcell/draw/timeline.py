@@ -29,6 +29,7 @@ from .svg import (
 
 WIDTH = 600
 _NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
+_NODE = 30  # px above the first rank of a node, for its name
 _MAX_LANES = 3
 _MAX_BARS = 400  # beyond, the time is cut into columns, filled as high as each kind takes a share of them
 _MAX_COLUMN_PARTS = 500
@@ -100,7 +101,8 @@ def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True
     pairs = _pairs(events) if arrows else []
     pairs = pairs if len(pairs) <= _MAX_ARROWS else []
     finding = _finding(rows, ranks, end)
-    return _draw(rows, end, pairs, title, f"{title}. {finding}" if title else finding)
+    nodes = run.nodes if isinstance(run, Run) else ()
+    return _draw(rows, end, pairs, title, f"{title}. {finding}" if title else finding, nodes)
 
 
 def waiting(run: Run | Iterable[Event]) -> dict[int, float]:
@@ -242,7 +244,12 @@ class _Scale:
 
 
 def _draw(
-    rows: Sequence[_Row], end: float, pairs: Sequence[tuple[Event, Event]], title: str, alt: str
+    rows: Sequence[_Row],
+    end: float,
+    pairs: Sequence[tuple[Event, Event]],
+    title: str,
+    alt: str,
+    nodes: Sequence[str],
 ) -> Figure:
     scale = _Scale(end)
     mixed = len({r.predicted for r in rows}) == 2
@@ -259,7 +266,14 @@ def _draw(
     lanes = max(r.lanes for r in rows)
     heights = [(22 if mixed and r.predicted else _BAR) + _LANE * lanes for r in rows]
     gaps = [4 if mixed and not r.predicted else _GAP for r in rows]
-    tops = list(itertools.accumulate((h + g for h, g in zip(heights, gaps, strict=True)), initial=top + 6))
+    # a rank with the name of its node above it: the first one of each node
+    first = [bool(nodes) and (not i or nodes[r.rank] != nodes[rows[i - 1].rank]) for i, r in enumerate(rows)]
+    gaps = [g + _NODE * after for g, after in zip(gaps, [*first[1:], False], strict=True)]
+    tops = list(
+        itertools.accumulate(
+            (h + g for h, g in zip(heights, gaps, strict=True)), initial=top + 6 + _NODE * first[0]
+        )
+    )
     bottom = tops[-1] - gaps[-1] + 6
     last = -1e9
     for t in ticks:
@@ -273,7 +287,10 @@ def _draw(
         label((_NAMES + WIDTH - _RIGHT) / 2, bottom + 50, f"time in {unit}", anchor="middle", fill=MUTED)
     )
     at: dict[tuple[int, bool], tuple[float, float]] = {}
-    for row, y, height in zip(rows, tops, heights, strict=False):
+    for row, y, height, begins in zip(rows, tops, heights, first, strict=False):
+        if begins:
+            marks.append(line(12, y - _NODE, WIDTH - _RIGHT, y - _NODE, stroke=MUTED, dash="6 4"))
+            marks.append(label(12, y - 9, nodes[row.rank], fill=MUTED))
         bar = height - _LANE * lanes
         at[row.rank, row.predicted] = (y, bar)
         if not (mixed and row.predicted):
@@ -282,7 +299,7 @@ def _draw(
         marks += _dense_row(row, scale, y, bar, step) if step else _row(row, scale, y, bar)
     if not step:
         marks += [_arrow(s, r, scale, at) for s, r in pairs]
-    return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=_twin(rows, end, alt))
+    return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=_twin(rows, end, alt, nodes))
 
 
 def _row(row: _Row, scale: _Scale, y: float, height: float) -> list[str]:
@@ -430,11 +447,14 @@ def _key(rows: Sequence[_Row], top: float, *, dense: bool) -> tuple[list[str], f
     return marks, y + 32
 
 
-def _twin(rows: Sequence[_Row], end: float, alt: str) -> str:
+def _twin(rows: Sequence[_Row], end: float, alt: str, nodes: Sequence[str]) -> str:
     """The picture in characters, and its seconds."""
     key = "= computes   # communicates   - waits   ~ in the background"
     lines = [alt, f"{key}   (0 to {format_seconds(end)})"]
-    names = [f"rank {r.rank}" + (" predicted" if r.predicted else "") for r in rows]
+    names = [
+        f"rank {r.rank}" + (f" on {nodes[r.rank]}" if nodes else "") + (" predicted" if r.predicted else "")
+        for r in rows
+    ]
     width = max(map(len, names))
     for row, name in zip(rows, names, strict=True):
         times = {

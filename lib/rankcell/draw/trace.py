@@ -17,7 +17,8 @@ def chrome_trace(run: Run) -> dict[str, Any]:
     """`run` as a trace: a track group per rank, with a track for computing and one for communication."""
     rows: list[dict[str, Any]] = []
     for result in run.ran:
-        rows.append(_name("process_name", result.rank, 0, f"rank {result.rank}"))
+        where = f" on {result.node}" if result.node else ""
+        rows.append(_name("process_name", result.rank, 0, f"rank {result.rank}{where}"))
         rows.append(
             {"ph": "M", "name": "process_sort_index", "pid": result.rank, "args": {"sort_index": result.rank}}
         )

@@ -4,8 +4,10 @@ A row is a sender, a column a receiver, dark is much. It draws a matrix that it 
 counted (`run.wire`), what an algorithm sends by its formula, or both beside each other as two pictures.
 """
 
+import itertools
 from collections.abc import Sequence
 
+from ..results import name_ranks
 from .charts import text_width
 from .svg import COLOURS, INK, LINE, MUTED, PAPER, Figure, drawing, format_bytes, label, rect
 
@@ -14,13 +16,20 @@ _TEXT = 20  # px; 11 px on a phone
 _LEFT, _TOTAL, _ROW, _EDGE = 84, 104, 46, 10
 
 
-def traffic(matrix: Sequence[Sequence[float]], *, title: str = "", predicted: bool = False) -> Figure:
+def traffic(
+    matrix: Sequence[Sequence[float]],
+    *,
+    title: str = "",
+    predicted: bool = False,
+    nodes: Sequence[str] = (),
+) -> Figure:
     """Bytes from each rank (row) to each rank (column), with the sum that each rank sent.
 
-    `matrix[i][j]` is the number of bytes from rank i to rank j; a predicted matrix is outlined.
+    `matrix[i][j]` is the number of bytes from rank i to rank j; a predicted matrix is outlined. `nodes`, the
+    name of each rank's node (`run.nodes`), frames what stays inside a node.
 
     Raises:
-        ValueError: the matrix is not square, or a number in it is negative.
+        ValueError: the matrix is not square, a number in it is negative, or there is not one node per rank.
     """
     rows = [[float(x) for x in row] for row in matrix]
     n = len(rows)
@@ -29,8 +38,19 @@ def traffic(matrix: Sequence[Sequence[float]], *, title: str = "", predicted: bo
         raise ValueError(f"Traffic needs one row and one column per rank; {n} rows have lengths {lengths}.")
     if any(not x >= 0 for row in rows for x in row):
         raise ValueError("A rank cannot send fewer than 0 bytes.")
-    finding = _finding(rows, predicted)
-    return _draw(rows, title, predicted, f"{title}. {finding}" if title else finding)
+    if nodes and len(nodes) != n:
+        raise ValueError(f"Traffic of {n} ranks needs the node of each of them; got {len(nodes)} names.")
+    finding = _finding(rows, predicted) + _crossing(rows, nodes)
+    return _draw(rows, title, predicted, f"{title}. {finding}" if title else finding, nodes)
+
+
+def _crossing(rows: Sequence[Sequence[float]], nodes: Sequence[str]) -> str:
+    """A sentence that says how much goes from node to node."""
+    if not nodes:
+        return ""
+    crossing = sum(x for i, row in enumerate(rows) for j, x in enumerate(row) if nodes[i] != nodes[j])
+    total = sum(map(sum, rows)) or 1.0
+    return f" {format_bytes(crossing)} ({crossing / total:.0%}) cross from node to node."
 
 
 def _finding(rows: Sequence[Sequence[float]], predicted: bool) -> str:
@@ -56,7 +76,9 @@ def _finding(rows: Sequence[Sequence[float]], predicted: bool) -> str:
     return f"{what} between {n} ranks, {format_bytes(total)} in all: {each}{where}."
 
 
-def _draw(rows: Sequence[Sequence[float]], title: str, predicted: bool, alt: str) -> Figure:
+def _draw(
+    rows: Sequence[Sequence[float]], title: str, predicted: bool, alt: str, nodes: Sequence[str]
+) -> Figure:
     n, marks, top = len(rows), [], 12.0
     if title:
         marks.append(label(_EDGE, top + 18, title, bold=True))
@@ -83,7 +105,16 @@ def _draw(rows: Sequence[Sequence[float]], title: str, predicted: bool, alt: str
                 ink = PAPER if dark else INK
                 marks.append(label(_LEFT + (j + 0.5) * cell, y + 30, texts[i][j], anchor="middle", fill=ink))
         marks.append(label(WIDTH - _EDGE, y + 30, format_bytes(sum(row)), anchor="end", bold=True))
-    return drawing(WIDTH, top + n * _ROW + 10, *marks, alt=alt, text=_twin(rows, alt))
+    bottom = top + n * _ROW + 10
+    for name, block in itertools.groupby(range(len(nodes)), key=lambda i: nodes[i]):
+        members = list(block)
+        x, y, side = _LEFT + members[0] * cell, top + members[0] * _ROW, len(members)
+        marks.append(rect(x, y, side * cell, side * _ROW, stroke=INK, radius=4))
+        bottom += 28
+        marks.append(
+            label(_EDGE, bottom - 14, f"{name}: {name_ranks(members)}, inside its frame", fill=MUTED)
+        )
+    return drawing(WIDTH, bottom, *marks, alt=alt, text=_twin(rows, alt))
 
 
 def _short(nbytes: float) -> str:
