@@ -1,0 +1,941 @@
+"""Tensor parallelism: every rank holds a part of each layer and all ranks compute on the same batch.
+
+The six functions at the top move activations between ranks and know their own backward. On them stand a
+column and a row linear layer, an embedding and a cross-entropy over a divided vocabulary, attention by heads
+and the MLP, and `tensor_parallel`, which turns a dense model into its twin over a group of ranks. Every layer
+takes its part of a weight that was drawn whole, so the twin computes what the dense model computes.
+
+With `sequence_parallel` the activations between the layers are divided along the sequence instead of being
+held whole by every rank. What a rank then holds is `(batch, length / ranks, features)`.
+
+What it does not do: it does not give each rank its batch (all ranks of the group must get the same one), it
+does not split layers unevenly (only a vocabulary), and it knows no models but the course's GPT and MLP. It
+sets no seeds: with dropout all ranks of a group must be seeded alike. Gradients of gradients go through the
+six functions, not through the layers.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+FEATURES, SEQUENCE = -1, -2  # the dims of an activation (..., length, features)
+
+
+class Group:
+    """The ranks that share a layer: a process group, this rank's place in it, and their number.
+
+    It stands for the group when a module is copied: `copy.deepcopy` cannot copy a process group.
+    """
+
+    def __init__(self, process_group: "dist.ProcessGroup | Group | None" = None) -> None:
+        if isinstance(process_group, Group):
+            process_group = process_group.process_group
+        self.process_group = process_group or dist.group.WORLD
+        self.size = dist.get_world_size(self.process_group)
+        if self.size < 1:
+            raise ValueError(
+                f"Rank {dist.get_rank()} is not in the process group of this layer. "
+                f"Only its members build it."
+            )
+        self.rank = dist.get_rank(self.process_group)
+
+    def __deepcopy__(self, _: dict) -> "Group":
+        return self
+
+    def part(self, total: int) -> slice:
+        """This rank's part of `total` things; the first parts are longer by one where it must be."""
+        return slice(*_bounds(total, self.rank, self.size))
+
+    def all_reduce(self, x: Tensor, *, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
+        """Sum `x`, which must be contiguous, over the ranks in place."""
+        if self.size > 1:
+            return dist.all_reduce(x, op=op, group=self.process_group, async_op=async_op)
+        return None
+
+    def all_gather(self, x: Tensor, dim: int, total: int | None = None) -> Tensor:
+        """The parts of all ranks in a row along `dim`; `total` is their sum where they are not equal."""
+        start, finish = self.start_all_gather(x, dim, total)
+        if start is not None:
+            start.wait()
+        return finish()
+
+    def start_all_gather(self, x: Tensor, dim: int, total: int | None = None) -> tuple[Any, Any]:
+        """An all-gather on its way, and what to call for its result once it was waited for."""
+        if self.size == 1:
+            return None, lambda: x
+        dim %= x.dim()
+        total = total or x.shape[dim] * self.size
+        longest = -(-total // self.size)
+        if x.shape[dim] < longest:  # all ranks must send equally much
+            x = torch.cat([x, x.narrow(dim, 0, 1)], dim)
+        x = x.contiguous()
+        parts = x.new_empty(self.size, *x.shape)
+        work = dist.all_gather_single(parts.flatten(0, 1), x, group=self.process_group, async_op=True)
+
+        def finish() -> Tensor:
+            if total == longest * self.size:
+                return parts.movedim(0, dim).flatten(dim, dim + 1)
+            lengths = [b - a for a, b in (_bounds(total, r, self.size) for r in range(self.size))]
+            return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim)
+
+        return work, finish
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part, along `dim`, of the sum over the ranks."""
+        work, mine = self.start_reduce_scatter(x, dim)
+        if work is not None:
+            work.wait()
+        return mine
+
+    def start_reduce_scatter(self, x: Tensor, dim: int) -> tuple[Any, Tensor]:
+        """A reduce-scatter on its way, and the tensor that holds its result once it was waited for."""
+        if self.size == 1:
+            return None, x
+        dim %= x.dim()
+        self.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
+        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        mine = torch.empty_like(parts[0])
+        parts = parts.flatten(0, 1)
+        return dist.reduce_scatter_single(mine, parts, group=self.process_group, async_op=True), mine
+
+    def check_divides(self, n: int, what: str) -> None:
+        """Raise an error that says what to do where `n` cannot be shared evenly."""
+        if n % self.size:
+            raise ValueError(
+                f"{n} ({what}) cannot be shared evenly by {self.size} ranks. Choose a multiple of "
+                f"{self.size}, or a group whose size divides {n}."
+            )
+
+
+def _bounds(total: int, rank: int, size: int) -> tuple[int, int]:
+    """Where the part of `rank` begins and ends, as `torch.tensor_split` cuts."""
+    small, longer = divmod(total, size)
+    return rank * small + min(rank, longer), (rank + 1) * small + min(rank + 1, longer)
+
+
+# Six functions in three pairs: the backward of each is the forward of the other one
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _Reduce.apply(grad, ctx.group, False), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
+        ctx.group = group
+        if in_place:
+            ctx.mark_dirty(x)
+        else:
+            x = x.clone(memory_format=torch.contiguous_format)
+        group.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _Copy.apply(grad, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group, ctx.total = dim, group, x.shape[dim]
+        start, stop = _bounds(ctx.total, group.rank, group.size)
+        return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _Gather.apply(grad, ctx.dim, ctx.group, ctx.total), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, total: int | None) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return group.all_gather(x, dim, total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _Split.apply(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return group.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _ReduceScatter.apply(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return group.reduce_scatter(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _AllGather.apply(grad, ctx.dim, ctx.group), None, None
+
+
+ProcessGroup = dist.ProcessGroup | Group | None
+
+
+def copy_to_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
+    """`x`, which every rank holds whole, for ranks that will do different things with it.
+
+    Backward sums what the ranks found: forward nothing, backward an all-reduce.
+    """
+    return _Copy.apply(x, Group(process_group))
+
+
+def reduce_from_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
+    """The sum of all ranks' `x`, on every rank. Forward an all-reduce, backward nothing.
+
+    The ranks must do the same with it afterwards, so that their gradients are one and the same.
+    """
+    return _Reduce.apply(x, Group(process_group), False)
+
+
+def split_to_group(x: Tensor, dim: int = FEATURES, *, process_group: ProcessGroup = None) -> Tensor:
+    """This rank's part along `dim` of `x`, which every rank holds whole. Backward an all-gather."""
+    group = Group(process_group)
+    group.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
+    return _Split.apply(x, dim, group)
+
+
+def gather_from_group(
+    x: Tensor, dim: int = FEATURES, *, total: int | None = None, process_group: ProcessGroup = None
+) -> Tensor:
+    """All ranks' parts in a row along `dim`, on every rank. Backward keeps this rank's part of the gradient.
+
+    The ranks must do the same with it afterwards; where they do different things, use `all_gather`. `total`
+    is the length of the whole where the parts are not equally long.
+    """
+    return _Gather.apply(x, dim, Group(process_group), total)
+
+
+def all_gather(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGroup = None) -> Tensor:
+    """All ranks' parts in a row along `dim`, for ranks that will do different things with them. Backward a
+    reduce-scatter.
+    """
+    return _AllGather.apply(x, dim, Group(process_group))
+
+
+def reduce_scatter(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGroup = None) -> Tensor:
+    """This rank's part along `dim` of the sum of all ranks' `x`. Backward an all-gather."""
+    return _ReduceScatter.apply(x, dim, Group(process_group))
+
+
+class _CopyParameters(torch.autograd.Function):
+    """`copy_to_group` for several tensors at once: their gradients travel in one all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        flat = torch.cat([g.flatten() for g in grads])
+        ctx.group.all_reduce(flat)
+        pieces = flat.split([g.numel() for g in grads])
+        return None, *(piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True))
+
+
+# The layers
+
+
+class _Columns(torch.autograd.Function):
+    """Several linear layers on one input, each with its rows of weight: the input travels once for all.
+
+    `x` is what every rank holds, or with `gathers` this rank's part of the sequence. Then the whole is not
+    kept for backward but gathered again, and that is what makes sequence parallelism save memory. Backward
+    finds the gradient of the weights while the gradient of the input is on its way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, gathers: bool, *layers: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.gathers, ctx.n = group, gathers, len(layers) // 2
+        ctx.save_for_backward(x, *layers)
+        whole = group.all_gather(x, SEQUENCE) if gathers else x
+        return tuple(F.linear(whole, w, b) for w, b in zip(layers[: ctx.n], layers[ctx.n :], strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        group, n = ctx.group, ctx.n
+        x, *layers = ctx.saved_tensors
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        gathering = sending = grad_x = None
+        if ctx.gathers and any(needs[:n]):  # only gradients of weights need the whole input again
+            gathering, gathered = group.start_all_gather(x, SEQUENCE)
+        if needs_x:  # meanwhile, this rank's share of the gradient of the input, added over the layers
+            grad_x = grads[0] @ layers[0]
+            for grad, weight in zip(grads[1:], layers[1:n], strict=True):
+                grad_x = _add_product(grad_x, grad, weight)
+        if gathering is not None:
+            gathering.wait()
+            x = gathered()
+        if needs_x and ctx.gathers:
+            sending, grad_x = group.start_reduce_scatter(grad_x, SEQUENCE)
+        elif needs_x:
+            sending = group.all_reduce(grad_x, async_op=True)
+        rows, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]  # meanwhile, the weights
+        weights = [grad.t() @ rows if need else None for grad, need in zip(flat, needs[:n], strict=True)]
+        biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[n:], strict=True)]
+        if sending is not None:
+            sending.wait()
+        return grad_x, None, None, *weights, *biases
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`total + a @ b`, in place."""
+    total.view(-1, total.shape[-1]).addmm_(a.reshape(-1, a.shape[-1]), b)
+    return total
+
+
+def _columns(x: Tensor, layers: "list[ColumnParallelLinear]") -> tuple[Tensor, ...]:
+    """What several column-parallel layers compute from the same input, with one communication."""
+    tensors = [layer.weight for layer in layers] + [layer.bias for layer in layers]
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, *tensors = (t if t is None else t.to(dtype) for t in (x, *tensors))
+    first = layers[0]
+    return _Columns.apply(x, first.group, first.sequence_parallel, *tensors)
+
+
+class _Parallel(nn.Module):
+    """A layer of which each rank holds a part. `sharded` says along which dim each parameter is divided."""
+
+    sharded: ClassVar[Mapping[str, int]] = {}
+
+    def __init__(self, process_group: ProcessGroup, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = Group(process_group), sequence_parallel
+
+    def take(self, dense: nn.Module) -> None:
+        """Copy this rank's part of the parameters of a dense layer."""
+        for name, parameter in dense.named_parameters(recurse=False):
+            part = self.part_of(name, parameter.detach())
+            mine = nn.Parameter(part.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
+            setattr(self, name, mine)
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter of the dense layer, as a view."""
+        if (dim := self.sharded.get(name)) is None:
+            return whole
+        mine = self.group.part(whole.shape[dim])
+        return whole.narrow(dim, mine.start, mine.stop - mine.start)
+
+    def take_first(self, dense: nn.Module) -> None:
+        """The same of the layer that the group's first rank drew, whatever the others drew."""
+        for parameter in dense.parameters():
+            if not parameter.is_meta and self.group.size > 1:
+                dist.broadcast(parameter.detach(), group_src=0, group=self.group.process_group)
+        self.take(dense)
+
+
+class ColumnParallelLinear(_Parallel):
+    """A linear layer of which each rank holds some outputs: `(..., in)` -> `(..., out / ranks)`.
+
+    `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so
+    these are columns of A. A new layer draws its weights whole, as `nn.Linear` does, and every rank keeps its
+    part of what the group's first rank drew.
+
+    Args:
+        bias: each rank holds the bias of its outputs.
+        gather_output: return all outputs on every rank, `(..., out)`.
+        process_group: the ranks that share the layer, by default all.
+        sequence_parallel: the input is this rank's part of the sequence, `(..., length / ranks, in)`.
+        uneven: let the first ranks have one output more where the number of ranks does not divide them.
+
+    >>> up, down = ColumnParallelLinear(64, 256), RowParallelLinear(256, 64)
+    >>> y = down(torch.relu(up(x)))  # x: the same on all ranks, and so is y
+    """
+
+    sharded: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        process_group: ProcessGroup = None,
+        sequence_parallel: bool = False,
+        uneven: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(process_group, sequence_parallel)
+        if not uneven:
+            self.group.check_divides(out_features, "output features of a column-parallel layer")
+        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        self.take_first(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+
+    @classmethod
+    def from_linear(cls, dense: nn.Linear, **options: Any) -> "ColumnParallelLinear":
+        """A layer with this rank's part of `dense`, which must be the same on all ranks. The options are
+        those of the class.
+        """
+        layer = cls(dense.in_features, dense.out_features, dense.bias is not None, device="meta", **options)
+        layer.take(dense)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's outputs, or all of them with `gather_output`."""
+        (y,) = _columns(x, [self])
+        if self.gather_output:
+            y = _Gather.apply(y, FEATURES, self.group, self.out_features)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features} / {self.group.size} ranks"
+
+
+class RowParallelLinear(_Parallel):
+    """A linear layer of which each rank holds some inputs: `(..., in / ranks)` -> `(..., out)`, summed.
+
+    `weight` is `dense.weight.chunk(ranks, 1)[rank]`. Every rank holds the whole bias, which is added once,
+    after the sum.
+
+    Args:
+        input_is_parallel: the input holds this rank's features, as a column-parallel layer returns them. If
+            not, it is the whole input and the layer takes its part.
+        process_group: the ranks that share the layer, by default all.
+        sequence_parallel: return this rank's part of the sequence, `(..., length / ranks, out)`.
+    """
+
+    sharded: ClassVar[Mapping[str, int]] = {"weight": 1}
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = True,
+        process_group: ProcessGroup = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(process_group, sequence_parallel)
+        self.group.check_divides(in_features, "input features of a row-parallel layer")
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        self.take_first(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+
+    from_linear = ColumnParallelLinear.__dict__["from_linear"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The whole sum, or this rank's part of the sequence."""
+        if not self.input_is_parallel:
+            x = split_to_group(x, process_group=self.group)
+        if x.shape[-1] != self.weight.shape[1]:
+            raise ValueError(
+                f"This row-parallel layer expects {self.weight.shape[1]} of its {self.in_features} input "
+                f"features on each of {self.group.size} ranks and got {x.shape[-1]}. Give it the output of a "
+                f"column-parallel layer, or set input_is_parallel=False and give it the whole input."
+            )
+        y = F.linear(x, self.weight)
+        if not self.sequence_parallel:
+            y = _Reduce.apply(y, self.group, True)  # in place: the product's backward does not need y
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = _ReduceScatter.apply(y, SEQUENCE, self.group)
+        if self.bias is not None:  # each rank adds it to other tokens: its gradient is a sum over ranks
+            y = y + _Copy.apply(self.bias, self.group).to(y.dtype)
+        return y
+
+    extra_repr = ColumnParallelLinear.extra_repr
+
+
+class ReplicatedLayerNorm(_Parallel):
+    """A layer norm whose weights every rank holds and applies to other tokens: their gradient is a sum over
+    the ranks. `(..., length / ranks, features)` -> the same.
+    """
+
+    def __init__(self, dense: nn.LayerNorm, process_group: ProcessGroup = None) -> None:
+        super().__init__(process_group, True)
+        self.normalized_shape, self.eps = dense.normalized_shape, dense.eps
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        self.take(dense)
+
+    def forward(self, x: Tensor) -> Tensor:
+        have = [p for p in (self.weight, self.bias) if p is not None]
+        copies = _CopyParameters.apply(self.group, *have) if have else ()
+        return F.layer_norm(x, self.normalized_shape, *copies, eps=self.eps)
+
+
+class ParallelDropout(nn.Module):
+    """Dropout whose mask every rank draws for itself: for other heads, or other tokens, another mask.
+
+    The mask depends on torch's global random numbers and the rank, and every rank takes equally many of
+    them. So if all ranks of a group were seeded alike, ordinary dropout on what they all hold stays the same.
+    """
+
+    def __init__(self, p: float, process_group: ProcessGroup = None) -> None:
+        super().__init__()
+        self.p, self.group = p, Group(process_group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        seed = int(torch.randint(1 << 62, (), device="cpu")) + self.group.rank
+        random = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.empty_like(x).bernoulli_(1 - self.p, generator=random)
+        return x * kept.div_(1 - self.p) if self.p < 1 else x * kept
+
+
+class VocabParallelEmbedding(_Parallel):
+    """An embedding of which each rank holds the vectors of some tokens: `(batch, length)` -> `(batch,
+    length, features)`, summed.
+
+    A rank looks up the tokens that it has and gives zeros for the others. `weight` is
+    `dense.weight.tensor_split(ranks)[rank]`: if the number of ranks does not divide the vocabulary, the first
+    ranks have one more, and nothing is padded.
+    """
+
+    sharded: ClassVar[Mapping[str, int]] = {"weight": 0}
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        process_group: ProcessGroup = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(process_group, sequence_parallel)
+        if num_embeddings < self.group.size:
+            raise ValueError(
+                f"A vocabulary of {num_embeddings} is too small for {self.group.size} ranks. Use fewer ranks."
+            )
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.take_first(nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype))
+
+    @classmethod
+    def from_embedding(cls, dense: nn.Embedding, **options: Any) -> "VocabParallelEmbedding":
+        """A layer with this rank's part of `dense`, which must be the same on all ranks. The options are
+        those of the class.
+        """
+        layer = cls(dense.num_embeddings, dense.embedding_dim, device="meta", **options)
+        layer.take(dense)
+        return layer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The vectors of all tokens, or of this rank's part of the sequence."""
+        _check_tokens(tokens, self.num_embeddings, "token")
+        mine = self.group.part(self.num_embeddings)
+        local = tokens - mine.start
+        absent = (local < 0) | (local >= mine.stop - mine.start)
+        found = F.embedding(local.masked_fill(absent, 0), self.weight)
+        found = found.masked_fill(absent.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return _ReduceScatter.apply(found, SEQUENCE, self.group)
+        return _Reduce.apply(found, self.group, True)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings} / {self.group.size} ranks, {self.embedding_dim}"
+
+
+def _check_tokens(tokens: Tensor, vocab: int, what: str, ignored: Tensor | None = None) -> None:
+    """Raise an error for a token that nobody has: no rank would find it, and all would give zeros."""
+    wrong = (tokens < 0) | (tokens >= vocab)
+    if ignored is not None:
+        wrong &= ~ignored
+    if tokens.is_cuda:  # as torch does: the GPU stops at it, and the host does not wait to see
+        torch._assert_async(~wrong.any())
+    elif wrong.any():
+        raise IndexError(
+            f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1}). "
+            f"Look at where the tokens come from."
+        )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-log(probability of the target) per token, from logits of which each rank holds some columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, mine: slice, group: Group
+    ) -> Tensor:
+        dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
+        largest = logits.amax(-1).to(dtype)  # (tokens,)
+        group.all_reduce(largest, op=dist.ReduceOp.MAX)
+        shifted = logits.to(dtype) - largest.unsqueeze(-1)  # (tokens, vocab / ranks)
+        local = targets - mine.start
+        absent = (local < 0) | (local >= mine.stop - mine.start) | ignored
+        local = local.masked_fill(absent, 0).unsqueeze(-1)
+        sums = shifted.new_empty(2, len(targets))  # one all-reduce for both
+        sums[1] = shifted.gather(-1, local).squeeze(-1).masked_fill(absent, 0)  # the target's logit
+        probabilities = shifted.exp_()
+        torch.sum(probabilities, -1, out=sums[0])
+        group.all_reduce(sums)
+        probabilities.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(probabilities, local, absent, ignored)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill(ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        probabilities, local, absent, ignored = ctx.saved_tensors
+        grad = grad.masked_fill(ignored, 0).unsqueeze(-1)
+        grad_logits = probabilities * grad  # (probability - 1 at the target) * grad
+        grad_logits.scatter_add_(-1, local, -grad.masked_fill(absent.unsqueeze(-1), 0))
+        return grad_logits.to(ctx.dtype), None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab: int | None = None,
+    process_group: ProcessGroup = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """The cross-entropy in nats, the same on all ranks, from logits `(..., vocab / ranks)`.
+
+    No rank ever sees all logits: the ranks exchange three numbers per token, the largest logit, the sum of
+    the exponentials and the target's logit.
+
+    Args:
+        targets: tokens of the whole vocabulary, `(...)`.
+        vocab: size of the vocabulary, where the number of ranks does not divide it.
+        ignore_index: targets with this value count for nothing.
+        reduction: "mean" over the targets that count, "sum", or "none": one number per target.
+    """
+    group = Group(process_group)
+    vocab = vocab or logits.shape[-1] * group.size
+    mine = group.part(vocab)
+    if logits.shape[-1] != mine.stop - mine.start:
+        raise ValueError(
+            f"Rank {group.rank} of {group.size} holds {mine.stop - mine.start} of {vocab} logits, but got "
+            f"{logits.shape[-1]}. Give it its part, and `vocab` where the parts are not equal."
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'There is no reduction {reduction!r}. Choose "mean", "sum" or "none".')
+    flat = targets.flatten()
+    ignored = flat == ignore_index
+    _check_tokens(flat, vocab, "target", ignored)
+    losses = _CrossEntropy.apply(logits.flatten(0, -2), flat, ignored, mine, group)
+    if reduction == "mean":
+        return losses.sum() / (~ignored).sum()
+    return losses.sum() if reduction == "sum" else losses.view(targets.shape)
+
+
+# The parts of the GPT
+
+
+class ParallelMLP(nn.Module):
+    """Two linear layers and an activation, the hidden units divided: one all-reduce forward, one backward.
+
+    `dense` has `up`, `activation` and `down`, as `rankcell.models.MLP`.
+    """
+
+    def __init__(
+        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+        self.up = ColumnParallelLinear.from_linear(dense.up, **options)
+        self.activation = copy.deepcopy(dense.activation)
+        self.down = RowParallelLinear.from_linear(dense.down, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class ParallelAttention(nn.Module):
+    """Causal attention, the heads divided: one all-reduce forward, one backward.
+
+    `dense` has `query`, `key`, `value`, `output` and `d_head`, as `rankcell.models.Attention`.
+    """
+
+    def __init__(
+        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        group = Group(process_group)
+        group.check_divides(dense.query.out_features // dense.d_head, "attention heads")
+        self.d_head = dense.d_head
+        options = {"process_group": group, "sequence_parallel": sequence_parallel}
+        self.query, self.key, self.value = (
+            ColumnParallelLinear.from_linear(layer, **options)
+            for layer in (dense.query, dense.key, dense.value)
+        )
+        self.output = RowParallelLinear.from_linear(dense.output, **options)
+        self.dropout = ParallelDropout(dense.dropout.p, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = _columns(x, [self.query, self.key, self.value])
+        query, key, value = (p.unflatten(-1, (-1, self.d_head)).transpose(1, 2) for p in parts)
+        scores = query @ key.transpose(-2, -1) / math.sqrt(self.d_head)  # (batch, my heads, length, length)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        weights = self.dropout(scores.masked_fill(future, -math.inf).softmax(-1))
+        return self.output((weights @ value).transpose(1, 2).flatten(2))
+
+
+class ParallelBlock(nn.Module):
+    """One layer of the GPT: norm, attention, add; norm, MLP, add.
+
+    With `sequence_parallel` what enters and leaves is this rank's part of the sequence.
+    """
+
+    def __init__(
+        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        group = Group(process_group)
+        self.attention_norm = _norm(dense.attention_norm, group, sequence_parallel)
+        self.attention = ParallelAttention(dense.attention, group, sequence_parallel=sequence_parallel)
+        self.mlp_norm = _norm(dense.mlp_norm, group, sequence_parallel)
+        self.mlp = ParallelMLP(dense.mlp, group, sequence_parallel=sequence_parallel)
+        self.dropout = _dropout(dense.dropout, group, sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+def _norm(dense: nn.LayerNorm, group: Group, sequence_parallel: bool) -> nn.Module:
+    return ReplicatedLayerNorm(dense, group) if sequence_parallel else copy.deepcopy(dense)
+
+
+def _dropout(dense: nn.Dropout, group: Group, sequence_parallel: bool) -> nn.Module:
+    return ParallelDropout(dense.p, group) if sequence_parallel else copy.deepcopy(dense)
+
+
+class ParallelGPT(nn.Module):
+    """The GPT with everything divided but its norms and positions: tokens -> logits, or a loss.
+
+    `model(tokens)` is the logits `(batch, length, vocab)`, whole on every rank. `model(tokens, targets)` is
+    the mean cross-entropy, and no rank ever holds all logits. The parts are named as in
+    `rankcell.models.GPT`, and `embed`, `blocks` and `unembed` or `loss` are the places to cut it into stages.
+    """
+
+    def __init__(
+        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = Group(process_group), sequence_parallel
+        options = {"process_group": self.group, "sequence_parallel": sequence_parallel}
+        self.token_embedding = VocabParallelEmbedding.from_embedding(dense.token_embedding, **options)
+        self.position_embedding = copy.deepcopy(dense.position_embedding)
+        self.dropout = _dropout(dense.dropout, self.group, sequence_parallel)
+        self.blocks = nn.ModuleList(ParallelBlock(block, **options) for block in dense.blocks)
+        self.norm = _norm(dense.norm, self.group, sequence_parallel)
+        self.head = ColumnParallelLinear.from_linear(dense.head, uneven=True, **options)
+        if dense.head.weight is dense.token_embedding.weight:  # the same rows, so still one parameter
+            self.head.weight = self.token_embedding.weight
+
+    @property
+    def context(self) -> int:
+        """The longest sequence it can read, in tokens."""
+        return self.position_embedding.num_embeddings
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The logits, or with targets the loss."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.unembed(x) if targets is None else self.loss(x, targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What enters the first block: `(batch, length)` -> `(batch, length, d_model)`, or with
+        `sequence_parallel` this rank's part of the length.
+        """
+        length = tokens.shape[-1]
+        if length > self.context:
+            raise ValueError(
+                f"{length} tokens are more than the context of {self.context}. Cut the sequence."
+            )
+        positions = torch.arange(length, device=tokens.device)
+        table = self.position_embedding.weight
+        if self.sequence_parallel:  # other positions on every rank: the gradient is a sum over ranks
+            self.group.check_divides(length, "tokens of a sequence")
+            positions, table = positions[self.group.part(length)], _Copy.apply(table, self.group)
+        return self.dropout(self.token_embedding(tokens) + F.embedding(positions, table))
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """What leaves the last block as logits `(batch, length, vocab)`, whole on every rank."""
+        return _Gather.apply(self.head(self.norm(x)), FEATURES, self.group, self.head.out_features)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """What leaves the last block as mean cross-entropy in nats, the same on all ranks."""
+        logits = self.head(self.norm(x))  # (batch, length, vocab / ranks)
+        return vocab_parallel_cross_entropy(
+            logits, targets, vocab=self.head.out_features, process_group=self.group
+        )
+
+
+def tensor_parallel(
+    model: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+) -> nn.Module:
+    """The twin of `model` in which each rank of a group holds its part.
+
+    The dense model stays as it is and must be the same on all ranks of the group, which is checked. To train,
+    give all ranks of the group the same batches; every gradient is then complete after `loss.backward()`.
+
+    Args:
+        model: the course's GPT, one of its blocks, its attention or MLP, or a Sequential or ModuleList of
+            them.
+        process_group: the ranks that share the model, by default all.
+        sequence_parallel: divide what lies between the layers along the sequence. Then blocks, attention and
+            MLP take and return this rank's part; a GPT takes whole sequences, and their length must be a
+            multiple of the number of ranks.
+
+    Raises:
+        ValueError: the ranks hold different models, or heads or features cannot be shared evenly.
+        TypeError: it does not know such a module.
+
+    >>> model = tensor_parallel(GPT(49))
+    >>> model(tokens, targets).backward()
+    """
+    group = Group(process_group)
+    _check_same(model, group)
+    return _twin(model, group, sequence_parallel)
+
+
+def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> nn.Module:
+    if isinstance(model, (nn.Sequential, nn.ModuleList)):
+        twins = [_twin(part, group, sequence_parallel) for part in model]
+        return nn.Sequential(*twins) if isinstance(model, nn.Sequential) else nn.ModuleList(twins)
+    known = {
+        ParallelGPT: ("token_embedding", "position_embedding", "blocks", "norm", "head"),
+        ParallelBlock: ("attention_norm", "attention", "mlp_norm", "mlp"),
+        ParallelAttention: ("query", "key", "value", "output", "d_head"),
+        ParallelMLP: ("up", "activation", "down"),
+    }
+    for kind, names in known.items():
+        if all(hasattr(model, name) for name in names):
+            return kind(model, group, sequence_parallel=sequence_parallel)
+    raise TypeError(
+        f"tensor_parallel knows GPT, Block, Attention, MLP and lists of them, not {type(model).__name__}. "
+        f"Build it from ColumnParallelLinear and RowParallelLinear."
+    )
+
+
+def _check_same(model: nn.Module, group: Group) -> None:
+    """Raise an error where ranks hold different weights: parts of different models make no model."""
+    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    if not named or group.size == 1:
+        return
+    sums = [p.detach().double() for _, p in named]
+    sums = torch.stack([s for p in sums for s in (p.sum(), p.square().sum())]).to(named[0][1].device)
+    highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
+    group.all_reduce(highest, op=dist.ReduceOp.MAX)
+    spread = highest[0] + highest[1]
+    different = (spread > 1e-9 * highest.abs().amax(0).clamp_min(1)).view(-1, 2).any(1).tolist()
+    if any(different):
+        names = [name for (name, _), differs in zip(named, different, strict=True) if differs]
+        raise ValueError(
+            f"The ranks of this group hold different models: {len(names)} of {len(named)} parameters differ, "
+            f"first {names[0]}. Build it from the same seed on all ranks, or broadcast it first."
+        )
+
+
+# States
+
+
+def sharded_dims(model: nn.Module) -> dict[str, int | None]:
+    """For each name of `model.state_dict()` the dim along which it is divided, None where every rank holds
+    all of it.
+    """
+    dims: dict[str, int | None] = dict.fromkeys(model.state_dict())
+    for path, part in model.named_modules():
+        if isinstance(part, _Parallel):
+            dims |= {".".join(filter(None, (path, name))): dim for name, dim in part.sharded.items()}
+    return {name: dims[name] for name in model.state_dict()}
+
+
+def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The state dict of the dense model, whole on every rank. All ranks of the group must call it.
+
+    `state` is this rank's, by default that of `model`. It can be anything with the same names and shapes,
+    such as gradients: `{name: p.grad for name, p in model.named_parameters()}`.
+    """
+    state = model.state_dict() if state is None else state
+    dims, wholes, seen = sharded_dims(model), {}, {}
+    for name, mine in state.items():
+        mine = mine.detach()
+        key = (mine.data_ptr(), mine.shape)
+        if key not in seen:
+            seen[key] = mine.clone() if dims[name] is None else _whole(model, name, mine, dims[name])
+        wholes[name] = seen[key]
+    return wholes
+
+
+def _whole(model: nn.Module, name: str, mine: Tensor, dim: int) -> Tensor:
+    layer = model.get_submodule(name.rpartition(".")[0])
+    total = torch.tensor([mine.shape[dim]], device=mine.device)
+    layer.group.all_reduce(total)
+    return layer.group.all_gather(mine, dim, int(total)).clone()
+
+
+def local_state_dict(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of a state dict of the dense model, to give to `model.load_state_dict`. No
+    communication.
+    """
+    layers = {name: model.get_submodule(name.rpartition(".")[0]) for name in full}
+    return {
+        name: (
+            layer.part_of(name.rpartition(".")[2], whole) if isinstance(layer, _Parallel) else whole
+        ).clone()
+        for (name, whole), layer in zip(full.items(), layers.values(), strict=True)
+    }
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """The norm of all gradients of the whole model, which are scaled down if it is above `max_norm`.
+
+    The squares of divided gradients are summed over the ranks; those that every rank holds count once. All
+    ranks of the group must call it.
+    """
+    dims = sharded_dims(model)
+    groups = [part.group for part in model.modules() if isinstance(part, _Parallel)]
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    squares = {True: [], False: []}
+    for name, grad in named:
+        squares[dims[name] is not None].append(grad.double().square().sum())
+    zero = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    divided = sum(squares[True], zero.clone())
+    if groups:
+        groups[0].all_reduce(divided)
+    norm = (divided + sum(squares[False], zero)).sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for _, grad in named:
+        grad.mul_(scale.to(grad.dtype))
+    return norm
