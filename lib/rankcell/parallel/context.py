@@ -1,0 +1,540 @@
+"""Context parallelism: every rank holds a part of each sequence, and attention runs over all of it.
+
+`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online
+softmax; `all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors
+of one rank's positions, and both have a backward. `ContextParallel` runs a GPT of `rankcell.models` on them.
+
+What it does not do: it uses no fused kernel for the blocks of the ring, sends keys and values to ranks that
+will not look at them, has no dropout on the attention weights, and no backward of the backward. All ranks
+need equally many positions, and must start from equal parameters: nothing is broadcast.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+# Who holds which positions
+
+
+def pieces(rank: int, world_size: int, *, layout: str = "zigzag") -> tuple[int, ...]:
+    """Which equal pieces of the sequence a rank holds, in the order in which it holds them.
+
+    pieces(1, 4, layout="contiguous")  # (1,) of 4 pieces
+    pieces(1, 4, layout="zigzag")      # (1, 6) of 8: an early one and the late one that balances it
+    """
+    _check_layout(layout)
+    return (rank,) if layout == "contiguous" else (rank, 2 * world_size - 1 - rank)
+
+
+def positions(length: int, rank: int, world_size: int, *, layout: str = "zigzag") -> Tensor:
+    """The positions of the sequence that a rank holds, `(length / world_size,)` int64.
+
+    positions(8, 1, 2)  # tensor([2, 3, 4, 5])
+
+    Raises:
+        ValueError: the pieces of the layout do not divide `length`.
+    """
+    size = length // _count(length, world_size, layout)
+    return torch.cat(
+        [torch.arange(p * size, (p + 1) * size) for p in pieces(rank, world_size, layout=layout)]
+    )
+
+
+def split(x: Tensor, world_size: int, *, dim: int = -1, layout: str = "zigzag") -> list[Tensor]:
+    """The parts of a sequence by rank, cut along `dim`. A rank takes its own: `split(x, 4)[rank]`.
+
+    Raises:
+        ValueError: the pieces of the layout do not divide the length.
+    """
+    cut = x.chunk(_count(x.shape[dim], world_size, layout), dim)
+    return [
+        torch.cat([cut[p] for p in pieces(rank, world_size, layout=layout)], dim)
+        for rank in range(world_size)
+    ]
+
+
+def unsplit(parts: Sequence[Tensor], *, dim: int = -1, layout: str = "zigzag") -> Tensor:
+    """The whole sequence from the parts of all ranks, in their order: what `split` has undone."""
+    world_size = len(parts)
+    own = len(pieces(0, world_size, layout=layout))
+    _count(parts[0].shape[dim] * world_size, world_size, layout)
+    cut: dict[int, Tensor] = {}
+    for rank, part in enumerate(parts):
+        cut.update(zip(pieces(rank, world_size, layout=layout), part.chunk(own, dim), strict=True))
+    return torch.cat([cut[p] for p in sorted(cut)], dim)
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"There is no layout {layout!r}. Choose one of {', '.join(LAYOUTS)}.")
+
+
+def _count(length: int, world_size: int, layout: str) -> int:
+    """How many pieces the whole sequence has."""
+    count = world_size * len(pieces(0, world_size, layout=layout))
+    if length % count or not length:
+        raise ValueError(
+            f"A sequence of {length} positions cannot be cut into {count} equal pieces, as the {layout} "
+            f"layout needs on {world_size} ranks. Pad it to {max(1, -(-length // count)) * count}."
+        )
+    return count
+
+
+# What one block of keys does to one block of queries
+
+
+def _scores(query: Tensor, key: Tensor, triangle: bool) -> Tensor:
+    """`(..., queries, keys)`; with `triangle` query i sees the keys up to i of its own piece."""
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if triangle:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores
+
+
+class OnlineSoftmax:
+    """Attention of some queries over keys that come block by block: what has been seen, in three tensors.
+
+    For each query: the largest score so far, the sum of exp(score - largest), and the sum of the values with
+    the same factors. From https://arxiv.org/abs/1805.02867 (2018), section 3, with the values added as in
+    https://arxiv.org/abs/2112.05682 (2021). A query's first block must show it at least one key.
+    """
+
+    def __init__(self, query: Tensor) -> None:
+        self.query = query  # (..., queries, d_head)
+        self.largest = torch.full_like(query[..., :1], -math.inf)
+        self.sum = torch.zeros_like(query[..., :1])
+        self.values = torch.zeros_like(query)
+
+    def add(self, key: Tensor, value: Tensor, *, triangle: bool = False) -> None:
+        """See one more block: `(..., keys, d_head)` each."""
+        scores = _scores(self.query, key, triangle)
+        largest = torch.maximum(self.largest, scores.amax(-1, keepdim=True))
+        old = torch.exp(self.largest - largest)  # what was summed had another largest score: rescale it
+        weights = torch.exp(scores - largest)
+        self.sum = self.sum * old + weights.sum(-1, keepdim=True)
+        self.values = self.values * old + weights @ value
+        self.largest = largest
+
+    def output(self) -> Tensor:
+        """The attention over all blocks seen, `(..., queries, d_head)`."""
+        return self.values / self.sum
+
+    def log_sum_exp(self) -> Tensor:
+        """log of the sum of exp(score), `(..., queries, 1)`: with it the backward has every weight again."""
+        return self.largest + torch.log(self.sum)
+
+
+def block_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    log_sum_exp: Tensor,
+    correction: Tensor,
+    *,
+    triangle: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one block of keys adds to the gradients of query, key and value.
+
+    `grad` is that of the output, and `correction` is sum(grad * output) over d_head, `(..., queries, 1)`: the
+    derivative of softmax subtracts the mean of the incoming gradients, and that mean over *all* keys is known
+    from the output. From https://arxiv.org/abs/2205.14135 (FlashAttention, 2022), appendix B.2.
+    """
+    weights = torch.exp(_scores(query, key, triangle) - log_sum_exp)  # final ones: no rescaling here
+    grad_scores = weights * (grad @ value.transpose(-2, -1) - correction) / math.sqrt(query.shape[-1])
+    return grad_scores @ key, grad_scores.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ grad
+
+
+# The ring
+
+
+class _Ring:
+    """This rank's two neighbours in a process group, and messages to the next from the one before."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.group = process_group or dist.group.WORLD
+        self.rank, self.world_size = _place(self.group)
+        self.next, self.previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+
+    def start(self, sent: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Send a tensor on and receive its like, at once: where it will be, and what to call before use."""
+        if self.world_size == 1:
+            return sent, lambda: None
+        received = torch.empty_like(sent)
+        operations = [
+            dist.P2POp(dist.isend, sent, group=self.group, group_peer=self.next),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=self.previous),
+        ]
+        works = dist.batch_isend_irecv(operations)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            operations.clear()  # until here the sent tensor must stay alive and unchanged
+
+        return received, wait
+
+    def source(self, step: int) -> int:
+        """Whose block this rank holds after so many steps."""
+        return (self.rank - step) % self.world_size
+
+
+def _pairs(rank: int, source: int, world_size: int, layout: str, causal: bool) -> list[tuple[int, int, bool]]:
+    """Which piece of a rank's queries meets which piece of the source's keys, and whether only its triangle.
+
+    Pieces are whole stretches of the sequence, so a pair is seen in full, not at all, or, where both are the
+    same piece, in its triangle.
+    """
+    mine, theirs = (pieces(r, world_size, layout=layout) for r in (rank, source))
+    if not causal:
+        return [(i, j, False) for i in range(len(mine)) for j in range(len(theirs))]
+    return [(i, j, a == b) for i, a in enumerate(mine) for j, b in enumerate(theirs) if b <= a]
+
+
+class _RingAttention(torch.autograd.Function):
+    """The two directions of `ring_attention`; saves the output and one number per query, no weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, layout: str, causal: bool
+    ) -> Tensor:
+        exact = torch.promote_types(query.dtype, torch.float32)  # 16-bit sums would be too coarse
+        own = len(pieces(0, ring.world_size, layout=layout))
+        state = [OnlineSoftmax(part.to(exact)) for part in query.chunk(own, -2)]
+        block = torch.stack([key, value])  # one message: (2, ..., keys, d_head)
+        for step in range(ring.world_size):
+            if step < ring.world_size - 1:
+                coming, wait = ring.start(block)  # the next block travels while this one is used
+            keys, values = (part.chunk(own, -2) for part in block.to(exact).unbind())
+            for i, j, triangle in _pairs(ring.rank, ring.source(step), ring.world_size, layout, causal):
+                state[i].add(keys[j], values[j], triangle=triangle)
+            if step < ring.world_size - 1:
+                wait()
+                block = coming
+        output = torch.cat([s.output() for s in state], -2)
+        log_sum_exp = torch.cat([s.log_sum_exp() for s in state], -2)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.how = ring, layout, causal
+        return output.to(query.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        ring, layout, causal = ctx.how
+        exact, own = output.dtype, len(pieces(0, ring.world_size, layout=layout))
+        grad = grad.to(exact)
+        correction = (grad * output).sum(-1, keepdim=True)
+        rows = [t.chunk(own, -2) for t in (query.to(exact), grad, log_sum_exp, correction)]
+        grad_query = torch.zeros_like(output)
+        block, so_far, wait_sum = torch.stack([key, value]), None, None
+        for step in range(ring.world_size):
+            if step < ring.world_size - 1:
+                coming, wait = ring.start(block)
+            keys, values = (part.chunk(own, -2) for part in block.to(exact).unbind())
+            here = torch.zeros_like(block, dtype=exact)  # what this rank adds to the block's gradients
+            here_key, here_value = (part.chunk(own, -2) for part in here.unbind())
+            for i, j, triangle in _pairs(ring.rank, ring.source(step), ring.world_size, layout, causal):
+                q, g, lse, c = (part[i] for part in rows)
+                parts = block_backward(q, keys[j], values[j], g, lse, c, triangle=triangle)
+                places = grad_query.chunk(own, -2)[i], here_key[j], here_value[j]
+                for place, part in zip(places, parts, strict=True):
+                    place += part
+            if so_far is not None:
+                wait_sum()  # the sum of the ranks before, which came while this rank computed
+                here += so_far
+            so_far, wait_sum = ring.start(here)  # one step behind its block; the last one brings it home
+            if step < ring.world_size - 1:
+                wait()
+                block = coming
+        wait_sum()
+        grad_key, grad_value = so_far.to(key.dtype).unbind()
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    layout: str = "zigzag",
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Attention of this rank's queries over all ranks' positions: `(batch, heads, length / W, d_head)`.
+
+    Keys and values go round the ring of the group in W - 1 steps, and each block is used while the next one
+    travels. In the backward they go round again, with their gradients one step behind. No rank ever holds
+    more than two blocks, and scores of one block's size.
+
+    Args:
+        query, key, value: this rank's positions, in the order of `positions`; of one shape and dtype.
+        layout: "zigzag" gives causal ranks equal work; "contiguous" gives the last rank the most.
+
+    Raises:
+        ValueError: the shapes differ, the local length is odd under zigzag, or there is no such layout.
+    """
+    _check_shapes(query, key, value)
+    ring = _Ring(process_group)
+    _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
+    return _RingAttention.apply(query, key, value, ring, layout, causal)
+
+
+# Heads against positions
+
+
+class _Swap(torch.autograd.Function):
+    """An all-to-all that cuts one dim into W parts, one for each rank, and joins along another.
+
+    Its backward is the all-to-all that goes back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.how = cut, join, group
+        world_size = dist.get_world_size(group)
+        send = torch.stack(x.chunk(world_size, cut))  # (W, ...): part r is for rank r
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send, group=group)
+        return torch.cat(received.unbind(), join)  # part r came from rank r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cut, join, group = ctx.how
+        return _Swap.apply(grad, join, cut, group), None, None, None
+
+
+def positions_to_heads(x: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """`(..., heads, length / W, d)` on every rank -> `(..., heads / W, length, d)`.
+
+    Fewer heads, all positions; those stand in the order of the ranks. Its backward is `heads_to_positions`.
+    """
+    return _Swap.apply(x, x.dim() - 3, x.dim() - 2, process_group or dist.group.WORLD)
+
+
+def heads_to_positions(x: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """`(..., heads / W, length, d)` on every rank -> `(..., heads, length / W, d)`: the way back."""
+    return _Swap.apply(x, x.dim() - 2, x.dim() - 3, process_group or dist.group.WORLD)
+
+
+def all_to_all_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    layout: str = "zigzag",
+    process_group: dist.ProcessGroup | None = None,
+    attention: Callable[..., Tensor] = F.scaled_dot_product_attention,
+) -> Tensor:
+    """The same result as `ring_attention`, by two all-to-alls: each rank computes W-th of the heads in full.
+
+    `attention` is called as `attention(query, key, value, is_causal=causal)` with all positions in order, so
+    any kernel for one device will do. From https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses, 2023).
+
+    Raises:
+        ValueError: W does not divide the number of heads, the shapes differ, or the layout does not fit.
+    """
+    _check_shapes(query, key, value)
+    group = process_group or dist.group.WORLD
+    _, world_size = _place(group)
+    n_heads, length = query.shape[-3], query.shape[-2] * world_size
+    _count(length, world_size, layout)
+    if n_heads % world_size:
+        raise ValueError(
+            f"{n_heads} heads cannot be shared by {world_size} ranks, and the all-to-all shares heads. "
+            f"Use ring_attention, or a number of ranks that divides {n_heads}."
+        )
+    whole = positions_to_heads(torch.stack([query, key, value]), process_group=group)  # one all-to-all for 3
+    by_rank = torch.cat([positions(length, r, world_size, layout=layout) for r in range(world_size)])
+    by_rank = by_rank.to(query.device)
+    in_order = whole.index_select(-2, by_rank.argsort())
+    output = attention(*in_order.unbind(), is_causal=causal)
+    return heads_to_positions(output.index_select(-2, by_rank), process_group=group)
+
+
+def bytes_sent(
+    method: str,
+    block: int,
+    world_size: int,
+) -> dict[str, float]:
+    """Bytes that each rank sends in one attention, "forward" and "backward", if nothing is sent in vain.
+
+    `block` is the bytes of one rank's queries, which are those of its keys and of its values:
+    batch * heads * length / W * d_head * bytes per number. The gradients of the ring travel in the dtype they
+    are summed in; the formula is for float32 and float64, where that is the dtype of the keys.
+
+        bytes_sent("ring", 100, 4)        # {"forward": 600, "backward": 1400}
+        bytes_sent("all_to_all", 100, 4)  # {"forward": 300.0, "backward": 300.0}
+    """
+    if method == "ring":  # K and V: W - 1 steps. Backward: again, and their gradients W steps
+        steps = world_size - 1
+        home = world_size if world_size > 1 else 0
+        return {"forward": 2 * block * steps, "backward": 2 * block * (steps + home)}
+    if method == "all_to_all":  # Q, K, V and the output, all but the part that stays
+        once = 4 * block * (world_size - 1) / world_size
+        return {"forward": once, "backward": once}
+    raise ValueError(f"There is no method {method!r}. Choose ring or all_to_all.")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.shape == key.shape == value.shape or query.dim() < 3:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise ValueError(
+            f"Query, key and value need one shape, (batch, heads, length / W, d_head); they have {shapes}."
+        )
+
+
+def _place(group: dist.ProcessGroup) -> tuple[int, int]:
+    """This rank's number in the group, and the group's size."""
+    world_size = dist.get_world_size(group)
+    if world_size < 1:
+        raise ValueError(
+            f"Rank {dist.get_rank()} is not in the process group of this context parallelism. Only its "
+            f"members call it."
+        )
+    return dist.get_rank(group), world_size
+
+
+# Losses and gradients
+
+
+def share_of_mean(losses: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's share of the mean of all ranks' `losses`: their sum, over how many there are on all ranks.
+
+    The shares of all ranks *add up* to the mean, and so do their gradients. It stays right where ranks have
+    different numbers of losses, for example where some tokens do not count. Sends one number.
+    """
+    count = torch.tensor(float(losses.numel()), dtype=torch.float64, device=losses.device)
+    dist.all_reduce(count, group=process_group)
+    return losses.sum() / count.to(losses.dtype)
+
+
+@torch.no_grad()
+def sum_gradients(
+    parameters: Iterable[nn.Parameter], *, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Replace the gradients of parameters that every rank of the group holds by their sum over the group.
+
+    One all-reduce per dtype. A parameter that this rank did not use counts as zero; all ranks must give the
+    same parameters.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in dict.fromkeys(p for p in parameters if p.requires_grad):  # a tied weight once
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for together in by_dtype.values():
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in together]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=process_group)
+        for parameter, part in zip(together, flat.split([p.numel() for p in together]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+
+
+# A model
+
+
+class ContextAttention(nn.Module):
+    """The layers of a dense attention (`query`, `key`, `value`, `output`), attending over all ranks.
+
+    `(batch, length / W, d_model)` -> the same shape. The layers are the very ones of `dense`, under the same
+    names. `attend` is `ring_attention` or `all_to_all_attention` with its options filled in.
+    """
+
+    def __init__(self, dense: nn.Module, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        dropout = getattr(getattr(dense, "dropout", None), "p", 0.0)
+        if dropout:
+            raise ValueError(
+                f"The attention has dropout {dropout} on its weights, which no rank holds together. "
+                f"Build the model with dropout=0."
+            )
+        self.query, self.key, self.value, self.output = dense.query, dense.key, dense.value, dense.output
+        self.d_head, self.attend = dense.d_head, attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the dense attention computes for this rank's positions."""
+        heads = [
+            layer(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        return self.output(self.attend(*heads).transpose(1, 2).flatten(2))
+
+
+class ContextParallel(nn.Module):
+    """A GPT on sequences that are shared by the ranks of a group; every rank holds all parameters.
+
+        model = ContextParallel(gpt)
+        logits = model(model.split(tokens))            # this rank's positions only
+        losses = F.cross_entropy(logits.flatten(0, 1), model.split(targets).flatten(), reduction="none")
+        model.share_of_mean(losses).backward()
+        model.finish_gradient_synchronization()        # sums the gradients over the group
+        optimizer.step()
+
+    Everything but attention treats each position on its own, so only attention communicates in the forward.
+    The attentions in `module.blocks` are replaced, their layers are kept: names and weights stay.
+
+    Args:
+        module: a GPT of `rankcell.models`, or a module with the same parts.
+        method: "ring" or "all_to_all".
+        layout: "zigzag" or "contiguous".
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        method: str = "ring",
+        layout: str = "zigzag",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        methods = {"ring": ring_attention, "all_to_all": all_to_all_attention}
+        if method not in methods:
+            raise ValueError(f"There is no method {method!r}. Choose one of {', '.join(methods)}.")
+        _check_layout(layout)
+        self.module, self.layout = module, layout
+        self.process_group = process_group or dist.group.WORLD
+        self.rank, self.world_size = _place(self.process_group)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return methods[method](query, key, value, layout=layout, process_group=self.process_group)
+
+        for block in module.blocks:
+            block.attention = ContextAttention(block.attention, attend)
+
+    def split(self, x: Tensor, dim: int = -1) -> Tensor:
+        """This rank's part of a whole sequence that every rank has."""
+        return split(x, self.world_size, dim=dim, layout=self.layout)[self.rank]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits `(batch, length / W, vocab)` of this rank's tokens `(batch, length / W)`."""
+        gpt, length = self.module, tokens.shape[-1] * self.world_size
+        if length > gpt.position_embedding.num_embeddings:
+            raise ValueError(
+                f"{length} tokens on all ranks are more than the context of "
+                f"{gpt.position_embedding.num_embeddings}. Cut the sequence."
+            )
+        where = positions(length, self.rank, self.world_size, layout=self.layout).to(tokens.device)
+        x = gpt.dropout(gpt.token_embedding(tokens) + gpt.position_embedding(where))
+        for block in gpt.blocks:
+            x = block(x)
+        return gpt.unembed(x)
+
+    def share_of_mean(self, losses: Tensor) -> Tensor:
+        """This rank's share of the mean loss of all ranks' tokens; the shares add up to it."""
+        return share_of_mean(losses, process_group=self.process_group)
+
+    def finish_gradient_synchronization(self) -> None:
+        """After backward: every rank has the gradients of the whole mean loss."""
+        sum_gradients(self.module.parameters(), process_group=self.process_group)

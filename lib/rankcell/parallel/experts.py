@@ -1,0 +1,306 @@
+"""Experts: a layer with several MLPs of which each token uses a few, kept on different ranks.
+
+`Mixture` is the layer on one process. `ExpertParallel` is the same layer with its experts spread over the
+ranks of a group: tokens travel to their experts in one all-to-all and come back in another. Outputs,
+gradients and dropped tokens are those of `Mixture` on all ranks' tokens, in the order of the ranks.
+
+What it does not do: it fuses no kernel, hides no communication behind computing, sends no token in fewer
+bits, and keeps no copies of busy experts. It broadcasts nothing: routers must start equal.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one rank go. T tokens, k choices each, E experts.
+
+    Args:
+        experts: `(T, k)` the experts that each token chose, best first.
+        weights: `(T, k)` what their outputs are multiplied by.
+        kept: `(T, k)` False where the expert was full: that choice adds nothing to the token's output.
+        load: `(E,)` how many choices fell on each expert, of all ranks' tokens, dropped ones included.
+        counts: `(W, E)` how many rows each rank sends to each expert, dropped ones left out.
+        balance_loss: this rank's share of the load-balance loss; the shares of all ranks add up to it.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor
+    load: Tensor
+    counts: Tensor
+    balance_loss: Tensor
+
+    @property
+    def dropped(self) -> int:
+        """How many choices of this rank's tokens were dropped."""
+        return int((~self.kept).sum())
+
+
+def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities `(T, E)`, and the k most probable experts of each token with their weights, `(T, k)`.
+
+    Of two equal probabilities the lower expert wins, on every machine. With k = 1 the weight is the
+    probability itself: through it the router learns. With more, the k weights are made to sum to 1.
+    """
+    probabilities = logits.softmax(-1)
+    order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
+    experts = order[:, :k]
+    weights = probabilities.gather(1, experts)
+    if k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return probabilities, experts, weights
+
+
+def capacity(n_tokens: int, n_experts: int, k: int, factor: float) -> int:
+    """How many rows an expert takes: its fair share of the choices of `n_tokens` tokens, times `factor`.
+
+    From https://arxiv.org/abs/2101.03961 (Switch Transformer, 2021), equation 3, rounded up.
+    """
+    return math.ceil(factor * k * n_tokens / n_experts)
+
+
+def balance_loss(probabilities: Tensor, load: Tensor, k: int) -> Tensor:
+    """This rank's share of E * sum over experts of f * P, which is 1 where all experts are used alike.
+
+    f is the share of all choices that fell on the expert, a constant; P is its mean probability; both over
+    the tokens of all ranks. From https://arxiv.org/abs/2101.03961 (Switch Transformer, 2021), equations 4 to
+    6, without its factor alpha; for k > 1 f counts all k choices.
+
+    Args:
+        probabilities: `(T, E)` of this rank's tokens.
+        load: `(E,)` how many choices fell on each expert, on all ranks.
+    """
+    n_tokens = (load.sum() / k).clamp(min=1).to(probabilities)
+    f = load.to(probabilities) / (k * n_tokens)
+    return len(load) * (f * probabilities.sum(0) / n_tokens).sum()
+
+
+def route(
+    logits: Tensor,
+    k: int = 1,
+    *,
+    capacity_factor: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    alone: bool = False,
+) -> Routing:
+    """Where this rank's tokens go, from the router's `logits`, `(T, E)`.
+
+    The ranks tell each other k * E counts, so that all know who sends how much and what is full.
+    A full expert drops what comes last: all first choices come before all second choices, and within them
+    tokens in the order of the ranks. So the same tokens are dropped on any number of ranks. `alone` routes
+    without other ranks, and needs no process group.
+
+    Args:
+        capacity_factor: how many times its fair share an expert takes; None drops nothing.
+
+    Raises:
+        ValueError: k is not between 1 and the number of experts, or the factor is not above 0.
+    """
+    n_experts = logits.shape[1]
+    if not 1 <= k <= n_experts:
+        raise ValueError(f"A token cannot choose {k} of {n_experts} experts. Choose k from 1 to {n_experts}.")
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ValueError(f"A capacity factor of {capacity_factor:g} lets no token in. Give one above 0.")
+    probabilities, experts, weights = choose(logits, k)
+    picked = torch.stack(
+        [experts[:, j, None] == torch.arange(n_experts, device=logits.device) for j in range(k)]
+    )
+    mine = picked.sum(1)  # (k, E) how many of this rank's tokens have the expert as choice j
+    if alone:
+        rank, everyone = 0, mine[None]
+    else:
+        rank, world_size = _place(process_group)
+        everyone = torch.empty(world_size, *mine.shape, dtype=mine.dtype, device=mine.device)
+        dist.all_gather_single(everyone.view(-1, n_experts), mine, group=process_group)
+    queue = everyone.transpose(0, 1).flatten(0, 1)  # (k * W, E) in the order in which experts fill up
+    before = (queue.cumsum(0) - queue).view(k, -1, n_experts)  # (k, W, E) how many stand before these
+    load = everyone.sum((0, 1))
+    if capacity_factor is None:
+        kept, counts = torch.ones_like(experts, dtype=torch.bool), everyone.sum(1)
+    else:
+        limit = capacity(int(everyone[:, 0].sum()), n_experts, k, capacity_factor)
+        place = before[:, rank, None] + picked.cumsum(1) - 1  # (k, T, E)
+        kept = (place.gather(2, experts.T[..., None])[..., 0] < limit).T
+        counts = torch.minimum((limit - before).clamp(min=0), everyone.transpose(0, 1)).sum(0)
+    return Routing(experts, weights, kept, load, counts, balance_loss(probabilities, load, k))
+
+
+class Mixture(nn.Module):
+    """The layer on one process: `(..., d_in)` -> `(..., d_out)`, each token through k of the experts.
+
+    A token whose choices were all dropped gets zeros: with a residual connection around the layer it passes
+    unchanged. After a forward `routing` says what happened; add `routing.balance_loss` to the loss.
+
+    Args:
+        router: a layer that gives one number per expert, for example `nn.Linear(d_in, E, bias=False)`.
+        experts: any modules; each is called with its own tokens, `(tokens, d_in)`, perhaps none.
+    """
+
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: Sequence[nn.Module],
+        *,
+        k: int = 1,
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.router, self.experts = router, nn.ModuleList(experts)
+        self.k, self.capacity_factor = k, capacity_factor
+        self.routing: Routing | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)  # (T, d_in)
+        routing = self.routing = route(
+            self.router(tokens), self.k, capacity_factor=self.capacity_factor, alone=True
+        )
+        output: Tensor | None = None
+        for number, expert in enumerate(self.experts):
+            token, choice = ((routing.experts == number) & routing.kept).nonzero(as_tuple=True)
+            rows = routing.weights[token, choice, None] * expert(tokens[token])
+            if output is None:
+                output = rows.new_zeros(len(tokens), rows.shape[-1])
+            output = output.index_add(0, token, rows)
+        return output.unflatten(0, x.shape[:-1])
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows, as many to each rank as `sent` says; its backward is the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.how = sent, received, group
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received, group = ctx.how
+        return _Exchange.apply(grad, received, sent, group), None, None, None
+
+
+class ExpertParallel(nn.Module):
+    """A `Mixture` whose experts are spread over the ranks of a group, E / W on each, in order.
+
+        layer = ExpertParallel(Mixture(router, experts))
+        y = layer(x)                                   # x: this rank's tokens, any number of them
+        loss = share_of_mean(losses) + 0.01 * layer.routing.balance_loss
+        loss.backward()
+        sum_gradients(shared_parameters(layer))        # the router's; an expert's are already whole
+
+    The losses of the ranks must *add up* to the loss of all (`share_of_mean`, in `context`). Then the
+    gradient of an expert is complete on its rank, because the tokens of all ranks came to it: it must not be
+    reduced again. Parameters keep their names (`experts.3.up.weight` is expert 3), and a rank has those of
+    its own experts only; the others are freed with `mixture`. All ranks of the group must call it, forward
+    and backward.
+
+    Raises:
+        ValueError: W does not divide the number of experts.
+    """
+
+    def __init__(self, mixture: Mixture, *, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.process_group = process_group or dist.group.WORLD
+        self.rank, self.world_size = _place(self.process_group)
+        self.n_experts = len(mixture.experts)
+        if self.n_experts % self.world_size:
+            raise ValueError(
+                f"{self.n_experts} experts cannot be shared equally by {self.world_size} ranks. "
+                f"Use a number of experts that {self.world_size} divides."
+            )
+        each = self.n_experts // self.world_size
+        self.mine = slice(self.rank * each, (self.rank + 1) * each)
+        self.router = mixture.router
+        numbers = range(self.n_experts)[self.mine]
+        self.experts = nn.ModuleDict({str(number): mixture.experts[number] for number in numbers})
+        self.k, self.capacity_factor = mixture.k, mixture.capacity_factor
+        self.routing: Routing | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)  # (T, d_in)
+        routing = self.routing = route(
+            self.router(tokens),
+            self.k,
+            capacity_factor=self.capacity_factor,
+            process_group=self.process_group,
+        )
+        # Row t * k + j is choice j of token t. In the order of their experts they are in that of their ranks.
+        rows = routing.kept.flatten().nonzero()[:, 0]
+        rows = rows[routing.experts.flatten()[rows].argsort(stable=True)]
+        sent = routing.counts[self.rank].view(self.world_size, -1).sum(1).tolist()
+        here = routing.counts[:, self.mine]  # (W, E / W) rows that come, from each rank for each expert
+        received = here.sum(1).tolist()
+        arrived = _Exchange.apply(tokens[rows // self.k], sent, received, self.process_group)
+
+        expert = torch.arange(here.shape[1], device=x.device).repeat(self.world_size)
+        by_expert = expert.repeat_interleave(here.flatten()).argsort(stable=True)
+        parts = arrived[by_expert].split(here.sum(0).tolist())
+        done = torch.cat([f(part) for f, part in zip(self.experts.values(), parts, strict=True)])
+
+        returned = _Exchange.apply(done[by_expert.argsort()], received, sent, self.process_group)
+        choices = returned.new_zeros(len(tokens) * self.k, returned.shape[-1]).index_copy(0, rows, returned)
+        weights = routing.weights.flatten()[:, None]
+        return (
+            (weights * choices).view(len(tokens), self.k, choices.shape[1]).sum(1).unflatten(0, x.shape[:-1])
+        )
+
+
+def shared_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a model that every rank holds: all but those of experts that were spread."""
+    spread = {
+        id(p)
+        for layer in module.modules()
+        if isinstance(layer, ExpertParallel)
+        for p in layer.experts.parameters()
+    }
+    return (p for p in module.parameters() if id(p) not in spread)
+
+
+def traffic(counts: Tensor, row_bytes: int) -> list[list[int]]:
+    """Bytes from each rank (row) to each rank (column) in a dispatch.
+
+    `counts` are those of a `Routing`, `row_bytes` the bytes of one token. The combine and the dispatch's
+    backward are the transpose, the combine's backward is the same again.
+    """
+    world_size = len(counts)
+    rows = counts.view(world_size, world_size, -1).sum(-1)
+    return [
+        [0 if i == j else int(rows[i, j]) * row_bytes for j in range(world_size)] for i in range(world_size)
+    ]
+
+
+def bytes_sent(n_tokens: int, row_bytes: int, world_size: int, *, k: int = 1) -> dict[str, float]:
+    """Bytes of tokens that each rank sends, "forward" and "backward", if all experts are used alike.
+
+    Dispatch and combine are two all-to-alls of `k * n_tokens` rows each (a rank's own tokens), all but the
+    W-th part that stays; the backward has the same two. The counts that the ranks tell each other are not in
+    it.
+
+        bytes_sent(100, 256, 4)  # {"forward": 38400.0, "backward": 38400.0}
+    """
+    once = 2 * k * n_tokens * row_bytes * (world_size - 1) / world_size
+    return {"forward": once, "backward": once}
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number in the group, and the group's size."""
+    world_size = dist.get_world_size(group)
+    if world_size < 1:
+        raise ValueError(
+            f"Rank {dist.get_rank()} is not in the process group of these experts. "
+            f"Only its members call them."
+        )
+    return dist.get_rank(group), world_size
