@@ -1,0 +1,63 @@
+"""A panel of sliders and menus above a picture, for a running kernel: each move draws the picture anew.
+
+It needs ipywidgets, which is imported when a panel is made. On a page without a kernel the panel stands
+still, so put a slider over some chosen pictures (`rankcell.draw.svg.Frames`) beside it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .svg import Figure
+
+
+def panel(
+    draw: Callable[..., Figure],
+    choices: Mapping[str, Sequence[Any]],
+    *,
+    start: Mapping[str, Any] | None = None,
+) -> Any:
+    """`draw(**chosen)` under one control per entry of `choices`: a menu for words, a slider for numbers.
+
+    panel(planned, {"ranks": [2, 4, 8], "schedule": ["GPipe", "1F1B"]}, start={"ranks": 4})
+
+    Args:
+        draw: makes the picture from one value of each entry. A ValueError it raises is shown in its place.
+        choices: the values to choose from, by the name of the argument.
+        start: what is chosen at first; else the first value.
+
+    Raises:
+        ModuleNotFoundError: ipywidgets is not installed.
+    """
+    import html
+
+    import ipywidgets  # a heavy import, which only this function needs
+
+    start = dict(start or {})
+    controls: dict[str, Any] = {}
+    for name, values in choices.items():
+        words = any(isinstance(v, str) for v in values)
+        kind = ipywidgets.Dropdown if words else ipywidgets.SelectionSlider
+        options = [(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values]
+        controls[name] = kind(
+            options=options,
+            value=start.get(name, values[0]),
+            description=name,
+            style={"description_width": "8em"},
+            layout={"width": "min(30em, calc(100% - 8px))"},
+        )
+    picture = ipywidgets.HTML()
+
+    def show(_: Any = None) -> None:
+        try:
+            picture.value = draw(**{name: control.value for name, control in controls.items()})._repr_html_()
+        except ValueError as error:
+            picture.value = f"<p>{html.escape(str(error))}</p>"
+
+    for control in controls.values():
+        control.observe(show, names="value")
+    show()
+    note = ipywidgets.HTML("<small>These controls work where the notebook runs in a kernel.</small>")
+    return ipywidgets.VBox([*controls.values(), picture, note])
+
+
+__all__ = ["panel"]

@@ -1,0 +1,474 @@
+"""Pipeline parallelism: one engine that executes any schedule of `rankcell.schedules` on a process group.
+
+`Pipeline` holds the stages of this rank and runs its list of actions. Activations and gradients travel in
+asynchronous sends and receives, which are posted in an order that both ends share, so that nothing can stand
+still whatever the schedule. `split_gpt` cuts a GPT into stages.
+
+What it does not do: a stage takes one tensor and gives one tensor, each with the samples in its first dim.
+There is no automatic mixed precision, and no running ahead with old weights (no weight stashing): all
+micro-batches of a step see the same weights. Tested with gloo.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..schedules import Action, Schedule, needs, rounds
+
+Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
+
+
+class Pipeline:
+    """The stages of this rank, and the engine that trains them with the other ranks of a group.
+
+    Args:
+        stages: all stages of the model in order, of which this rank's are taken; or only this rank's, by
+            number. They are on their device and in their dtype already.
+        schedule: who does what in which order, for as many ranks as the group has.
+        loss: called on the last stage with its output and the targets of a micro-batch, gives their mean.
+        between: shape of what one stage sends to the next for one sample, for example (length, d_model).
+            If it is not always the same: a function of the receiving stage and the first stage's inputs of
+            the micro-batch, that gives the whole shape.
+        dtype: of what is sent, by default that of this rank's first parameter.
+        process_group: the ranks of the pipeline, by default all. Rank r of the group runs `actions[r]`.
+        span: called with the name of each action around its computing, for example `rankcell.span`.
+        on_gradients: called with the number of a stage as soon as its gradients are complete, so that
+            another average can start while other stages still compute.
+
+    >>> pipeline = Pipeline(split_gpt(model, 4), one_f_one_b(4, 8), cross_entropy, between=(32, 64))
+    >>> optimizer = torch.optim.AdamW(pipeline.parameters())
+    >>> loss = pipeline.step(x, y)  # gradients are in .grad
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+        schedule: Schedule,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        *,
+        between: Shape,
+        dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        span: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        on_gradients: Callable[[int], None] | None = None,
+    ) -> None:
+        self.group = process_group or dist.group.WORLD
+        self.rank = dist.get_rank(self.group)
+        self.schedule, self.loss, self.between = schedule, loss, between
+        self.span, self.on_gradients = span, on_gradients
+        if dist.get_world_size(self.group) != schedule.n_ranks:
+            raise ValueError(
+                f"The schedule is for {schedule.n_ranks} ranks, and the process group has "
+                f"{dist.get_world_size(self.group)}. Make one of them fit the other."
+            )
+        self.rounds = rounds(schedule)  # raises if the schedule cannot run
+        self.homes = {a.stage: rank for rank, actions in enumerate(schedule.actions) for a in actions}
+        self.stages = self._own(stages)
+        first = next(self.parameters(), None)
+        self.dtype = dtype or (torch.get_default_dtype() if first is None else first.dtype)
+        self.device = torch.device("cpu") if first is None else first.device
+        # Posted early, a message moves as soon as it is there. Only gloo allows it: see `_all_messages`.
+        self._ahead = 2 if dist.get_backend(self.group) == "gloo" else 0
+        self.peak = 0  # micro-batches whose activations this rank held at most in the last step
+        self._split = {(a.stage, a.microbatch) for a in self.rounds if a.kind == "I"}
+        self._messages = self._all_messages()
+        self._last = {s: [a for a in schedule.actions[self.rank] if a.stage == s][-1] for s in self.stages}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages."""
+        return (p for stage in self.stages.values() for p in stage.parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of this rank's stages. Stages of `split_gpt` have the names of the whole model."""
+        return {name: value for stage in self.stages.values() for name, value in stage.state_dict().items()}
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this rank's stages."""
+        for stage in self.stages.values():
+            stage.zero_grad()
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """The loss of the batch, on the rank of the last stage, None on the others; adds to each `.grad` the
+        gradient of that loss.
+
+        Every rank gives the whole batch of the pipeline; all but the first and the last stage look at its
+        size only. It is cut into micro-batches whose sizes differ by at most one, and each counts by its
+        number of samples, so loss and gradients are those of one process that computes the mean over the
+        batch. No optimizer step.
+
+        Raises:
+            ValueError: the batch has fewer samples than the schedule has micro-batches.
+        """
+        m = self.schedule.n_microbatches
+        if len(inputs) < m or len(targets) != len(inputs):
+            raise ValueError(
+                f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches. "
+                f"Give at least one sample to each, and one target for each input."
+            )
+        return _Step(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
+
+    def shape(self, stage: int, inputs: Tensor) -> tuple[int, ...]:
+        """The shape of what `stage` receives for the micro-batch of the first stage's `inputs`."""
+        if callable(self.between):
+            return tuple(self.between(stage, inputs))
+        return (len(inputs), *self.between)
+
+    def user(self, action: Action) -> int | None:
+        """The stage that needs what `action` computes; None if nobody but its own stage does."""
+        if action.kind == "F":
+            return action.stage + 1 if action.stage + 1 < self.schedule.n_stages else None
+        return action.stage - 1 if action.kind in "BI" and action.stage else None
+
+    def _own(self, stages: Sequence[nn.Module] | Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+        mine = sorted(stage for stage, rank in self.homes.items() if rank == self.rank)
+        if not isinstance(stages, Mapping):
+            if len(stages) != self.schedule.n_stages:
+                raise ValueError(
+                    f"The schedule has {self.schedule.n_stages} stages, and {len(stages)} modules came. Give "
+                    f"them all in order, or this rank's by number: {{{mine[0]}: module}}."
+                )
+            return {stage: stages[stage] for stage in mine}
+        if sorted(stages) != mine:
+            raise ValueError(f"Rank {self.rank} runs the stages {mine} and got {sorted(stages)}.")
+        return {stage: stages[stage] for stage in mine}
+
+    def _key(self, action: Action) -> tuple[int, int]:
+        """A place in one order of all actions that respects what each needs, and that all ranks know."""
+        return self.rounds[action], self.homes[action.stage]
+
+    def _all_messages(self) -> list[Action]:
+        """The actions on other ranks whose results come here, in the order in which they are sent.
+
+        Both ends of a pair post what they exchange in this one order: also where a backend, as nccl does,
+        works through it strictly one after the other, every wait is for something earlier. So none is for
+        ever.
+        """
+        found = []
+        for action in self.rounds:
+            user = self.user(action)
+            if user is not None and self.homes[user] == self.rank != self.homes[action.stage]:
+                found.append(action)
+        return sorted(found, key=self._key)
+
+
+class _Step:
+    """One batch on its way through the pipeline: what has arrived, what is kept, what is on its way."""
+
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self.pipeline, self.inputs, self.targets = pipeline, inputs, targets
+        self.samples = sum(map(len, inputs))
+        self.coming = deque(pipeline._messages)
+        self.posted: dict[Action, tuple[dist.Work, Tensor]] = {}  # receives, with their buffers
+        self.here: dict[Action, Tensor] = {}  # what stages of this same rank computed
+        self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a buffer lives until its send is waited for
+        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
+        self.jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}  # weight gradients put off
+        self.losses: list[Tensor] = []
+        self.peak = 0
+
+    def run(self) -> Tensor | None:
+        """Execute this rank's list of actions."""
+        pipeline = self.pipeline
+        before = self._set_shared_aside()
+        compute = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
+        for action in pipeline.schedule.actions[pipeline.rank]:
+            self._ask_for_what_comes(action)
+            arrived = self._take(action)
+            with pipeline.span(str(action)):
+                result = compute[action.kind](action, arrived)
+            self.peak = max(self.peak, len(self.kept.keys() | self.jobs.keys()))
+            self._pass_on(action, result)
+            if pipeline._last[action.stage] == action and not _shared(pipeline.stages[action.stage]):
+                self._complete(action.stage)
+        for work, _ in self.sent.values():
+            work.wait()
+        self._add_shared(before)
+        pipeline.peak = self.peak
+        return torch.stack(self.losses).sum() if self.losses else None
+
+    # Messages
+
+    def _ask_for_what_comes(self, action: Action) -> None:
+        """Post the receive of each message that is earlier in the order of all ranks than this action, and of
+        a few later ones where the backend allows it.
+        """
+        pipeline = self.pipeline
+        turn, rank = pipeline._key(action)
+        until = turn + pipeline._ahead, rank
+        while self.coming and pipeline._key(self.coming[0]) < until:
+            producer = self.coming.popleft()
+            boundary = producer.stage + (producer.kind == "F")  # the later of the two stages
+            shape = pipeline.shape(boundary, self.inputs[producer.microbatch])
+            buffer = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
+            source = pipeline.homes[producer.stage]
+            work = dist.irecv(buffer, group=pipeline.group, group_src=source)
+            self.posted[producer] = work, buffer
+
+    def _take(self, action: Action) -> Tensor | None:
+        """What another stage computed for this action; waits until it is here. None if it needs nothing."""
+        stage, _, j = action
+        split = (stage + 1, j) in self.pipeline._split
+        for producer in needs(action, self.pipeline.schedule.n_stages, split=split):
+            if producer.stage == stage:
+                continue
+            if producer.stage > stage and (old := self.sent.pop(Action(stage, "F", j), None)):
+                old[0].wait()  # it went out long ago: its gradient is on the way back
+            if producer in self.here:
+                return self.here.pop(producer)
+            work, buffer = self.posted.pop(producer)
+            work.wait()
+            return buffer
+        return None
+
+    def _pass_on(self, action: Action, result: Tensor | None) -> None:
+        """Start to send the result to the stage that needs it, and go on."""
+        pipeline, user = self.pipeline, self.pipeline.user(action)
+        if user is None or result is None:
+            return
+        if pipeline.homes[user] == pipeline.rank:
+            self.here[action] = result
+            return
+        shape = pipeline.shape(max(action.stage, user), self.inputs[action.microbatch])
+        if tuple(result.shape) != shape or result.dtype != pipeline.dtype:
+            raise ValueError(
+                f"{action} computed {result.dtype} {tuple(result.shape)}, and stage {user} expects "
+                f"{pipeline.dtype} {shape}. Make `between` and `dtype` say what the stages do."
+            )
+        result = result.contiguous()
+        work = dist.isend(result, group=pipeline.group, group_dst=pipeline.homes[user])
+        self.sent[action] = work, result
+        self._let_go(action)
+
+    def _let_go(self, now: Action) -> None:
+        """Wait for old sends of gradients, so that their buffers do not pile up over the micro-batches.
+
+        Only for those that are used in an earlier round than `now`: waiting for a later one could be for
+        ever. A send of activations is waited for when their gradient comes back.
+        """
+        pipeline = self.pipeline
+        gradients = [action for action in self.sent if action.kind != "F"]
+        for action in gradients[: -2 * pipeline.schedule.n_ranks]:
+            stage, j = action.stage - 1, action.microbatch
+            user = Action(stage, "I" if (stage, j) in pipeline._split else "B", j)
+            if pipeline.rounds[user] < pipeline.rounds[now]:
+                self.sent.pop(action)[0].wait()
+
+    # Computing
+
+    def _forward(self, action: Action, arrived: Tensor | None) -> Tensor:
+        stage, _, j = action
+        x = self.inputs[j] if arrived is None else arrived.requires_grad_()
+        module = self.pipeline.stages[stage]
+        if (stage, j) in self.pipeline._split:
+            self.jobs[stage, j] = []
+            with _WeightsLater(self.jobs[stage, j]):
+                out = module(x)
+        else:
+            out = module(x)
+        if stage == self.pipeline.schedule.n_stages - 1:
+            # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
+            out = self.pipeline.loss(out, self.targets[j]) * (len(self.inputs[j]) / self.samples)
+            self.losses.append(out.detach())
+        self.kept[stage, j] = (None if arrived is None else x), out
+        return out.detach()
+
+    def _backward(self, action: Action, arrived: Tensor | None) -> Tensor | None:
+        """Both halves, or for "I" all but the products that only a weight's gradient needs."""
+        x, out = self.kept.pop((action.stage, action.microbatch))
+        torch.autograd.backward(out, arrived)
+        return None if x is None else x.grad
+
+    def _weights(self, action: Action, arrived: None) -> None:
+        for job in self.jobs.pop((action.stage, action.microbatch)):
+            job()
+
+    def _complete(self, stage: int) -> None:
+        if self.pipeline.on_gradients is not None:
+            self.pipeline.on_gradients(stage)
+
+    # A parameter that two stages share
+
+    def _set_shared_aside(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """Gradients of earlier steps of the shared parameters: they were added up then."""
+        found = []
+        for stage in self.pipeline.stages.values():
+            for parameter in _shared(stage).values():
+                found.append((parameter, parameter.grad))
+                parameter.grad = None
+        return found
+
+    @torch.no_grad()
+    def _add_shared(self, before: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+        """Give both copies of a shared parameter the sum of their gradients: an all-reduce between two ranks.
+
+        It is an exchange and an addition, so no process group of the two has to be made.
+        """
+        pipeline = self.pipeline
+        pairs = sorted(
+            (min(stage, other), max(stage, other), stage, parameter)
+            for stage, module in pipeline.stages.items()
+            for other, parameter in _shared(module).items()
+        )
+        for low, high, stage, parameter in pairs:
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            parameter.grad = mine
+            other = pipeline.homes[high if stage == low else low]
+            if other != pipeline.rank:
+                theirs = torch.empty_like(mine)
+                ends = [(dist.isend, mine, "group_dst"), (dist.irecv, theirs, "group_src")]
+                ends = ends if pipeline.rank < other else ends[::-1]  # one order for both
+                works = [post(x, group=pipeline.group, **{end: other}) for post, x, end in ends]
+                for work in works:
+                    work.wait()
+                parameter.grad = mine + theirs
+            elif stage == high:
+                twin = _shared(pipeline.stages[low])[high]
+                parameter.grad = mine + twin.grad
+                twin.grad = parameter.grad.clone()
+        for parameter, grad in before:
+            if grad is not None:
+                parameter.grad.add_(grad)
+        for stage in sorted({stage for *_, stage, _ in pairs}):
+            self._complete(stage)
+
+
+def _shared(stage: nn.Module) -> Mapping[int, nn.Parameter]:
+    """Parameters of which another stage has a copy, by the number of that stage."""
+    return getattr(stage, "shared", {})
+
+
+# The two halves of a backward
+
+_JOBS: ContextVar[list[Callable[[], None]] | None] = ContextVar("weight_jobs", default=None)
+
+
+def weight_jobs() -> list[Callable[[], None]] | None:
+    """Where a layer's backward may leave the work that only its weights' gradients need, for later; None if
+    nothing is to be put off.
+
+    To be asked in the forward. nn.Linear, and all that calls F.linear, need not ask: the engine does.
+    """
+    return _JOBS.get()
+
+
+class _WeightsLater(TorchFunctionMode):
+    """Inside, the backward of each F.linear computes the gradient of its input only, and leaves a job."""
+
+    def __init__(self, jobs: list[Callable[[], None]]) -> None:
+        super().__init__()
+        self.jobs = jobs
+
+    def __enter__(self) -> "_WeightsLater":
+        self.token = _JOBS.set(self.jobs)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _JOBS.reset(self.token)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _Linear.apply(input, weight, bias, self.jobs)
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b, whose backward gives the gradient of x and puts off those of W and b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, jobs: list) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.jobs = bias, jobs
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        bias = ctx.bias
+
+        def job() -> None:
+            rows = grad.flatten(0, -2)  # (samples, out)
+            found = []
+            if weight.requires_grad:
+                found.append((weight, rows.T @ x.flatten(0, -2)))
+            if bias is not None and bias.requires_grad:
+                found.append((bias, rows.sum(0)))
+            if found:  # on leaves this adds to `.grad`, and calls their hooks
+                torch.autograd.backward(*map(list, zip(*found, strict=True)))
+
+        ctx.jobs.append(job)
+        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
+
+
+# Cutting a GPT into stages
+
+
+class GPTStage(nn.Module):
+    """Some blocks of a GPT; the first stage also embeds, the last one also computes the logits.
+
+    Its parameters have the names that they have in the whole model. `shared` holds the copy of a tied
+    embedding: on the first and on the last stage, under the number of the other.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[int], stage: int, n_stages: int) -> None:
+        super().__init__()
+        self.first, self.last = stage == 0, stage == n_stages - 1
+        self.shared: dict[int, nn.Parameter] = {}
+        tied = model.head.weight is model.token_embedding.weight
+        if self.first:
+            self.token_embedding, self.position_embedding = model.token_embedding, model.position_embedding
+            self.dropout = model.dropout
+            self.context = model.context
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in blocks})
+        if self.last:
+            self.norm, self.head = model.norm, model.head
+        # the model's own methods: a stage computes what the model computes
+        self._embed, self._unembed = type(model).embed, type(model).unembed
+        if hasattr(model, "group"):  # `parallel.tensor`'s, divided inside each stage
+            self.group, self.sequence_parallel = model.group, model.sequence_parallel
+        if tied and n_stages > 1:
+            if self.first:
+                self.shared[n_stages - 1] = self.token_embedding.weight
+            if self.last:
+                self.head = copy.copy(model.head)  # the same kind of layer, with a weight of its own
+                self.head._parameters = dict(model.head._parameters)
+                self.head.weight = nn.Parameter(model.head.weight.detach().clone())
+                self.shared[0] = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or activations in, activations or logits out."""
+        if self.first:
+            x = self._embed(self, x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self._unembed(self, x) if self.last else x
+
+
+def split_gpt(model: nn.Module, n_stages: int) -> list[GPTStage]:
+    """The stages of a GPT in order, with the model's own parameters; blocks are shared out evenly, the first
+    stages get one more where it does not work out.
+
+    A tied head becomes a copy of the embedding, and the pipeline keeps both equal. Count it once where you
+    add up over ranks, for example in the norm of all gradients.
+
+    Raises:
+        ValueError: there are more stages than blocks.
+    """
+    n = len(model.blocks)
+    if not 1 <= n_stages <= n:
+        raise ValueError(f"{n} blocks cannot be cut into {n_stages} stages. Choose from 1 to {n}.")
+    cuts = torch.arange(n).tensor_split(n_stages)
+    return [GPTStage(model, blocks.tolist(), stage, n_stages) for stage, blocks in enumerate(cuts)]

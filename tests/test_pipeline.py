@@ -1,0 +1,274 @@
+"""The pipeline engine on real ranks: loss, every gradient and the weights of the dense run, all schedules."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from rankcell import models, schedules
+from rankcell.parallel.pipeline import Pipeline, split_gpt, weight_jobs
+
+pytestmark = pytest.mark.slow
+
+VOCAB, WIDTH, LENGTH = 29, 16, 12
+TOKENS = torch.arange(400) * 7919 % VOCAB
+
+
+def gpt(n_layers=4, tied=True):
+    shape = dict(n_heads=2, n_layers=n_layers, context=LENGTH, tied=tied)
+    return models.GPT(VOCAB, WIDTH, **shape, dtype=torch.float64)
+
+
+def a_group(size):
+    """A group of `size` ranks that this rank is in; all four call it."""
+    if size == 4:
+        return None
+    return [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+
+
+def differences(name, size, m, n_layers, options=(), *, rows=11, tied=True, steps=3):
+    """Largest difference from the dense run: of the losses, the gradients of each step, the last weights."""
+    dense, group = gpt(n_layers, tied), a_group(size)
+    reference = torch.optim.AdamW(dense.parameters(), lr=1e-2)
+    plan = schedules.SCHEDULES[name](size, m, *options)
+    stages = split_gpt(gpt(n_layers, tied), plan.n_stages)
+    pipe = Pipeline(stages, plan, models.cross_entropy, between=(LENGTH, WIDTH), process_group=group)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+    for step in range(steps):
+        x, y = models.batch(TOKENS, step, size=rows, length=LENGTH)
+        reference.zero_grad()
+        expected = models.cross_entropy(dense(x), y)
+        expected.backward()
+        optimizer.zero_grad()
+        loss = pipe.step(x, y)
+        assert (loss is None) == (plan.n_stages - 1 not in pipe.stages)
+        if loss is not None:
+            worst["loss"] = max(worst["loss"], abs(loss.item() - expected.item()))
+        named = dict(dense.named_parameters(remove_duplicate=False))
+        seen = {n: p for s in pipe.stages.values() for n, p in s.named_parameters()}
+        for key, parameter in seen.items():
+            error = (parameter.grad - named[key].grad).abs().max().item()
+            worst["gradient"] = max(worst["gradient"], error)
+        reference.step()
+        optimizer.step()
+    whole = dense.state_dict()
+    mine = pipe.state_dict()
+    assert mine and mine.keys() <= whole.keys()
+    worst["weight"] = max((value - whole[key]).abs().max().item() for key, value in mine.items())
+    return worst, pipe.peak, list(mine)
+
+
+ALL = [("naive", ()), ("GPipe", ()), ("1F1B", ()), ("interleaved", (2,)), ("zero bubble", ())]
+
+
+@pytest.mark.parametrize("m", [2, 5, 8])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "options"), ALL, ids=[name for name, _ in ALL])
+def test_loss_gradients_and_weights_are_those_of_the_dense_run(four, name, options, size, m):
+    layers = 8 if options else 4
+    run = four.run(differences, args=(name, size, m, layers, options))
+    peaks = schedules.peak_in_flight(schedules.SCHEDULES[name](size, m, *options))
+    keys = set()
+    for rank, (worst, peak, names) in enumerate(run.values):
+        assert max(worst.values()) < 1e-9, worst
+        assert peak == peaks[rank if size == 4 else rank // 2]
+        keys |= set(names)
+    assert keys == set(gpt(layers).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "layers", "options"),
+    [("interleaved", 7, 6, (3,)), ("1F1B", 3, 5, ()), ("zero bubble", 1, 3, ())],
+)
+def test_uneven_stages_and_a_head_of_its_own(four, name, m, layers, options):
+    for worst, *_ in four.run(differences, args=(name, 2, m, layers, options), kwargs={"tied": False}).values:
+        assert max(worst.values()) < 1e-9, worst
+
+
+def one_rank(chunks):
+    """A pipeline of one rank: the two copies of the tied weight live side by side."""
+    groups = [dist.new_group([r]) for r in range(4)]
+    dense, plan = gpt(), schedules.interleaved(1, 3, chunks)
+    pipe = Pipeline(
+        split_gpt(gpt(), chunks),
+        schedules.schedule("by hand", [[a for j in range(3) for a in forth_and_back(j, chunks)]]),
+        models.cross_entropy,
+        between=(LENGTH, WIDTH),
+        process_group=groups[dist.get_rank()],
+    )
+    assert plan.n_stages == 1 or plan.chunks == chunks
+    x, y = models.batch(TOKENS, 0, size=3, length=LENGTH)
+    models.cross_entropy(dense(x), y).backward()
+    pipe.step(x, y)
+    named = dict(dense.named_parameters(remove_duplicate=False))
+    found = {n: p for s in pipe.stages.values() for n, p in s.named_parameters()}
+    return max((p.grad - named[n].grad).abs().max().item() for n, p in found.items())
+
+
+def forth_and_back(j, chunks):
+    return [f"{s}F{j}" for s in range(chunks)] + [f"{s}B{j}" for s in reversed(range(chunks))]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_one_rank_is_a_pipeline_too(four, chunks):
+    assert max(four.run(one_rank, args=(chunks,)).values) < 1e-9
+
+
+def accumulate():
+    """Two steps without an optimizer between them add their gradients, the tied one's too; with a hook."""
+    dense, calls = gpt(), []
+    pipe = Pipeline(
+        split_gpt(gpt(), 4),
+        schedules.zero_bubble(4, 4),
+        models.cross_entropy,
+        between=lambda stage, x: (*x.shape, WIDTH),
+        on_gradients=lambda stage: calls.append((stage, all(p.grad is not None for p in pipe.parameters()))),
+    )
+    for step, length in enumerate((LENGTH, LENGTH - 4)):  # sequences of another length, too
+        x, y = models.batch(TOKENS, step, size=5, length=length)
+        models.cross_entropy(dense(x), y).backward()
+        pipe.step(x, y)
+    named = dict(dense.named_parameters(remove_duplicate=False))
+    [stage] = pipe.stages.values()
+    worst = max((p.grad - named[n].grad).abs().max().item() for n, p in stage.named_parameters())
+    return worst, calls
+
+
+def test_gradients_add_up_over_steps_and_the_hook_is_called_when_they_are_complete(four):
+    for rank, (worst, calls) in enumerate(four.run(accumulate).values):
+        assert worst < 1e-9
+        assert calls == [(rank, True)] * 2
+
+
+class Scale(torch.autograd.Function):
+    """x * w, with the weight's gradient put off where the engine asks for it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.jobs = weight_jobs()
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        if ctx.jobs is None:
+            return grad * w, (grad * x).sum(0)
+        ctx.jobs.append(lambda: torch.autograd.backward(w, (grad * x).sum(0)))
+        return grad * w, None
+
+
+class Layer(nn.Module):
+    def __init__(self, seed, frozen=False):
+        super().__init__()
+        self.w = nn.Parameter(1 + 0.1 * torch.randn(6, generator=models.generator(seed), dtype=torch.float64))
+        self.linear = models.initialise(nn.Linear(6, 6, dtype=torch.float64), seed=seed)
+        self.linear.weight.requires_grad_(not frozen)
+
+    def forward(self, x):
+        return Scale.apply(torch.tanh(self.linear(x)), self.w)
+
+
+def halves():
+    """Which gradients exist after each action of a zero-bubble schedule, and the difference from dense."""
+    layers = [Layer(s, frozen=s == 1) for s in range(4)]
+    dense = nn.Sequential(*[Layer(s, frozen=s == 1) for s in range(4)])
+    x, y = (t.double() for t in models.regression(9, 6, 6))
+    F.mse_loss(dense(x), y).backward()
+    plan, seen = schedules.zero_bubble(4, 3), []
+    pipe = Pipeline(layers, plan, F.mse_loss, between=(6,), span=lambda name: Watch(name, seen, pipe))
+    loss = pipe.step(x, y)
+    rank = dist.get_rank()
+    ours, theirs = pipe.stages[rank], dense[rank]
+    worst = max(
+        (p.grad - q.grad).abs().max().item()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)
+        if q.grad is not None
+    )
+    return worst, seen, (ours.linear.weight.grad is None) == (rank == 1), loss is not None
+
+
+class Watch:
+    def __init__(self, name, seen, pipe):
+        self.name, self.seen, self.pipe = name, seen, pipe
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        done = [any(p.grad is not None for p in s.parameters()) for s in self.pipe.stages.values()]
+        self.seen.append((self.name, *done))
+
+
+def test_weights_get_their_gradients_in_w_and_not_in_i(four):
+    for rank, (worst, seen, frozen, has_loss) in enumerate(four.run(halves).values):
+        assert worst < 1e-12 and frozen and has_loss == (rank == 3)
+        assert [name for name, _ in seen] == [str(a) for a in schedules.zero_bubble(4, 3).actions[rank]]
+        first = next(i for i, (name, _) in enumerate(seen) if "W" in name)
+        assert [done for _, done in seen] == [i >= first for i in range(len(seen))]
+
+
+def messages():
+    """What 1F1B sends: from the recorder."""
+    pipe = Pipeline(
+        split_gpt(gpt(tied=False), 4),
+        schedules.one_f_one_b(4, 6),
+        models.cross_entropy,
+        between=(LENGTH, WIDTH),
+    )
+    pipe.step(*models.batch(TOKENS, 0, size=6, length=LENGTH))
+
+
+def test_each_boundary_carries_each_micro_batch_once_each_way(four):
+    run = four.run(messages)
+    sends = [(e.rank, e.peer, e.nbytes) for e in run.events if e.op == "send"]
+    each = LENGTH * WIDTH * 8
+    expected = [(r, r + 1, each) for r in range(3)] + [(r + 1, r, each) for r in range(3)]
+    assert sorted(sends) == sorted(expected * 6)
+    assert sum(e.op == "recv" for e in run.events) == len(sends)
+
+
+def mistakes():
+    """The sentences of the errors that one rank can make by itself."""
+    found = []
+    plan, parts = schedules.gpipe(4, 4), split_gpt(gpt(), 4)
+    x, y = models.batch(TOKENS, 0, size=3, length=LENGTH)
+
+    def attempt(call):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+
+    pipe = lambda stages, plan=plan: Pipeline(stages, plan, models.cross_entropy, between=(LENGTH, WIDTH))
+    attempt(lambda: pipe(parts, schedules.gpipe(2, 4)))
+    attempt(lambda: pipe(parts[:3]))
+    attempt(lambda: pipe({7: parts[0]}))
+    attempt(lambda: pipe(parts).step(x, y))
+    attempt(lambda: split_gpt(gpt(), 5))
+    return found
+
+
+def test_messages_of_errors(four):
+    said = four.run(mistakes).values[0]
+    assert said[0] == (
+        "The schedule is for 2 ranks, and the process group has 4. Make one of them fit the other."
+    )
+    assert said[1].startswith("The schedule has 4 stages, and 3 modules came.")
+    assert said[2] == "Rank 0 runs the stages [0] and got [7]."
+    assert said[3].startswith("3 inputs and 3 targets cannot be cut into 4 micro-batches.")
+    assert said[4] == "4 blocks cannot be cut into 5 stages. Choose from 1 to 4."
+
+
+def wrong_shape():
+    pipe = Pipeline(split_gpt(gpt(), 4), schedules.gpipe(4, 1), models.cross_entropy, between=(LENGTH, 8))
+    pipe.step(*models.batch(TOKENS, 0, size=2, length=LENGTH))
+
+
+def test_a_stage_whose_output_has_another_shape_is_named(four):
+    from rankcell import RankError
+
+    with pytest.raises(RankError, match=r"0F0 computed torch.float64 \(2, 12, 16\), and stage 1 expects"):
+        four.run(wrong_shape)
