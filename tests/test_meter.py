@@ -142,7 +142,8 @@ def forward_backward(model):
 
 def measured(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    forward_backward(model); optimizer.step(); optimizer.zero_grad()  # the second step: the order is known, and the optimizer has its states
+    forward_backward(model); optimizer.step(); optimizer.zero_grad()
+    # the second step: the order of the units is known, and the optimizer has its states
     with rankcell.memory(model, optimizer): forward_backward(model)
 """
 UNIT, UNITS = 64 * 64 * 4, 16  # bytes of a layer, layers
@@ -173,7 +174,7 @@ def test_sharded_models_are_seen_shard_by_shard(four, kind):
 
 
 def test_zero_3_peaks_at_the_formula_on_a_gpt(four):
-    """The formula: shards of everything, the root's unit whole with its gradient, and two blocks with theirs."""
+    """The formula: shards of all, the root's unit whole with its gradient, and two blocks with theirs."""
     run = four.run(
         MAKE
         + textwrap.dedent("""

@@ -128,17 +128,57 @@ def test_values_hold_what_the_tensors_held(four):
     assert event.values.input_before == ((3.0, 3.0),) and event.values.output_after == ((6.0, 6.0),)
 
 
-def test_a_long_run_keeps_the_newest_events_and_counts_the_rest(four):
+def test_a_long_run_keeps_the_newest_events_and_sums_up_the_rest(four):
+    from rankcell.draw import page
     from rankcell.record import MAX_EVENTS
 
     source = f"""
-    x = torch.ones(1)
+    x = torch.ones(4)
     alone = dist.new_group([0])
     if rank == 0:
+        dist.broadcast(x, 0, group=alone)
         for _ in range({MAX_EVENTS + 50}): dist.all_reduce(x, group=alone)
     """
     run = four.run(textwrap.dedent(source))
-    assert len(run.ranks[0].events) == MAX_EVENTS and run.ranks[0].dropped_events == 50
+    first = run.ranks[0]
+    assert len(first.events) == MAX_EVENTS and {e.op for e in first.events} == {"all_reduce"}
+    assert first.dropped_events == 51 and run.ranks[1].dropped == ()
+    (broadcast, summed) = first.dropped
+    assert (broadcast.op, broadcast.count, summed.op, summed.count) == ("broadcast", 1, "all_reduce", 50)
+    assert summed.nbytes == 50 * 16 and 0 < summed.seconds < first.events[0].start + 1
+    said = "rank 0: a long run; of the oldest events only sums are kept, in run.ranks[r].dropped: "
+    assert f"{said}1 broadcast of 16 B together, 50 all_reduce of 800 B together" in page.as_text(run)
+    assert "50 all_reduce of 800 B" in page.as_html(run) and "sums" not in page.as_text(four.run("1"))
+
+
+def test_many_spans_are_summed_up_too_under_a_limited_number_of_names(four):
+    source = """
+    from rankcell import span
+    for i in range(10_400):
+        with span(f"step {i}"): pass
+    """
+    result = four.run(textwrap.dedent(source)).ranks[0]
+    assert len(result.events) == 10_000 and result.events[-1].op == "step 10399"
+    assert len(result.dropped) == 201 and result.dropped[-1].op == "others"
+    assert result.dropped_events == 400 and {d.kind for d in result.dropped} == {"compute"}
+
+
+def test_memory_of_the_recorder_is_bounded_however_long_a_cell_runs(four):
+    """Blocks that Python holds after 20,000 further calls in one cell: the same as before them."""
+    source = """
+    import gc, sys
+    x, alone = torch.ones(1), dist.new_group([0])
+    held = []
+    if rank == 0:
+        for _ in range(3):
+            for _ in range(10_000): dist.all_reduce(x, group=alone)
+            for _ in range(1_000): dist.all_reduce(x, group=alone, async_op=True)  # nobody waits
+            gc.collect()
+            held.append(sys.getallocatedblocks())
+    held
+    """
+    _, second, third = four.run(textwrap.dedent(source)).values[0]
+    assert third - second < 2_000
 
 
 WIRE = {  # bytes each rank sends, as a fraction of the buffer of S bytes; the formula, and gloo's exception

@@ -35,6 +35,8 @@ __all__ = [
     "memory",
     "run",
     "span",
+    "spans",
+    "watch",
 ]
 
 
@@ -46,6 +48,30 @@ def span(name: str) -> AbstractContextManager[None]:
     """
     recorder = getattr(InteractiveShell._instance, "recorder", None)
     return nullcontext() if recorder is None else recorder.span(name)
+
+
+def spans(model: Any, *names: str) -> AbstractContextManager[None]:
+    """On a rank: record forward and backward of each module of `model` in the block as computing.
+
+    with rankcell.spans(model):
+        model(x).sum().backward()
+
+    `names` choose modules ("blocks.0", "blocks.0.mlp"); without them it is the parts the model is made of.
+    """
+    recorder = getattr(InteractiveShell._instance, "recorder", None)
+    return nullcontext() if recorder is None else recorder.spans(model, *names)
+
+
+def watch(array: Any) -> AbstractContextManager[None]:
+    """On a rank: record with every communication in the block what `array` holds, 64 numbers at most.
+
+    with rankcell.watch(x):
+        ring_all_reduce(x)
+
+    `draw.messages.steps(run)` shows then who held what, step by step.
+    """
+    recorder = getattr(InteractiveShell._instance, "recorder", None)
+    return nullcontext() if recorder is None else recorder.watch(array)
 
 
 def memory(*owners: Any) -> AbstractContextManager[Any]:

@@ -62,6 +62,7 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         self._look()
+        self._ask_owners()
         self._seen.clear()
 
     @property

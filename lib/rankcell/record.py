@@ -20,18 +20,22 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from . import modules
 from .errors import MismatchError
 from .meter import Meter
-from .results import Call, Event, Memory, Mismatch, Values, call_text
+from .results import Call, Dropped, Event, Memory, Mismatch, Values, Watched, call_text
 
 clock = time.monotonic  # one clock for all processes of a machine
 
-MAX_EVENTS = 10_000  # per rank and cell; the oldest are dropped and counted
+MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; of older ones only a summary is kept
+MAX_NAMES = 200  # lines of that summary; spans may have any number of names
 MAX_VALUES = 64  # numbers kept per tensor with `--values`
 
 # Operation of the dispatcher -> its name in the course.
@@ -69,6 +73,7 @@ _REDUCING = (
     "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
 )
+_ASYNC = {"isend", "irecv", "batch_isend_irecv"}
 _REDUCING_OPS = {"all_reduce", "reduce", "reduce_scatter"}
 
 _LIBRARY = ("/torch/", "/rankcell/record.py", "/rankcell/worker.py", "<frozen")
@@ -81,48 +86,32 @@ _here = (
 class Operation:
     """One communication of this rank, from its call to its end. Becomes an `Event` when the cell ends."""
 
-    __slots__ = (
-        "after",
-        "before",
-        "before_out",
-        "done",
-        "dtype",
-        "error",
-        "gives_up",
-        "group",
-        "inputs",
-        "is_async",
-        "issued",
-        "key",
-        "line",
-        "nbytes",
-        "nth",
-        "op",
-        "outputs",
-        "peer",
-        "ranks",
-        "reduce_op",
-        "seq",
-        "shape",
-        "start",
-        "tag",
-        "thread",
-        "via",
-        "wait_end",
-        "wait_start",
-        "work",
-    )
+    # Most of these keep their default: writing thirty attributes for each call cost more than the rest.
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    seq = nth = nbytes = tag = line = thread = 0
+    key: Any = None
+    shape: tuple[int, ...] = ()
+    dtype = reduce_op = via = ""
+    peer: int | None = None
+    is_async = False
+    start: float | None = None
+    issued: float | None = None
+    wait_start: float | None = None
+    wait_end: float | None = None
+    done: float | None = None
+    gives_up = False  # the wait has a time limit of its own: it cannot be part of a deadlock
+    error: str | None = None
+    work: Any = None
+    inputs: Any = ()
+    outputs: Any = ()
+    before: Any = None
+    before_out: Any = None
+    after: Any = None
+    watched: Watched | None = None
 
     def __init__(self, op: str) -> None:
         self.op = op
-        self.group, self.ranks, self.seq, self.nth, self.key = "", (), 0, 0, None
-        self.shape, self.dtype, self.nbytes = (), "", 0
-        self.peer, self.tag, self.reduce_op = None, 0, ""
-        self.is_async, self.line, self.via, self.thread = False, 0, "", 0
-        self.start = self.issued = self.wait_start = self.wait_end = self.done = None
-        self.gives_up = False  # the wait has a time limit of its own: it cannot be part of a deadlock
-        self.error, self.work, self.inputs, self.outputs = None, None, (), ()
-        self.before = self.before_out = self.after = None
 
     def describe(self) -> str:
         """The call in a learner's words: "all_reduce(float32[4])"."""
@@ -146,12 +135,18 @@ class Operation:
             return bool(self.work.is_completed())
         return self.issued is not None and self.work is None
 
+    @property
+    def end(self) -> float:
+        """When it was over: a call that Python waits for, with the wait; one that C++ waits for, when it is
+        done.
+        """
+        if self.wait_end is not None:
+            return self.wait_end if self.done is None else max(self.wait_end, self.done)
+        return self.done if self.done is not None else self.issued if self.issued is not None else clock()
+
     def event(self, rank: int, began: float) -> Event:
         """This operation as frozen data, with times since the cell `began`."""
-        ends = [t for t in (self.wait_end, self.done) if t is not None]
-        # a call that somebody waits for in Python ends with the wait; one that C++ waits for ends when it is
-        # done
-        end = max(ends) if ends else self.issued if self.issued is not None else clock()
+        end = self.end
         values = None
         if self.before is not None:
             values = Values(self.before, self.before_out or (), self.after or ())
@@ -176,6 +171,7 @@ class Operation:
             line=self.line,
             via=self.via,
             values=values,
+            watched=self.watched,
         )
 
 
@@ -202,32 +198,34 @@ class Board:
         self.map = mmap.mmap(fd, self.nbytes(world_size))
         self._fence = threading.Lock()
 
-    def write(self, name: str, signature: str, line: int) -> None:
-        """Publish this rank's `signature` under `name`."""
-        key, at = self._place(name, self.rank)
-        text = signature.encode()[: self.SLOT - self._HEAD.size]
-        self._KEY.pack_into(self.map, at, 0)
-        self.map[at + self._HEAD.size : at + self._HEAD.size + len(text)] = text
-        self._LENGTH.pack_into(self.map, at + self._KEY.size, line, len(text))
-        self._KEY.pack_into(self.map, at, key)  # last: whoever sees the key sees the rest
+    def write(self, name: str, signature: bytes, line: int) -> int:
+        """Publish this rank's `signature` under `name`; returns the number under which peers find it."""
+        key = zlib.crc32(name.encode()) << 8 | 1
+        at = (self.rank * self.SLOTS + (key >> 8) % self.SLOTS) * self.SLOT
+        memory, size = self.map, self._HEAD.size
+        signature = signature[: self.SLOT - size]
+        self._KEY.pack_into(memory, at, 0)
+        memory[at + size : at + size + len(signature)] = signature
+        self._LENGTH.pack_into(memory, at + 8, line, len(signature))
+        self._KEY.pack_into(memory, at, key)  # last: whoever sees the key sees the rest
         with self._fence:  # a full memory barrier: our write is out before we read the peers' slots
             pass
+        return key
 
-    def read(self, name: str, rank: int) -> tuple[str, int] | None:
-        """Signature and line that `rank` published under `name`, or None."""
-        key, at = self._place(name, rank)
+    def read(self, key: int, rank: int) -> tuple[bytes, int] | None:
+        """Signature and line that `rank` published under the number `key`, or None."""
+        at = (rank * self.SLOTS + (key >> 8) % self.SLOTS) * self.SLOT
         found, line, length = self._HEAD.unpack_from(self.map, at)
         if found != key:
             return None
-        text = self.map[at + self._HEAD.size : at + self._HEAD.size + length].decode(errors="replace")
+        at_text = at + self._HEAD.size
+        text = self.map[at_text : at_text + length]
         return (text, line) if self._HEAD.unpack_from(self.map, at)[0] == key else None
-
-    def _place(self, name: str, rank: int) -> tuple[int, int]:
-        key = zlib.crc32(name.encode()) << 8 | 1
-        return key, (rank * self.SLOTS + (key >> 8) % self.SLOTS) * self.SLOT
 
 
 def _flatten(value: Any) -> list[torch.Tensor]:
+    if type(value) is list and all(isinstance(v, torch.Tensor) for v in value):
+        return value
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -235,38 +233,68 @@ def _flatten(value: Any) -> list[torch.Tensor]:
     return []
 
 
+_dtype_names = {
+    dtype: name
+    for name, dtype in sorted(vars(torch).items(), reverse=True)
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
+}
+
+
 def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    dtype = tensor.dtype
+    return _dtype_names.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def _numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(t.detach().flatten()[:MAX_VALUES].tolist()) for t in tensors)
 
 
+def _part_of(array: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where in the flattened `array` a tensor lies, from and up to; None if it is no part of it."""
+    size = array.element_size()
+    begin = (tensor.data_ptr() - array.data_ptr()) // size
+    inside = 0 <= begin and begin + tensor.numel() <= array.numel()
+    same = tensor.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
+    return (begin, begin + tensor.numel()) if same and inside else None
+
+
+# What a frame with this code is: a line of the learner's (True), a function of torch by its public name, a
+# constructor of torch (None: its class is asked), or nothing of interest ("").
+_codes: dict[Any, bool | str | None] = {}
+
+
 def _caller() -> tuple[int, str]:
     """The line of the cell that led here, and the public torch function it called, if any."""
     frame, via = sys._getframe(2), ""
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith("<cell"):
+        code = frame.f_code
+        kind = _codes.get(code, 0)
+        if kind == 0:
+            if len(_codes) > 10_000:  # every cell brings new code
+                _codes.clear()
+            kind = _codes[code] = _kind_of(code)
+        if kind is True:
             return frame.f_lineno, via
-        if not any(part in name for part in _LIBRARY):
-            if _here_line(name):
-                return frame.f_lineno, via
-        elif "/torch/" in name:
-            via = _public_name(frame) or via
+        if kind is None:
+            via = type(frame.f_locals.get("self")).__name__
+        elif kind:
+            via = kind
         frame = frame.f_back
     return 0, via
 
 
-def _public_name(frame: Any) -> str:
-    """How a learner calls the torch function of this frame: "all_reduce", "DistributedDataParallel",
-    "backward".
-    """
-    name = frame.f_code.co_name
+def _kind_of(code: Any) -> bool | str | None:
+    filename, name = code.co_filename, code.co_name
+    if filename.startswith("<cell"):
+        return True
+    if not any(part in filename for part in _LIBRARY):
+        return True if _here_line(filename) else ""
+    if "/torch/" not in filename:
+        return ""
+    # how a learner calls the torch function: "all_reduce", "DistributedDataParallel", "backward"
     if name == "__init__":
-        return type(frame.f_locals.get("self")).__name__
-    return "" if name.startswith("_") or "<locals>" in frame.f_code.co_qualname else name
+        return None
+    return "" if name.startswith("_") or "<locals>" in code.co_qualname else name
 
 
 def _here_line(filename: str) -> bool:
@@ -297,16 +325,20 @@ class Recorder:
         self.began = clock()
         self.keep_values = False
         self.line_offset = 0
-        self.operations: deque[Operation] = deque(maxlen=MAX_EVENTS)
+        self.operations: deque[Operation] = deque()
+        self._dropped: dict[tuple[str, str], list[float]] = {}  # kind, op: how many, bytes, seconds
+        self._main = threading.get_ident()
         self.total = 0
         self.counts: dict[Any, int] = {}
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
         self.threads: set[int] = (
             set()
         )  # Python threads other than the main one that communicated in this cell
-        self._spans: list[Event] = []
+        self._spans: deque[Event] = deque()
         self.memory: tuple[Memory, ...] = ()  # what was measured in this cell
         self._meters: list[Meter] = []  # those that measure now
+        self._array: torch.Tensor | None = None  # that `watch` looks at
+        self._watching: Operation | None = None  # the last operation seen by it
         self._by_work: dict[int, Operation] = {}
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
@@ -370,9 +402,12 @@ class Recorder:
             self._sweep()
             self.operations.clear()
             self._before = dict(self.counts)
-            self.threads, self.total, self._spans, self.failed_call = set(), 0, [], None
+            self._dropped, self._spans = {}, deque()
+            self._main = threading.main_thread().ident or 0
+            self.threads, self.total, self.failed_call = set(), 0, None
             self.broken = False
             self.memory, self._meters = (), []
+            self._array = self._watching = None
 
     def join(self, generation: int) -> None:
         """Count from 1 again: the process groups are new, and nothing is open any more."""
@@ -382,10 +417,25 @@ class Recorder:
             self.open.clear()
             self._by_work.clear()
 
-    def events(self) -> tuple[list[Event], int]:
-        """What was recorded since `begin`, and how many older events were dropped."""
+    def events(self) -> tuple[list[Event], tuple[Dropped, ...]]:
+        """What was recorded since `begin`, and a summary of the older events that were dropped."""
         events = [o.event(self.rank, self.began) for o in self.operations if o.start is not None]
-        return events + self._spans, self.total - len(self.operations)
+        dropped = [
+            Dropped(op, int(count), int(nbytes), seconds, kind)
+            for (kind, op), (count, nbytes, seconds) in self._dropped.items()
+        ]
+        return events + list(self._spans), tuple(dropped)
+
+    def _forget(self, old: Operation | Event) -> None:
+        """Add the oldest event to the summary that is kept of it."""
+        kind, nbytes = ("comm", old.nbytes) if isinstance(old, Operation) else (old.kind, 0)
+        key = (kind, old.op)
+        if key not in self._dropped and len(self._dropped) >= MAX_NAMES:
+            key = (kind, "others")
+        sums = self._dropped.setdefault(key, [0, 0, 0.0])
+        sums[0] += 1
+        sums[1] += nbytes
+        sums[2] += old.end - old.start if old.start is not None else 0.0
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -400,17 +450,17 @@ class Recorder:
             now = clock()
             for meter, phase in outside:
                 meter.phase = phase
-            if len(self._spans) < MAX_EVENTS:
-                self._spans.append(
-                    Event(
-                        self.rank,
-                        name,
-                        start - self.began,
-                        now - self.began,
-                        kind="compute",
-                        line=_caller()[0],
-                    )
-                )
+            self._note_span(name, start, now, _caller()[0])
+
+    def _note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
+        if len(self._spans) >= MAX_EVENTS:
+            self._forget(self._spans.popleft())
+        span = Event(self.rank, name, start - self.began, end - self.began, kind="compute", line=line)
+        self._spans.append(span)
+
+    def spans(self, model: torch.nn.Module, *names: str) -> AbstractContextManager[None]:
+        """Record forward and backward of the model's modules as compute spans while the block runs."""
+        return modules.watched(modules.chosen(model, names), self._note_span)
 
     @contextlib.contextmanager
     def measure(self, *owners: Any) -> Iterator[Meter]:
@@ -424,6 +474,30 @@ class Recorder:
             if meter in self._meters:
                 self._meters.remove(meter)
             self.memory += meter.samples
+
+    @contextlib.contextmanager
+    def watch(self, array: torch.Tensor) -> Iterator[None]:
+        """Record with every operation of this rank what `array` holds, while the block runs."""
+        if array.numel() > MAX_VALUES:
+            raise ValueError(
+                f"an array of {array.numel()} numbers is too long to watch: {MAX_VALUES} at most."
+            )
+        self._array, self._watching = array, None
+        try:
+            yield
+        finally:
+            self._watch(None, None)
+            self._array = None
+
+    def _watch(self, o: Operation | None, tensor: torch.Tensor | None) -> None:
+        """Note what the watched array holds now: after the last operation, before `o`."""
+        array, last = self._array, self._watching
+        (now,) = _numbers([array])
+        if last is not None:
+            last.watched = replace(last.watched, after=now)
+        self._watching = o
+        if o is not None:
+            o.watched = Watched(now, now, None if tensor is None else _part_of(array, tensor))
 
     def _implementation(self, name: str, op: Any, key: Any) -> Callable[..., Any]:
         arguments = [a.name for a in op._schema.arguments]
@@ -440,28 +514,38 @@ class Recorder:
         )
         course_name = OPERATIONS[name]
         unbox_work, unbox_group = dist.Work.unbox, dist.ProcessGroup.unbox
+        get_ident, redispatch = threading.get_ident, op._handle.redispatch_boxed
+        is_barrier, reduces = course_name == "barrier", course_name in _REDUCING_OPS
+        compared = course_name != "monitored_barrier"
         public_wait = name not in ("send", "recv_", "recv_any_source_")
 
         def implementation(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             o = Operation(course_name)
             group = unbox_group(args[at_group])
-            o.group, o.ranks = group.group_name, _ranks_of(group)
-            inputs, outputs = _flatten(args[at_in]), _flatten(args[at_out])
+            o.group = group.group_name
+            o.ranks = _group_ranks.get(o.group) or _ranks_of(group)
+            inputs = _flatten(args[at_in])
+            outputs = inputs if at_in == at_out else _flatten(args[at_out])
             first = inputs[0] if inputs else outputs[0] if outputs else None
             if first is not None:
                 o.shape, o.dtype = tuple(first.shape), _dtype(first)
-            o.nbytes = 0 if course_name == "barrier" else sum(t.numel() * t.element_size() for t in inputs)
-            if at_async is not None:
-                o.is_async = len(args) <= at_async or args[at_async] is not False
+            if not is_barrier:
+                for tensor in inputs:
+                    o.nbytes += tensor.numel() * tensor.element_size()
+            if at_async is not None and (len(args) <= at_async or args[at_async] is not False):
+                o.is_async = True
             if at_peer is not None:
                 o.peer = o.ranks[args[at_peer]]
             if at_tag is not None:
                 o.tag = args[at_tag]
-            if course_name in _REDUCING_OPS:
+            if reduces:
                 o.reduce_op = getattr(_here, "reduce_op", "")
             o.line, o.via = _caller()
-            o.is_async = o.is_async or o.via in ("isend", "irecv", "batch_isend_irecv")
-            o.thread = threading.get_ident()
+            if o.via in _ASYNC:
+                o.is_async = True
+            o.thread = get_ident()
+            if self._array is not None:
+                self._watch(o, first)
             if self.keep_values:
                 o.inputs, o.outputs = inputs, outputs
                 o.before, o.before_out = _numbers(inputs), _numbers(outputs)
@@ -469,16 +553,19 @@ class Recorder:
                 self._number(o)
                 if len(self.open) > 256:
                     self._sweep()
+                if len(self.operations) >= MAX_EVENTS:
+                    self._forget(self.operations.popleft())
                 self.operations.append(o)
                 self.total += 1
                 self.open[id(o)] = o
-                if o.thread != threading.main_thread().ident and o.thread in threading._active:
+                if o.thread != self._main and o.thread in threading._active:
                     self.threads.add(o.thread)
             o.start = clock()
             try:
-                splits = None if at_splits is None else (args[at_splits[0]], args[at_splits[1]])
-                self._check(o, inputs, outputs, splits)
-                result = op.redispatch(keyset.remove(key), *args, **kwargs)
+                if self.board is not None and len(o.ranks) > 1 and compared:
+                    splits = None if at_splits is None else (args[at_splits[0]], args[at_splits[1]])
+                    self._check(o, inputs, outputs, splits)
+                result = redispatch(keyset.remove(key), *args, **kwargs)
             except BaseException as error:
                 self._fail(o, error)
                 self._close(o)
@@ -503,13 +590,14 @@ class Recorder:
 
     def _number(self, o: Operation) -> None:
         if o.op == "send":
-            o.key = (o.group, "p2p", self.rank, o.peer, o.tag, "send")
+            key = (o.group, "p2p", self.rank, o.peer, o.tag, "send")
         elif o.op == "recv":
-            o.key = (o.group, "p2p", o.peer, self.rank, o.tag, "recv")
+            key = (o.group, "p2p", o.peer, self.rank, o.tag, "recv")
         else:
-            o.key = (o.group, o.ranks)
-        o.seq = self.counts[o.key] = self.counts.get(o.key, 0) + 1
-        o.nth = o.seq - self._before.get(o.key, 0)
+            key = (o.group, o.ranks)
+        o.key = key
+        o.seq = self.counts[key] = self.counts.get(key, 0) + 1
+        o.nth = o.seq - self._before.get(key, 0)
 
     def _fail(self, o: Operation, error: BaseException) -> None:
         """An operation that failed counts as never called: whoever waits for it waits in vain."""
@@ -528,9 +616,10 @@ class Recorder:
         self._close(o)
 
     def _close(self, o: Operation) -> None:
-        if o.outputs and o.error is None:
-            o.after = _numbers(o.outputs)
-        o.inputs = o.outputs = ()
+        if o.outputs:
+            if o.error is None:
+                o.after = _numbers(o.outputs)
+            o.inputs = o.outputs = ()
         o.work = None  # a Work holds its tensors: keeping it would keep the learner's memory
         self.open.pop(id(o), None)
 
@@ -543,30 +632,28 @@ class Recorder:
                 self._close(o)
 
     def _check(self, o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> None:
-        if self.board is None or len(o.ranks) < 2 or o.op == "monitored_barrier":
-            return
-        failures = self.failures.get(o.key[:-1], 0)
-        turn = f"{self.generation}|{o.group}|{o.seq}|{failures}"
+        """Put down what this rank calls, and raise if a peer's call under the same number does not match."""
+        name = f"{self.generation}|{o.group}|{o.seq}"
+        if self.failures and self.failures.get(o.key[:-1]):
+            name += f"|{self.failures[o.key[:-1]]}"
         if o.op in ("send", "recv"):
             if o.peer is None:
                 return
-            source, destination = (self.rank, o.peer) if o.op == "send" else (o.peer, self.rank)
-            name = f"{turn}|{source}>{destination}|{o.tag}"
+            name += f"|{self.rank}>{o.peer}|{o.tag}" if o.op == "send" else f"|{o.peer}>{self.rank}|{o.tag}"
             tensor = inputs[0] if inputs else outputs[0]
-            signature = f"{o.describe()}\n{tensor.numel()} {_dtype(tensor)}"
+            signature = f"{o.describe()}\n{tensor.numel()} {_dtype(tensor)}".encode()
             peers: tuple[int, ...] = (o.peer,)
         else:
-            name = turn
-            signature = f"{o.describe()}\n{_collective_signature(o, inputs, outputs)}"
-            if o.op == "all_to_all":
-                signature += "\n" + _pieces(o, inputs, outputs, splits)
-            peers = tuple(r for r in o.ranks if r != self.rank)
-        self.board.write(name, signature, o.line)
+            signature = _collective_signature(o, inputs, outputs, splits)
+            peers = o.ranks
+        number = self.board.write(name, signature, o.line)
         for peer in peers:
-            other = self.board.read(name, peer)
-            if other is None:
+            if peer == self.rank:
                 continue
-            mine, theirs = signature.split("\n"), other[0].split("\n")
+            other = self.board.read(number, peer)
+            if other is None or (other[0] == signature and o.op != "all_to_all"):
+                continue
+            mine, theirs = (text.decode(errors="replace").split("\n") for text in (signature, other[0]))
             problem = _difference(o, self.rank, peer, mine, theirs)
             if problem:
                 raise MismatchError(
@@ -580,7 +667,25 @@ class Recorder:
                 )
 
 
-def _collective_signature(o: Operation, inputs: list[Any], outputs: list[Any]) -> str:
+_signatures: dict[Any, bytes] = {}  # of collectives on one tensor: a program repeats a few of them
+
+
+def _collective_signature(o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> bytes:
+    """The call in words, what must be equal on all ranks, and for `all_to_all` its pieces; one per line."""
+    if o.op == "all_to_all" or len(inputs) > 1 or len(outputs) > 1:
+        text = f"{o.describe()}\n{_equal_on_all(o, inputs, outputs)}"
+        return (f"{text}\n{_pieces(o, inputs, outputs, splits)}" if o.op == "all_to_all" else text).encode()
+    tensors = outputs if o.op == "scatter" else inputs
+    key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None)
+    found = _signatures.get(key)
+    if found is None:
+        if len(_signatures) > 1000:
+            _signatures.clear()
+        found = _signatures[key] = f"{o.describe()}\n{_equal_on_all(o, inputs, outputs)}".encode()
+    return found
+
+
+def _equal_on_all(o: Operation, inputs: list[Any], outputs: list[Any]) -> str:
     """What must be equal on all ranks of a collective, apart from `all_to_all`'s pieces."""
     if o.op == "barrier":
         return "barrier"
@@ -674,10 +779,18 @@ def _remember_reduce_op(method: Any) -> Any:
 
 
 def _reduce_op(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for value in (*args, *kwargs.values()):
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind is list or kind is torch.Tensor:
+            continue
         value = getattr(value, "reduceOp", value)
-        if isinstance(value, dist.ReduceOp):
-            return value.op.name
-        if isinstance(value, dist.ReduceOp.RedOpType):
-            return value.name
+        kind = type(value)
+        if kind is _ReduceOp:
+            return _reduce_names[value.op]
+        if kind is _RedOpType:
+            return _reduce_names[value]
     return "SUM"
+
+
+_ReduceOp, _RedOpType = dist.ReduceOp, dist.ReduceOp.RedOpType
+_reduce_names = {kind: name for name, kind in _RedOpType.__members__.items()}

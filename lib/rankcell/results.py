@@ -21,6 +21,18 @@ class Values:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """What the array named by `rankcell.watch` held, flattened: when an operation of the rank was called, and
+    when the rank called its next one, or left the block. `part` is where in it the operation's tensor lies,
+    from and up to; None if that tensor is no part of it.
+    """
+
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    part: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class Event:
     """One thing that one rank did: a communication or a span of computing, measured or predicted.
 
@@ -51,6 +63,7 @@ class Event:
     line: int = 0
     via: str = ""
     values: Values | None = None
+    watched: Watched | None = None
     predicted: bool = False
 
     @property
@@ -96,6 +109,17 @@ class Memory:
     def total(self) -> int:
         """Bytes of all kinds together."""
         return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What is kept of the oldest events of one operation, or of one span, once there were too many."""
+
+    op: str
+    count: int
+    nbytes: int
+    seconds: float  # summed up, from each call to its end
+    kind: str = "comm"
 
 
 @dataclass(frozen=True)
@@ -251,8 +275,13 @@ class RankResult:
     connections: tuple[Connection, ...] | None = None  # what really moved (Linux and gloo)
     steps: tuple[Step, ...] = ()  # with `--step` only
     node: str = ""  # the node it ran on, of a world with `--nodes`
-    dropped_events: int = 0  # oldest events forgotten, so that a long run stays small
+    dropped: tuple[Dropped, ...] = ()  # the oldest events in sum: a long run stays small
     memory: tuple[Memory, ...] = ()  # what it held over time, with `rankcell.memory` only
+
+    @property
+    def dropped_events(self) -> int:
+        """How many of the oldest events are not in `events`."""
+        return sum(d.count for d in self.dropped)
 
     @property
     def peak(self) -> Memory | None:

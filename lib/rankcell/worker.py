@@ -36,7 +36,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from . import record, system
 from .channel import Channel
 from .errors import MismatchError, RankInputError
-from .results import Connection, Display, Frame, Memory, NotSent, RankFailure, Step
+from .results import Connection, Display, Dropped, Frame, Memory, NotSent, RankFailure, Step
 
 MAX_STEPS = 5_000  # lines noted per rank with `--step`
 _Moved = dict[tuple[str, str], tuple[int, int]] | None  # (our end, the other end) -> bytes sent, received
@@ -88,7 +88,7 @@ class Outcome:
     pulled: dict[str, bytes | str]
     seconds: float
     events: list[Any]
-    dropped: int
+    dropped: tuple[Dropped, ...]
     counts: dict[Any, int]
     calls: int = 0
     broken: bool = False  # a connection was closed, although the rank may have caught the error

@@ -609,7 +609,7 @@ class Ranks:
             events=tuple(outcome.events),
             connections=outcome.wire,
             steps=outcome.steps,
-            dropped_events=outcome.dropped,
+            dropped=outcome.dropped,
             memory=outcome.memory,
         )
 

@@ -563,10 +563,13 @@ def _edge(sources: tuple[int, ...]) -> str:
 
 
 def _stripes(scene: _Scene) -> str:
+    return stripes({b.sources for blocks in scene.after.values() for b in blocks})
+
+
+def stripes(sets: Iterable[tuple[int, ...]]) -> str:
     """One pattern per set of ranks whose numbers were combined."""
     patterns = []
-    sets = {b.sources for blocks in scene.after.values() for b in blocks if len(b.sources) > 1}
-    for sources in sorted(sets):
+    for sources in sorted(s for s in sets if len(s) > 1):
         bands = "".join(
             f'<rect x="{8 * i}" width="8" height="8" fill="{_tint(_colour(r))}"/>'
             for i, r in enumerate(sources)

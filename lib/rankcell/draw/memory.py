@@ -272,7 +272,7 @@ def _twin_over_time(at, held, kinds, total, phases, x_label) -> str:
         if inside:
             last = inside[-1]
             sizes = [*(held[kind][last] for kind in kinds), total[last], max(total[i] for i in inside)]
-            rows.append([f"end of {name}", *map(format_bytes, sizes)])
+            rows.append([f"end of {name}" if name else "between", *map(format_bytes, sizes)])
     return _aligned([header, *rows])
 
 

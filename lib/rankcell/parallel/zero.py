@@ -333,10 +333,14 @@ class _Flat:
         def take(whole: nn.Parameter) -> None:
             """Move a gradient into the flat buffer as soon as it is there, and free its own memory."""
             owner.is_dirty = True
-            if self.gradient is None:
-                self.gradient = torch.zeros(self.layout.length, dtype=self.reduce_dtype, device=whole.device)
-            self.layout.views(self.gradient)[index].add_(whole.grad)
-            whole.grad = None
+            gradient, whole.grad = whole.grad, None
+            fits = gradient.numel() == self.layout.length and gradient.dtype == self.reduce_dtype
+            if self.gradient is None and fits and gradient.is_contiguous():
+                self.gradient = gradient.view(-1)  # it is the whole buffer: no copy
+            else:
+                if self.gradient is None:
+                    self.gradient = gradient.new_zeros(self.layout.length, dtype=self.reduce_dtype)
+                self.layout.views(self.gradient)[index].add_(gradient)
             self.received.add(index)
 
         return take
@@ -680,6 +684,15 @@ class FSDP(nn.Module):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor.to(parameter.grad))
         return norm
+
+    def held_by_kind(self) -> dict[str, list[Tensor]]:
+        """What this rank holds now besides its parameters and their `.grad`, for whoever counts memory."""
+        flats = [flat for unit in (*self._units, self._root) for flat in unit.flats]
+        gradients = [flat.gradient for flat in flats] + [flat.reduced for flat in flats]
+        gradients += [t for flat in flats if flat.reducing for t in flat.reducing[1:]]
+        gradients += [whole.grad for flat in flats for whole in flat.wholes]
+        wholes = [tensor for flat in flats for tensor in (flat.whole, flat.shard)]
+        return {"parameters": wholes, "gradients": [t for t in gradients if t is not None]}
 
     # whole parameters
 

@@ -1,0 +1,213 @@
+"""An algorithm made of sends and receives, step by step: who holds what, and which part goes to whom.
+
+`steps` draws a run whose ranks had their array watched (`with rankcell.watch(x):`): every number, arrow and
+step comes from the messages of that run. Collectives have pictures of their own in `collectives`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..results import Event, Run, name_ranks
+from .collectives import _CELL, _MARGIN, _NAMES, WIDTH, _colour, _edge, _fill, _number, label, stripes
+from .svg import INK, MUTED, Figure, Frames, drawing, line, rect
+from .trace import messages
+
+MAX_NUMBERS = 8  # numbers per rank that fit into the picture twice
+_ARROWS, _TOP, _PITCH = 84, 78, _CELL + 22
+
+
+@dataclass(frozen=True)
+class _Message:
+    """One send with its receive, and its step, counted from 1."""
+
+    sent: Event
+    came: Event
+    step: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """The array of one rank at one moment: its numbers, and the ranks whose numbers are in each of them."""
+
+    numbers: tuple[float, ...]
+    sources: tuple[tuple[int, ...], ...]
+
+
+def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
+    """One picture per step of messages: the arrays before it, what each rank sends, the arrays after it.
+
+    A message comes in a later step than those its sender had sent and received before, and those its
+    receiver had received before; what could travel together is in one step. Numbers that changed are striped
+    in the colours of all ranks that took part in them.
+
+    Raises:
+        ValueError: the run holds no messages, or no array was watched, or it is too long to draw.
+    """
+    events = [e for e in (run.events if isinstance(run, Run) else run) if e.op in ("send", "recv")]
+    found = _in_steps(messages(tuple(events)))
+    if not found:
+        raise ValueError("This run holds no send that was received. Collectives: draw.collectives.steps.")
+    if any(e.watched is None for m in found for e in (m.sent, m.came)):
+        raise ValueError(
+            "No array was watched. Run the algorithm in `with rankcell.watch(x):` on every rank."
+        )
+    longest = max(len(m.sent.watched.before) for m in found)
+    if longest > MAX_NUMBERS:
+        raise ValueError(f"The array has {longest} numbers, a picture has room for {MAX_NUMBERS}.")
+    states = _states(found)
+    title = title or f"{len(found)} messages in {len(states) - 1} steps"
+    figures = tuple(_draw(states, found, step, title) for step in range(len(states)))
+    labels = ("before", *(f"{step} of {len(states) - 1}" for step in range(1, len(states))))
+    return Frames(figures, labels, start=1)
+
+
+def _in_steps(pairs: Sequence[tuple[Event, Event]]) -> list[_Message]:
+    """The messages in order of their steps."""
+    found: list[_Message] = []
+    for sent, came in sorted(pairs, key=lambda pair: pair[0].start):
+        before = [
+            m.step
+            for m in found
+            if m.sent.rank == sent.rank
+            or (m.came.rank == sent.rank and m.came.end <= sent.start)
+            or (m.came.rank == came.rank and m.came.start < came.start)
+        ]
+        found.append(_Message(sent, came, 1 + max(before, default=0)))
+    return sorted(found, key=lambda m: (m.step, m.sent.rank))
+
+
+def _states(found: Sequence[_Message]) -> list[dict[int, _State]]:
+    """What every rank held before the first step and after each, by step and rank."""
+    calls: dict[int, list[tuple[Event, _Message]]] = {}
+    for m in found:
+        calls.setdefault(m.sent.rank, []).append((m.sent, m))
+        calls.setdefault(m.came.rank, []).append((m.came, m))
+    for own in calls.values():
+        own.sort(key=lambda call: call[0].start)
+    first = {rank: own[0][0].watched.before for rank, own in sorted(calls.items())}
+    states = [{rank: _State(numbers, ((rank,),) * len(numbers)) for rank, numbers in first.items()}]
+    for step in range(1, found[-1].step + 1):
+        old, new = states[-1], {}
+        for rank, own in calls.items():
+            now = [event for event, m in own if m.step == step]
+            numbers = now[-1].watched.after if now else old[rank].numbers
+            sources = list(old[rank].sources)
+            for event, m in own:
+                if m.step == step and event is m.came:
+                    _take_in(sources, old, m, numbers)
+            new[rank] = _State(numbers, tuple(sources))
+        states.append({rank: new[rank] for rank in first})
+    return states
+
+
+def _take_in(
+    sources: list[tuple[int, ...]], old: dict[int, _State], m: _Message, numbers: tuple[float, ...]
+) -> None:
+    """Whose numbers are in the receiver's array once a message was received, and perhaps added to it."""
+    part = m.sent.watched.part
+    theirs = old[m.sent.rank].sources[slice(*part)] if part else ((m.sent.rank,),)
+    if m.came.watched.part:
+        begin, end = m.came.watched.part
+        for i in range(begin, end):
+            sources[i] = theirs[(i - begin) % len(theirs)]
+        return
+    mine = old[m.came.rank].numbers
+    changed = [i for i, (a, b) in enumerate(zip(mine, numbers, strict=True)) if a != b]
+    for k, i in enumerate(changed):  # it went into a buffer, and from there into these
+        added = theirs[k] if len(theirs) == len(changed) else tuple(r for s in theirs for r in s)
+        sources[i] = tuple(sorted({*sources[i], *added}))
+
+
+def _draw(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: int, title: str) -> Figure:
+    ranks = list(states[0])
+    before, after = states[max(step - 1, 0)], states[step]
+    now = [m for m in found if m.step == step]
+    length = len(before[ranks[0]].numbers)
+    cell = min((WIDTH - _NAMES - _ARROWS - _MARGIN) / (2 * length), 58)
+    left, right = _NAMES, WIDTH - _MARGIN - length * cell
+    y = {rank: _TOP + row * _PITCH for row, rank in enumerate(ranks)}
+    marks = [
+        stripes({s for state in (before, after) for held in state.values() for s in held.sources}),
+        label(_MARGIN, 28, title, bold=True),
+        label(left, 64, "before" if step else "at the start", fill=MUTED),
+    ]
+    marks += [label(_MARGIN, y[rank] + 27, f"rank {rank}") for rank in ranks]
+    marks += [_array(before[rank], left, y[rank], cell) for rank in ranks]
+    if step:
+        marks.append(label(right, 64, "after", fill=MUTED))
+        marks += [_array(after[rank], right, y[rank], cell) for rank in ranks]
+    for m in now:
+        colour = _colour(m.sent.rank)
+        source, target = y[m.sent.rank], y[m.came.rank]
+        if m.sent.watched.part:
+            begin, end = m.sent.watched.part
+            marks.append(_frame(left + begin * cell, source, (end - begin) * cell, colour))
+        start = left + length * cell + 6
+        marks.append(
+            line(start, source + _CELL / 2, right - 8, target + _CELL / 2, stroke=colour, width=3, arrow=True)
+        )
+    foot = _foot(states, found, step)
+    bottom = _TOP + len(ranks) * _PITCH
+    marks.append(label(_MARGIN, bottom + 16, foot, fill=MUTED))
+    twin = [title, *_lines(before if step else after, after if step else None, now), foot]
+    alt = f"{title}. {foot}. " + "; ".join(_lines(after, None, ()))
+    return drawing(WIDTH, bottom + 34, *marks, alt=alt, text="\n".join(twin))
+
+
+def _foot(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: int) -> str:
+    if not step:
+        return "Each rank holds its own numbers"
+    now = [m for m in found if m.step == step]
+    sizes = sorted({_size(m) for m in now})
+    what = f"{sizes[0]} number{'s' if sizes[0] > 1 else ''}" if len(sizes) == 1 else "several numbers"
+    count = f"{len(now)} message{'s' if len(now) > 1 else ''}"
+    return f"Step {step} of {len(states) - 1}: {count} of {what}"
+
+
+def _size(m: _Message) -> int:
+    size = 1
+    for n in m.sent.shape:
+        size *= n
+    return size
+
+
+def _array(state: _State, x: float, y: float, cell: float) -> str:
+    marks = []
+    for i, (number, sources) in enumerate(zip(state.numbers, state.sources, strict=True)):
+        marks.append(rect(x + i * cell, y, cell, _CELL, fill=_fill(sources), stroke=_edge(sources)))
+        text = _number(number)
+        size = min(20.0, (cell - 4) / (0.6 * len(text)))
+        marks.append(
+            f'<text x="{x + (i + 0.5) * cell:.1f}" y="{y + 27:g}" font-size="{size:.1f}" '
+            f'text-anchor="middle" fill="{INK}">{text}</text>'
+        )
+    return "".join(marks)
+
+
+def _frame(x: float, y: float, width: float, colour: str) -> str:
+    frame = rect(x - 1, y - 3, width + 2, _CELL + 6, stroke=colour)
+    return frame.replace("<rect", '<rect stroke-width="4"', 1)
+
+
+def _lines(before: dict[int, _State], after: dict[int, _State] | None, now: Iterable[_Message]) -> list[str]:
+    """One line per rank: what it holds, what it sends where, what it holds then."""
+    held = {rank: " ".join(map(_number, state.numbers)) for rank, state in before.items()}
+    width, lines = max(map(len, held.values())), []
+    for rank, text in held.items():
+        sent = []
+        for m in now:
+            if m.sent.rank == rank:
+                part = m.sent.watched.part
+                numbers = before[rank].numbers[slice(*part)] if part else ()
+                sent.append(
+                    f"{' '.join(map(_number, numbers)) or 'other numbers'} -> {name_ranks([m.came.rank])}"
+                )
+        line_ = f"rank {rank}: {text:<{width}}"
+        if after is not None:
+            then = " ".join(map(_number, after[rank].numbers))
+            line_ += f"   {', '.join(sent) or 'sends nothing':<24}   => {then}"
+        lines.append(line_.rstrip())
+    return lines
+
+
+__all__ = ["steps"]

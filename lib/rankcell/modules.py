@@ -1,0 +1,96 @@
+"""When each module of a model computes: its forward and backward as spans, by hooks that are taken off again.
+
+Times are those of the thread that runs Python: on a GPU, when the work was enqueued. It records nothing by
+itself: whoever asks gets name, begin and end of each span.
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+clock = time.monotonic
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_WRAPPED = "module"  # what DistributedDataParallel, FSDP and ours call the model inside
+
+
+def chosen(model: nn.Module, names: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """The modules with these names; without names the parts that `model` is made of, lists entered.
+
+    Raises:
+        AttributeError: the model has no such module.
+    """
+    while [name for name, _ in model.named_children()] == [_WRAPPED]:
+        model = model.get_submodule(_WRAPPED)
+    if names:
+        return {name: model.get_submodule(name) for name in names}
+    found: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        if isinstance(child, _CONTAINERS):
+            found |= {f"{name}.{inner}": module for inner, module in chosen(child).items()}
+        else:
+            found[name] = child
+    return found
+
+
+@contextlib.contextmanager
+def watched(modules: dict[str, nn.Module], note: Callable[[str, float, float], None]) -> Iterator[None]:
+    """Inside, `note(name, begin, end)` is called after "forward NAME" and "backward NAME" of each module.
+
+    Backward of a module begins when the gradients of its outputs are there, and ends when those of its inputs
+    are; where no input has a gradient, when the last of its parameters has one.
+    """
+    handles: list[Any] = []
+    try:
+        for name, module in modules.items():
+            handles += _watch(name, module, note)
+        with warnings.catch_warnings():
+            # torch's hint at what `after_backward` takes care of
+            warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(name: str, module: nn.Module, note: Callable[[str, float, float], None]) -> list[Any]:
+    forwards: list[float] = []
+    backwards: list[list[float]] = []  # begin, and the latest gradient of a parameter
+
+    def before_forward(*_: Any) -> None:
+        forwards.append(clock())
+
+    def after_forward(*_: Any) -> None:
+        note(f"forward {name}", forwards.pop(), clock())
+
+    def before_backward(*_: Any) -> None:
+        backwards.append([clock(), 0.0])
+
+    def after_backward(_: nn.Module, grad_inputs: Any, __: Any) -> None:
+        if any(gradient is not None for gradient in grad_inputs):
+            end(backwards[-1], clock())
+        else:  # torch calls this as early as it calls `before_backward`: its parameters come now
+            entry = backwards[-1]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: end(entry, entry[1] or clock()))
+
+    def after_gradient(_: torch.Tensor) -> None:
+        for entry in backwards:
+            entry[1] = clock()
+
+    def end(entry: list[float], at: float) -> None:
+        if entry in backwards:
+            backwards.remove(entry)
+            note(f"backward {name}", entry[0], at)
+
+    trained = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
+    return [
+        module.register_forward_pre_hook(before_forward),
+        module.register_forward_hook(after_forward, always_call=True),
+        module.register_full_backward_pre_hook(before_backward),
+        module.register_full_backward_hook(after_backward),
+        *(p.register_post_accumulate_grad_hook(after_gradient) for p in trained),
+    ]
