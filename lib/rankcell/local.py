@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 from . import channel, system
+from .boards import Board
 
 MEMORY_PER_RANK = 40 << 20  # bytes; measured: 20-60 MB (PSS) for an idle rank
 FILES_PER_RANK = 8  # descriptors that the notebook's process needs
@@ -78,7 +79,7 @@ class Local:
         self._device, self._interface = device, interface
         self._members: dict[int, _Member] = {}
         self._selector = selectors.DefaultSelector()
-        self._board = system.shared_file(_board_nbytes(world_size))
+        self._board = system.shared_file(Board.nbytes(world_size))
 
     @property
     def pids(self) -> dict[int, int]:
@@ -266,12 +267,6 @@ def _kill(member: _Member, *, wait: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     process.join(wait)
-
-
-def _board_nbytes(world_size: int) -> int:
-    from .record import Board
-
-    return Board.nbytes(world_size)
 
 
 @contextlib.contextmanager

@@ -6,20 +6,17 @@ right above the backends: nothing is overridden, one registration serves every b
 real kernel is reached by redispatch. Measured against nine other ways to listen: the only one that saw
 everything without deadlock and without a tax on computing.
 
-Beside the record it keeps, in memory that the ranks of a machine share, a signature of each operation: a rank
+Beside the record it keeps, where other ranks can read it (`boards.py`), a signature of each operation: a rank
 whose call does not match its peers' raises `MismatchError` before any data moves, where gloo would abort the
 process or return garbage. It does not draw, and it decides nothing about hangs: `diagnose.py` does.
 """
 
 import contextlib
-import mmap
-import struct
 import sys
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -28,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from . import modules
+from .boards import Board, StoreBoard
 from .errors import MismatchError
 from .meter import Meter
 from .results import Call, Dropped, Event, Memory, Mismatch, Values, Watched, call_text
@@ -175,54 +173,6 @@ class Operation:
         )
 
 
-class Board:
-    """The signatures of the ranks' latest operations, in memory that all of them see.
-
-    `write` puts down what this rank is about to call and answers the first peer whose call under the same key
-    does not match. Reading and writing need no lock: a slot's key is written last and contains the cell and
-    the sequence number, so that a slot of another operation is never mistaken for this one.
-    """
-
-    SLOTS = 128
-    SLOT = 1024  # bytes: key, line, length, text
-    _KEY, _LENGTH = struct.Struct("<Q"), struct.Struct("<II")
-    _HEAD = struct.Struct("<QII")
-
-    @classmethod
-    def nbytes(cls, world_size: int) -> int:
-        """Bytes of shared memory for `world_size` ranks."""
-        return world_size * cls.SLOTS * cls.SLOT
-
-    def __init__(self, fd: int, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.map = mmap.mmap(fd, self.nbytes(world_size))
-        self._fence = threading.Lock()
-
-    def write(self, name: str, signature: bytes, line: int) -> int:
-        """Publish this rank's `signature` under `name`; returns the number under which peers find it."""
-        key = zlib.crc32(name.encode()) << 8 | 1
-        at = (self.rank * self.SLOTS + (key >> 8) % self.SLOTS) * self.SLOT
-        memory, size = self.map, self._HEAD.size
-        signature = signature[: self.SLOT - size]
-        self._KEY.pack_into(memory, at, 0)
-        memory[at + size : at + size + len(signature)] = signature
-        self._LENGTH.pack_into(memory, at + 8, line, len(signature))
-        self._KEY.pack_into(memory, at, key)  # last: whoever sees the key sees the rest
-        with self._fence:  # a full memory barrier: our write is out before we read the peers' slots
-            pass
-        return key
-
-    def read(self, key: int, rank: int) -> tuple[bytes, int] | None:
-        """Signature and line that `rank` published under the number `key`, or None."""
-        at = (rank * self.SLOTS + (key >> 8) % self.SLOTS) * self.SLOT
-        found, line, length = self._HEAD.unpack_from(self.map, at)
-        if found != key:
-            return None
-        at_text = at + self._HEAD.size
-        text = self.map[at_text : at_text + length]
-        return (text, line) if self._HEAD.unpack_from(self.map, at)[0] == key else None
-
-
 def _flatten(value: Any) -> list[torch.Tensor]:
     if type(value) is list and all(isinstance(v, torch.Tensor) for v in value):
         return value
@@ -314,6 +264,8 @@ class Recorder:
     def __init__(self) -> None:
         self.rank = 0
         self.board: Board | None = None
+        self.far_board: StoreBoard | None = None  # for groups with ranks on other nodes
+        self.near: frozenset[int] = frozenset()  # the ranks of this node, where there are others
         self.cell = ""
         self.generation = 0
         self.broken = (
@@ -388,6 +340,10 @@ class Recorder:
         for owner, name, original in self._originals:
             setattr(owner, name, original)
         self._originals.clear()
+
+    def reach(self, store: Any, near: Iterable[int]) -> None:
+        """From now on there are ranks on other nodes than `near`'s, which are met in `store`."""
+        self.far_board, self.near = StoreBoard(store, self.rank), frozenset(near)
 
     def belong(self, rank: int, board: Board) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were forked."""
@@ -646,11 +602,16 @@ class Recorder:
         else:
             signature = _collective_signature(o, inputs, outputs, splits)
             peers = o.ranks
-        number = self.board.write(name, signature, o.line)
+        if self.far_board is None or self.near.issuperset(peers):
+            board: Any = self.board
+            number = board.write(name, signature, o.line)
+        else:
+            board = self.far_board
+            number = board.write(name, signature, o.line, stream=o.key, ranks=max(len(peers), 2))
         for peer in peers:
             if peer == self.rank:
                 continue
-            other = self.board.read(number, peer)
+            other = board.read(number, peer)
             if other is None or (other[0] == signature and o.op != "all_to_all"):
                 continue
             mine, theirs = (text.decode(errors="replace").split("\n") for text in (signature, other[0]))

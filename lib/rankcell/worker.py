@@ -34,6 +34,7 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 
 from . import record, system
+from .boards import Board
 from .channel import Channel
 from .errors import MismatchError, RankInputError
 from .results import Connection, Display, Dropped, Frame, Memory, NotSent, RankFailure, Step
@@ -199,7 +200,7 @@ class Rank:
         self._redirect(stdout_fd, stderr_fd)
         self._set_up_environment()
         self.recorder: record.Recorder = InteractiveShell.instance().recorder
-        self.recorder.belong(birth.rank, record.Board(board_fd, birth.rank, birth.world_size))
+        self.recorder.belong(birth.rank, Board(board_fd, birth.rank, birth.world_size))
         os.close(board_fd)
         self.names = self._first_names()
         _Publisher.rank = self
@@ -292,6 +293,10 @@ class Rank:
             **options,
         )
         self._connections = system.duplicate(set(system.tcp_connections()) - before)
+        if birth.local_world_size < birth.world_size:
+            first = birth.rank - birth.local_rank
+            near = range(first, first + birth.local_world_size)
+            self.recorder.reach(dist.PrefixStore(f"calls {generation}", store), near)
         self.recorder.join(generation)
 
     def serve(self) -> None:
