@@ -1,0 +1,156 @@
+"""A device mesh: which ranks form a group along each axis, and what they send each other there.
+
+A panel per axis. The boxes are the ranks in the order of the mesh, the last axis from left to right; boxes of
+one colour are one group of that axis. Beside them stands what the ranks really called in those groups, from
+the events of a run.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ..results import Event, Run, name_ranks
+from .charts import text_width
+from .svg import COLOURS, INK, LINE, MUTED, RANK_COLOURS, Figure, drawing, format_bytes, label, rect
+
+WIDTH = 640
+_BOX, _GAP, _EDGE, _LINE = 40, 5, 12, 27
+_REST = "all ranks"  # events in a group that is no axis of the mesh
+# An axis: its name, its groups of ranks, and (operation, what each rank called of it).
+_Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
+
+
+def groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of ranks along each axis of a mesh {name: degree}, ranks counted as torch does: the
+    last axis runs fastest.
+
+    groups({"dp": 2, "tp": 2})  # {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}
+    """
+    found: dict[str, list[tuple[int, ...]]] = {}
+    places = list(itertools.product(*map(range, mesh.values())))
+    for i, name in enumerate(mesh):
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(places):
+            members.setdefault((*place[:i], *place[i + 1 :]), []).append(rank)
+        found[name] = [tuple(m) for m in members.values()]
+    return found
+
+
+def bytes_by_axis(matrix: Sequence[Sequence[float]], mesh: Mapping[str, int]) -> dict[str, float]:
+    """Bytes that moved between ranks that differ in one axis only, by axis, from `run.wire`.
+
+    What moved between ranks that differ in several axes belongs to none and is left out.
+
+    Raises:
+        ValueError: the matrix has another number of ranks than the mesh.
+    """
+    found = groups(mesh)
+    _check(len(matrix), mesh)
+    return {
+        name: sum(matrix[i][j] for members in found[name] for i in members for j in members if i != j)
+        for name in mesh
+    }
+
+
+def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = "") -> Figure:
+    """The groups of each axis of the mesh {name: degree}, and the calls and bytes of each rank in them.
+
+    Calls and bytes are those of one rank; where ranks differ, the least and the most. Bytes are those of the
+    input tensors.
+
+    Raises:
+        ValueError: an event is from a rank that the mesh does not have.
+    """
+    if isinstance(run, Run):
+        _check(run.world_size, mesh)
+    events = run.events if isinstance(run, Run) else tuple(run)
+    found = groups(mesh)
+    n = len(list(itertools.product(*map(range, mesh.values()))))
+    if events and max(e.rank for e in events) >= n:
+        _check(1 + max(e.rank for e in events), mesh)
+    calls = _calls(events, found, n)
+    panels = [(name, found[name], calls.get(name, [])) for name in mesh]
+    if calls.get(_REST):
+        panels.append((_REST, [tuple(range(n))], calls[_REST]))
+    said = [
+        f"{_headline(name, members)}: " + ("; ".join(text for _, text in lines) or "nothing sent") + "."
+        for name, members, lines in panels
+    ]
+    return _draw(panels, mesh, title, " ".join([f"{title}."] * bool(title) + said))
+
+
+def _check(n_ranks: int, mesh: Mapping[str, int]) -> None:
+    product = 1
+    for degree in mesh.values():
+        product *= degree
+    if product != n_ranks:
+        sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
+        raise ValueError(f"{sides} = {product}, but there are {n_ranks} ranks. Give the mesh of that run.")
+
+
+def _headline(name: str, members: Sequence[tuple[int, ...]]) -> str:
+    if name == _REST:
+        return name
+    return f"{name}: {len(members)} group{'s' * (len(members) > 1)} of {len(members[0])}"
+
+
+def _calls(
+    events: Iterable[Event], found: Mapping[str, Sequence[tuple[int, ...]]], n: int
+) -> dict[str, list[tuple[str, str]]]:
+    """By axis: (operation, what each rank called of it)."""
+    of_group = {members: name for name, all_of in found.items() for members in all_of if len(members) > 1}
+    counts: dict[tuple[str, str], list[list[int]]] = {}
+    for event in events:
+        if event.kind != "comm" or len(event.ranks) < 2 or event.op == "recv":  # its send is counted
+            continue
+        key = of_group.get(tuple(sorted(event.ranks)), _REST), event.op
+        of_rank = counts.setdefault(key, [[0, 0] for _ in range(n)])[event.rank]
+        of_rank[0] += 1
+        of_rank[1] += event.nbytes
+    lines: dict[str, list[tuple[str, str]]] = {}
+    for (name, op), by_rank in sorted(counts.items(), key=lambda item: -sum(b for _, b in item[1])):
+        numbers, sizes = zip(*by_rank, strict=True)
+        text = f"{op} {_range(numbers, str)}×, {_range(sizes, format_bytes)}"
+        lines.setdefault(name, []).append((op, text))
+    return lines
+
+
+def _range(values: Sequence[int], show: Callable[[float], str]) -> str:
+    low, high = show(min(values)), show(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: str) -> Figure:
+    degrees = list(mesh.values())
+    columns, rows = degrees[-1], degrees[-2] if len(degrees) > 1 else 1
+    blocks = len(panels[0][1]) * len(panels[0][1][0]) // (columns * rows)
+    block = columns * (_BOX + _GAP) + 12
+    left = _EDGE + max(blocks * block, 60) + 8
+    marks, top, twin = [], 10.0, [alt]
+    if title:
+        marks.append(label(_EDGE, top + 20, title, bold=True))
+        top += 38
+    for name, members, lines in panels:
+        colours = {rank: _tint(i) for i, m in enumerate(members) for rank in m}
+        for rank, fill in colours.items():
+            place, column = divmod(rank, columns)
+            number, row = divmod(place, rows)
+            x, y = _EDGE + number * block + column * (_BOX + _GAP), top + row * (_BOX + _GAP)
+            marks.append(rect(x, y, _BOX, _BOX, fill=fill, stroke=INK, title=f"rank {rank}", radius=4))
+            marks.append(label(x + _BOX / 2, y + 27, rank, anchor="middle", bold=True))
+        marks.append(label(left, top + 20, _headline(name, members), bold=True))
+        twin.append(f"{_headline(name, members)}: " + ", ".join(name_ranks(m) for m in members))
+        for i, (op, text) in enumerate(lines or [("", "nothing sent")], 1):
+            y = top + i * _LINE
+            size = 20 if left + 24 + text_width(text, 20) <= WIDTH - 4 else 17
+            marks.append(rect(left, y + 5, 14, 14, fill=COLOURS.get(op, LINE)))
+            marks.append(label(left + 24, y + 19, text, size=size, fill=INK if op else MUTED))
+            twin.append(f"  {text}")
+        top += max(rows * (_BOX + _GAP), _LINE * (1 + max(len(lines), 1))) + 18
+    return drawing(WIDTH, top - 4, *marks, alt=alt, text="\n".join(twin))
+
+
+def _tint(number: int) -> str:
+    """The colour of a group: a light one, so that none looks like the mark of an operation."""
+    colour = RANK_COLOURS[number % len(RANK_COLOURS)]
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - 0.5 * (255 - part)):02x}" for part in parts)
