@@ -91,6 +91,10 @@ class RankCellLexer(IPython3Lexer):
                 r"(?s)\A(%%)(ranks|time|timeit|capture)\b([^\n]*\n)(.*)",
                 bygroups(Operator, Keyword, Text, using(PythonLexer)),
             ),
+            (
+                r"(?s)\A(%%)(slurm)\b([^\n]*\n)(.*)",  # lines that begin with ! go to a shell
+                bygroups(Operator, Keyword, Text, using(IPython3Lexer)),
+            ),
             *IPython3Lexer.tokens["root"],
         ]
     }

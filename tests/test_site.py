@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +33,8 @@ PHONE = {"width": 380, "height": 800}
 DESKTOP = {"width": 1400, "height": 900}
 
 pytestmark = pytest.mark.slow
-each_page = pytest.mark.parametrize("name", PAGES)
-each_notebook_page = pytest.mark.parametrize("name", PAGES[1:])
+each_page = pytest.mark.parametrize("page_name", PAGES)
+each_notebook_page = pytest.mark.parametrize("page_name", PAGES[1:])
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +63,25 @@ def text(site):
 
 
 @each_page
-def test_links_resolve(site, text, name):
+def test_links_resolve(site, text, page_name):
     """Every link and source inside the site leads to a file, and to a section of it."""
-    for value in re.findall(r'(?:href|src)="([^"]+)"', text(name)):
+    for value in re.findall(r'(?:href|src)="([^"]+)"', text(page_name)):
         target = urlsplit(html.unescape(value))
         if target.scheme or target.netloc:
             continue
-        path = ((site / name).parent / unquote(target.path)).resolve() if target.path else site / name
-        assert path.is_file(), f"{name} links to {value}"
+        path = (
+            ((site / page_name).parent / unquote(target.path)).resolve() if target.path else site / page_name
+        )
+        assert path.is_file(), f"{page_name} links to {value}"
         if target.fragment and path.suffix == ".html":
-            assert f'id="{unquote(target.fragment)}"' in path.read_text("utf-8"), f"{name} links to {value}"
+            assert f'id="{unquote(target.fragment)}"' in path.read_text("utf-8"), (
+                f"{page_name} links to {value}"
+            )
 
 
 @each_page
-def test_sidebar_lists_the_lessons_in_order(text, name):
-    sidebar = re.search(r'(?s)<div class="sidebar-tree">.*?</aside>', text(name))[0]
+def test_sidebar_lists_the_lessons_in_order(text, page_name):
+    sidebar = re.search(r'(?s)<div class="sidebar-tree">.*?</aside>', text(page_name))[0]
     numbers = [
         int(number) for number in re.findall(r'<a class="[^"]*reference internal"[^>]*>(\d+) ', sidebar)
     ]
@@ -84,25 +89,25 @@ def test_sidebar_lists_the_lessons_in_order(text, name):
 
 
 @each_notebook_page
-def test_page_offers_its_notebook_and_its_neighbours(site, text, name):
-    download = re.search(r'<a class="nb-download[^"]*" href="([^"]+)" download>', text(name))[1]
-    stored = ((site / name).parent / download).read_bytes()
-    assert stored == (ROOT / "notebooks" / f"{Path(name).stem}.ipynb").read_bytes()
-    index = PAGES.index(name)
-    previous = re.search(r'<a class="prev-page" href="([^"]+)"', text(name))[1]
-    assert ((site / name).parent / previous).resolve() == site / PAGES[index - 1]
-    following = re.search(r'<a class="next-page" href="([^"]+)"', text(name))
+def test_page_offers_its_notebook_and_its_neighbours(site, text, page_name):
+    download = re.search(r'<a class="nb-download[^"]*" href="([^"]+)" download>', text(page_name))[1]
+    stored = ((site / page_name).parent / download).read_bytes()
+    assert stored == (ROOT / "notebooks" / f"{Path(page_name).stem}.ipynb").read_bytes()
+    index = PAGES.index(page_name)
+    previous = re.search(r'<a class="prev-page" href="([^"]+)"', text(page_name))[1]
+    assert ((site / page_name).parent / previous).resolve() == site / PAGES[index - 1]
+    following = re.search(r'<a class="next-page" href="([^"]+)"', text(page_name))
     if index + 1 < len(PAGES):
-        assert ((site / name).parent / following[1]).resolve() == site / PAGES[index + 1]
+        assert ((site / page_name).parent / following[1]).resolve() == site / PAGES[index + 1]
     else:
         assert following is None
 
 
 @each_page
-def test_formulas_are_drawn(text, name):
-    assert "katex-error" not in text(name)
+def test_formulas_are_drawn(text, page_name):
+    assert "katex-error" not in text(page_name)
     if shutil.which("node"):
-        assert "katex.min.js" not in text(name)
+        assert "katex.min.js" not in text(page_name)
 
 
 def test_site_builds_without_node(tmp_path, monkeypatch):
@@ -145,14 +150,12 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def open_page(browser, site):
     """Open a page of the site from file://; `.requests` has what it asked for, `.errors` its complaints."""
-    contexts = []
 
     def open_page(name, viewport=DESKTOP, colours="light", scripts=True):
         context = browser.new_context(viewport=viewport, color_scheme=colours, java_script_enabled=scripts)
-        contexts.append(context)
         page = context.new_page()
         page.requests, page.errors = [], []
         page.on("request", lambda request: page.requests.append(request.url))
@@ -163,15 +166,47 @@ def open_page(browser, site):
         page.wait_for_load_state("networkidle")
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
+    return open_page
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def name(request):
+    """Each page in turn: all tests of one page run before those of the next, so that it is opened once."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def notebook_page(name):
+    if name == "index.html":
+        pytest.skip("no notebook")
+    return name
+
+
+@pytest.fixture(scope="module")
+def opened(open_page, name):
+    """The page as it is opened in one way, the same for all its tests: `opened(colours="dark")`."""
+    pages = {}
+
+    def opened(**ways):
+        key = tuple(sorted((way, str(value)) for way, value in ways.items()))
+        if key not in pages:
+            pages[key] = open_page(name, **ways)
+        return pages[key]
+
+    yield opened
+    for page in pages.values():
+        page.context.close()
+
+
+def set_folds(page, *, opened):
+    page.evaluate(
+        f"document.querySelectorAll('article details').forEach((f) => (f.open = {str(opened).lower()}))"
+    )
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
-@each_page
-def test_page_asks_no_other_host_and_reports_no_error(open_page, name, colours):
-    page = open_page(name, colours=colours)
+def test_page_asks_no_other_host_and_reports_no_error(opened, colours):
+    page = opened(colours=colours)
     page.evaluate("scrollTo(0, document.body.scrollHeight)")  # pictures may load when they come into view
     page.wait_for_load_state("networkidle")
     assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
@@ -187,11 +222,10 @@ def test_a_foreign_request_would_be_seen(open_page):
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
-@each_page
-def test_axe_finds_nothing_serious(open_page, name, colours):
+def test_axe_finds_nothing_serious(opened, colours):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    page = open_page(name, colours=colours)
-    page.evaluate("document.querySelectorAll('article details').forEach((fold) => (fold.open = true))")
+    page = opened(colours=colours)
+    set_folds(page, opened=True)
     page.wait_for_timeout(400)  # folds open with an animation, during which contrast is low
     # ipywidgets' slider handles have no accessible name: known upstream, not ours to mend.
     options = {"resultTypes": ["violations"]}
@@ -207,18 +241,17 @@ def test_axe_finds_nothing_serious(open_page, name, colours):
     assert found == []
 
 
-@each_page
-def test_page_fits_every_width(open_page, name):
-    page = open_page(name, viewport=PHONE)
+def test_page_fits_every_width(opened):
+    page = opened(viewport=PHONE)
     for width in (380, 600, 800, 1024, 1280, 1400, 1700):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.set_viewport_size(PHONE)
 
 
-@each_notebook_page
-def test_figures_are_visible_on_a_phone(open_page, name):
-    page = open_page(name, viewport=PHONE)
-    page.evaluate("document.querySelectorAll('article details').forEach((fold) => (fold.open = true))")
+def test_figures_are_visible_on_a_phone(opened, notebook_page):
+    page = opened(viewport=PHONE)
+    set_folds(page, opened=True)
     figures = page.evaluate(
         """() => [...document.querySelectorAll("article img")].map((image) => {
             const box = image.getBoundingClientRect();
@@ -233,18 +266,16 @@ def test_figures_are_visible_on_a_phone(open_page, name):
         assert figure["alt"].strip(), figure
 
 
-@each_notebook_page
-def test_figures_are_visible_without_scripts(open_page, name):
+def test_figures_are_visible_without_scripts(opened, notebook_page):
     """The still pictures: on paper, on GitHub, and where scripts are off."""
-    page = open_page(name, scripts=False)
+    page = opened(scripts=False)
     for figure in page.locator("article figure.rankcell").all():
         assert figure.locator("img").first.bounding_box()["width"] > 40
 
 
-@each_notebook_page
-def test_every_slider_changes_its_picture(open_page, name):
-    page = open_page(name)
-    page.evaluate("document.querySelectorAll('article details').forEach((fold) => (fold.open = true))")
+def test_every_slider_changes_its_picture(opened, notebook_page):
+    page = opened(colours="light")
+    set_folds(page, opened=True)
     for figure in page.locator("article figure.rankcell:has(script)").all():
         slider, picture = figure.locator("input[type=range]"), figure.locator("img")
         before = picture.get_attribute("src")
@@ -252,32 +283,45 @@ def test_every_slider_changes_its_picture(open_page, name):
         assert picture.get_attribute("src") != before
 
 
-def test_solutions_are_folded(open_page):
-    for name in PAGES[1:]:
-        solutions = open_page(name).locator("details:has(> summary:has-text('Show the solution'))")
-        assert all(fold.get_attribute("open") is None for fold in solutions.all())
-
-
 @each_notebook_page
-def test_printing_opens_the_folds(open_page, name):
-    page = open_page(name)
+def test_solutions_are_folded(text, page_name):
+    notebook = nbformat.read(ROOT / "notebooks" / f"{Path(page_name).stem}.ipynb", as_version=4)
+    solutions = sum("solution" in cell.metadata.get("tags", []) for cell in notebook.cells)
+    folds = re.findall(
+        r"<details([^>]*)>\s*<summary[^>]*>(?:\s*<[^>]*>)*\s*Show the solution", text(page_name)
+    )
+    assert len(folds) == solutions
+    assert not any(" open" in attributes for attributes in folds)
+
+
+def test_printing_opens_the_folds(opened, notebook_page):
+    page = opened(colours="light")
+    set_folds(page, opened=False)
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator("article details:not([open])").count() == 0
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("article details[open]").count() == 0
 
 
-@each_notebook_page
-def test_search_answers_from_a_file(open_page, text, name):
-    """A word of the lesson's title finds the lesson, with a snippet of its text."""
-    title = re.search(r"<h1>\d+ ([^<]+)<", text(name))[1]
+@pytest.fixture(scope="module")
+def landing(open_page):
     page = open_page("index.html")
+    yield page
+    page.context.close()
+
+
+@each_notebook_page
+def test_search_answers_from_a_file(landing, site, text, page_name):
+    """A word of the lesson's title finds the lesson, with a snippet of its text."""
+    title = re.search(r"<h1>\d+ ([^<]+)<", text(page_name))[1]
+    page = landing
+    page.goto((site / "index.html").as_uri())
     page.locator("input[name=q]").first.fill(title)
     page.locator("input[name=q]").first.press("Enter")
     page.wait_for_selector("#search-results li")
     page.wait_for_selector("#search-results p.context")
     links = [link.get_attribute("href") for link in page.locator("#search-results li a").all()]
-    assert any(Path(urlsplit(link).path).name == Path(name).name for link in links), links
+    assert any(Path(urlsplit(link).path).name == Path(page_name).name for link in links), links
     assert page.errors == []
 
 
