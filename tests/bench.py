@@ -322,6 +322,135 @@ def bench_parallel() -> None:
             row(f"{ours} beside {theirs}, {size} ranks", f"{1e3 * found[ours]:.0f} ms", ratio)
 
 
+TENSOR_STEPS = """
+import time
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, PrepareModuleInput, RowwiseParallel, loss_parallel, parallelize_module)
+from rankcell import models
+from rankcell.parallel.tensor import tensor_parallel
+
+tokens = models.encode(models.text())
+
+def gpt():
+    return models.GPT(49, d_model=128, n_layers=4)
+
+def theirs():
+    model, ready = gpt(), dict(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    plan = {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate()),
+        "blocks.*.attention": PrepareModuleInput(**ready),  # one gradient for query, key and value together
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.output": RowwiseParallel(),
+        "blocks.*.mlp.up": ColwiseParallel(),
+        "blocks.*.mlp.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (world_size,)), plan)
+    model.head.weight = model.token_embedding.weight
+    return model
+
+def step_theirs(model, x, y):
+    with loss_parallel():
+        models.cross_entropy(model(x), y).backward()
+
+kinds = {
+    "ours": (tensor_parallel(gpt()), lambda model, x, y: model(x, y).backward()),
+    "theirs": (theirs(), step_theirs),
+}
+optimizers = {kind: torch.optim.AdamW(model.parameters(), lr=1e-3) for kind, (model, _) in kinds.items()}
+times = {kind: [] for kind in kinds}
+for step in range(14):  # in turns, in the same processes: both feel the same noise
+    x, y = models.batch(tokens, step, size=8, length=32)
+    for kind, (model, backward) in kinds.items():
+        dist.barrier()
+        start = time.perf_counter()
+        optimizers[kind].zero_grad()
+        backward(model, x, y)
+        optimizers[kind].step()
+        dist.barrier()
+        times[kind].append(time.perf_counter() - start)
+{kind: sorted(found[2:])[6] for kind, found in times.items()}
+"""
+
+
+def bench_tensor() -> None:
+    """A tensor-parallel training step of a small GPT, ours and DTensor's, in the same run."""
+    print("a tensor-parallel training step, GPT of 4 layers, width 128, batch 8 x 32")
+    for size in (2, 4):
+        with rankcell.Ranks(size) as ranks:
+            found = ranks.run(TENSOR_STEPS).values[0]
+        ratio = f"{found['ours'] / found['theirs']:.2f}x <= 1.10x"
+        row(f"ours beside parallelize_module, {size} ranks", f"{1e3 * found['ours']:.0f} ms", ratio)
+
+
+PIPELINE_STEPS = """
+import time
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from rankcell import models, schedules
+from rankcell.parallel.pipeline import Pipeline, split_gpt
+
+tokens = models.encode(models.text())
+m, length, width = 2 * world_size, 32, 128
+plan = schedules.one_f_one_b(world_size, m)
+
+def part():
+    return split_gpt(models.GPT(49, d_model=width, n_layers=4, tied=False), world_size)[rank]
+
+ours = Pipeline({rank: part()}, plan, models.cross_entropy, between=(length, width))
+module = part()
+theirs = Schedule1F1B(
+    PipelineStage(module, rank, world_size, torch.device("cpu")), m, loss_fn=models.cross_entropy
+)
+
+def step_ours(x, y):
+    loss = ours.step(x, y)
+    return None if loss is None else loss.item()
+
+def step_theirs(x, y):
+    losses = []
+    if rank == 0: theirs.step(x)
+    elif rank == world_size - 1: theirs.step(target=y, losses=losses)
+    else: theirs.step()
+    return sum(map(float, losses)) / m if losses else None
+
+kinds = {
+    "our 1F1B": (step_ours, torch.optim.AdamW(ours.parameters(), lr=1e-3)),
+    "torch Schedule1F1B": (step_theirs, torch.optim.AdamW(module.parameters(), lr=1e-3)),
+}
+times, losses = {kind: [] for kind in kinds}, {kind: [] for kind in kinds}
+for i in range(22):
+    x, y = models.batch(tokens, i, size=4 * m, length=length)
+    for kind, (step, optimizer) in kinds.items():  # in turns, in the same processes: both feel the same noise
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        losses[kind].append(step(x, y))
+        optimizer.step()
+        dist.barrier()
+        times[kind].append(time.perf_counter() - start)
+if rank == world_size - 1:
+    one, other = losses.values()
+    assert max(abs(a - b) for a, b in zip(one, other)) < 1e-4, losses
+{kind: sorted(found[2:])[10] for kind, found in times.items()}
+"""
+
+
+def bench_pipeline() -> None:
+    """A 1F1B step of a small GPT with our engine and with torch's, on the same stages in the same run."""
+    print("a 1F1B step, GPT of 4 layers, width 128, 2 micro-batches of 4 x 32 per rank")
+    for size in (2, 4):
+        with rankcell.Ranks(size) as ranks:
+            found = ranks.run(PIPELINE_STEPS).values[0]
+        ours, theirs = found["our 1F1B"], found["torch Schedule1F1B"]
+        row(
+            f"our 1F1B beside torch's, {size} ranks", f"{1e3 * ours:.0f} ms", f"{ours / theirs:.2f}x <= 1.10x"
+        )
+
+
 FAILURES = {
     "exception on one rank": "if rank == 1: 1 / 0\ndist.all_reduce(torch.ones(4))",
     "missing send": "if rank == 0: dist.recv(torch.ones(4), src=1)",
@@ -459,6 +588,64 @@ def _failing_ipyparallel(kernel: Kernel, source: str) -> tuple[float | None, str
     return (took if ended else None), "next cell works" if works else "next cell does not work"
 
 
+NODES = """
+import json, os, signal, statistics, time, rankcell
+
+source = "x = torch.ones(4)\\ndist.all_reduce(x)"
+with rankcell.Ranks(4) as here, rankcell.Ranks(4, nodes=2) as there:
+    times = {"here": [], "there": []}
+    for _ in range(60):  # in turns: both feel the same noise
+        for name, ranks in (("here", here), ("there", there)):
+            start = time.perf_counter()
+            ranks.run(source)
+            times[name].append(time.perf_counter() - start)
+    print(json.dumps({name: statistics.median(found[10:]) for name, found in times.items()}), flush=True)
+    start = time.perf_counter()
+    try:
+        there.run("import os\\nif rank == 3: os.kill(os.getpid(), 9)\\ndist.barrier()")
+    except rankcell.RankLost as error:
+        print(json.dumps([time.perf_counter() - start, str(error).splitlines()[0]]), flush=True)
+    try:
+        there.run("import time\\nfor i in range(600): time.sleep(0.1); dist.barrier()")
+    except rankcell.RankLost as error:
+        print(json.dumps([time.time(), str(error).splitlines()[0]]), flush=True)
+"""
+
+
+def bench_nodes() -> None:
+    """A cell on two nodes of a throw-away Slurm beside the same cell on one machine, and lost ranks."""
+    import json
+
+    from rankcell.cluster.slurm import MiniSlurm, NoSlurm
+
+    print("2 nodes x 2 ranks beside 4 ranks on one machine")
+    try:
+        cluster = MiniSlurm(Path(__file__).with_name("mini-slurm"))
+    except NoSlurm as reason:
+        print(f"  skipped: {reason}")
+        return
+    with cluster:
+        command = ["salloc", "--no-kill", "--nodes=2", "--ntasks-per-node=2", sys.executable, "-c", NODES]
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **cluster.environment},
+        ) as process:
+            medians = json.loads(process.stdout.readline())
+            more = medians["there"] - medians["here"]
+            row("a warm all-reduce cell on 2 nodes x 2 ranks", f"{1e3 * medians['there']:.1f} ms")
+            row("... more than on one machine", f"{1e3 * more:.1f} ms", "<= 10 ms")
+            took, message = json.loads(process.stdout.readline())
+            row("a killed rank on another node", f"{took:.2f} s", "<= 5 s", message[:60])
+            time.sleep(1.0)
+            began = time.time()
+            cluster.kill_node("node2")
+            ended, message = json.loads(process.stdout.readline())
+            row("a node without power", f"{ended - began:.2f} s", "<= 5 s", message[:80])
+
+
 LIMIT = float(os.environ.get("RANKCELL_BENCH_LIMIT", "60"))
 SECTIONS: dict[str, Callable[[], None]] = {
     "start": bench_start,
@@ -467,8 +654,11 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "prints": bench_prints,
     "recording": bench_recording,
     "parallel": bench_parallel,
+    "tensor": bench_tensor,
+    "pipeline": bench_pipeline,
     "failures": bench_failures,
     "ends": bench_ends,
+    "nodes": bench_nodes,
     "peers": bench_peers,
 }
 

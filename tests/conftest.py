@@ -1,5 +1,7 @@
 """What the tests share: one world of four ranks, and one bare IPython shell with the extension loaded."""
 
+from pathlib import Path
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -24,3 +26,16 @@ def shell():
     yield ip
     ip.run_line_magic("unload_ext", "rankcell")
     InteractiveShell.clear_instance()
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A throw-away Slurm of two nodes. Tests that ask for it are skipped where there can be none."""
+    from rankcell.cluster.slurm import MiniSlurm, NoSlurm
+
+    try:
+        found = MiniSlurm(Path(__file__).with_name("mini-slurm"))
+    except NoSlurm as reason:
+        pytest.skip(str(reason))
+    with found:
+        yield found

@@ -30,7 +30,7 @@ ALLOWED = {
     "local": {"boards", "channel", "system", "worker"},
     "nodes": {"channel", "errors", "local", "system"},
     "world": {"results", "errors", "worker", "diagnose", "local", "nodes"},
-    "magics": {"results", "errors", "world", "draw"},
+    "magics": {"results", "errors", "world", "draw", "cluster"},
     "draw": {"results", "hardware", "costs", "check", "schedules"},
     "__init__": {"results", "errors", "meter", "world", "magics", "check", "draw"},
 }

@@ -1,10 +1,18 @@
 """`%%ranks` and `%ranks` in a bare IPython shell."""
 
+import nbformat
 import pytest
 import torch
 
 from rankcell import RankError, Run
-from rankcell.errors import CellSyntaxError, OptionError, PullError, PushError, WorldSizeError
+from rankcell.errors import (
+    AllocationError,
+    CellSyntaxError,
+    OptionError,
+    PullError,
+    PushError,
+    WorldSizeError,
+)
 
 
 @pytest.fixture
@@ -145,3 +153,24 @@ def test_input_on_a_rank_says_what_to_do(cell):
     with pytest.raises(RankError, match=r"input\(\) does not work on a rank"):
         cell("4", "name = input('name? ')")
     assert cell("4", "rank").values == [0, 1, 2, 3]
+
+
+def test_export_writes_the_named_notebook_as_a_script(shell, tmp_path, monkeypatch, capsys):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%%ranks 2\nrank")])
+    nbformat.write(notebook, tmp_path / "mine.ipynb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    with pytest.raises(OptionError, match="which notebook"):
+        shell.run_line_magic("ranks", "export")
+    monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / "mine.ipynb"))
+    shell.run_line_magic("ranks", "export --to job")
+    assert "1 cell for 2 ranks" in capsys.readouterr().out
+    assert any((tmp_path / "job").glob("*.py"))
+
+
+def test_nodes_need_an_allocation(cell, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(AllocationError, match="2 nodes need a Slurm allocation"):
+        cell("4 --nodes 2", "rank")
+    with pytest.raises(OptionError, match="'two' is no number of nodes"):
+        cell("4 --nodes two", "rank")

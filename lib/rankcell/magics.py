@@ -6,6 +6,7 @@ instance that `%load_ext rankcell` makes.
 
 import argparse
 import ast
+import os
 import re
 import threading
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from .draw.svg import format_bytes
 from .results import Run
 
 PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
-_WORDS = ("stop", "restart")
+_WORDS = ("stop", "restart", "export")
 
 
 def _ranks(text: str) -> list[int]:
@@ -78,7 +79,8 @@ class RankMagics(Magics):
         "world_size",
         nargs="?",
         help="how many ranks: `%%%%ranks 4`. As a line, `%%ranks` lists the worlds alive, "
-        "`%%ranks stop` ends their processes, `%%ranks restart` gives fresh ones.",
+        "`%%ranks stop` ends their processes, `%%ranks restart` gives fresh ones, `%%ranks export` writes "
+        "the notebook's rank cells as a script for torchrun and srun.",
     )
     @argument(
         "--only", type=_ranks, metavar="RANKS", help="run on these ranks of the world only: 2, or 0,2, or 0-2"
@@ -235,11 +237,30 @@ class RankMagics(Magics):
             sizes = ", ".join(f"{w.world_size} ranks" for w in alive) or "nothing: no world is alive"
             print(f"Started anew: {sizes}.")
             return None
+        if word.split()[0] == "export":
+            return self._export(word.split()[1:])
         if re.match(r"\d", word):
             raise errors.OptionError(
                 f"`%ranks {word}` runs nothing. To run a cell on the ranks, begin it with `%%ranks {word}`."
             )
         raise errors.OptionError(errors.unknown_option(word, _WORDS, "%ranks"))
+
+    def _export(self, words: Sequence[str]) -> None:
+        """`%ranks export`: the notebook's rank cells as a script, as the command `rankcell export` does."""
+        from .cluster import export
+
+        if not any(w.endswith(".ipynb") for w in words):
+            # Jupyter's server tells its kernels which notebook they belong to
+            notebook = os.environ.get("JPY_SESSION_NAME", "")
+            if not notebook.endswith(".ipynb"):
+                raise errors.OptionError(
+                    "which notebook? Name it, and save it first: `%ranks export 08_ddp.ipynb --nodes 2`."
+                )
+            words = [notebook, *words]
+        try:
+            export.main(["export", *words])
+        except SystemExit:  # argparse has said what is wrong with the words
+            return
 
     def stop(self) -> None:
         """End all worlds."""

@@ -91,7 +91,7 @@ class DDP(nn.Module):
 
     Parameters and buffers start as those of the group's first rank. After `loss.backward()` every gradient is
     the mean over the ranks: of a loss that is a mean, and equal batches, that is the gradient of the global
-    batch.
+    batch. Keep the wrapper while the module trains: once it is gone (`DDP(module)(x)`), nobody averages.
 
     Args:
         module: any module, on its device and in its dtype already.

@@ -1,0 +1,6 @@
+"""From the notebook to a cluster: job scripts, snapshots, exported notebooks, and a Slurm to try them on.
+
+Jobs are started by Slurm and torchrun; nothing here launches ranks. `scripts` writes what they read, `export`
+turns rank cells into a program for them, `snapshots` lets a program that was stopped go on, `slurm` talks to
+the Slurm of this machine or brings up a throw-away one.
+"""

@@ -1,0 +1,335 @@
+"""A Slurm to give jobs to: this machine's own, or a throw-away cluster of two nodes on one machine.
+
+Everything goes through Slurm's commands (sbatch, squeue, ...). `%load_ext rankcell.cluster.slurm` adds the
+magics `%slurm` and `%%slurm`: a cell that begins with `%%slurm` runs where there is a Slurm and is skipped,
+with the reason, where there is none. The throw-away cluster is tests/mini-slurm of the course's repository.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
+DAEMONS = ("slurmctld", "slurmd", "munged")
+OVER = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+}
+
+
+class NoSlurm(Exception):
+    """There is no Slurm here, and why; or one that cannot do what was asked of it."""
+
+
+class Slurm:
+    """The Slurm of this machine, and one folder in which its jobs work.
+
+    Jobs find the Python of this process first on their PATH, as `python` and `torchrun`.
+
+    Raises:
+        NoSlurm: `sinfo` is missing or does not answer.
+    """
+
+    mode = ""
+    about = "the Slurm of this machine"
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).resolve()
+        self.environment = {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
+        if shutil.which("sinfo") is None:
+            raise NoSlurm("there is no Slurm on this machine: no command `sinfo`")
+        try:
+            self.run("sinfo", "--version")
+            self.run("sinfo", "--noheader", timeout=10)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            raise NoSlurm("no Slurm answers: `sinfo` fails on this machine") from None
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def __repr__(self) -> str:
+        return self.about
+
+    def run(self, *command: str, timeout: float = 60, env: Mapping[str, str] | None = None) -> str:
+        """What `command` printed, run in the folder on the node where jobs are submitted.
+
+        Raises:
+            subprocess.CalledProcessError: its exit status is not 0; `stderr` says why.
+            subprocess.TimeoutExpired: it took longer than `timeout` seconds.
+        """
+        folder = self.folder if self.folder.is_dir() else None
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, **self.environment, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=True,
+        ).stdout
+
+    def submit(self, *arguments: str, env: Mapping[str, str] | None = None) -> int:
+        """The number of the job that `sbatch` made of `arguments`: options, then the script and its words."""
+        return int(self.run("sbatch", "--parsable", *arguments, env=env).split(";")[0])
+
+    def states(self, job: int) -> dict[str, str]:
+        """The state of the job, or of each task of an array: {"7_0": "COMPLETED", "7_1": "RUNNING"}."""
+        try:
+            lines = self.run("squeue", "-h", "-r", "-t", "all", "-j", str(job), "-o", "%i %T").splitlines()
+        except subprocess.CalledProcessError:  # Slurm forgets a job some minutes after its end
+            return {}
+        return dict(sorted((line.split() for line in lines), key=_task_number))
+
+    def wait(self, job: int, seconds: float = 300) -> dict[str, str]:
+        """The last states of the job, once it is over.
+
+        Raises:
+            TimeoutError: it is not over after `seconds`; says what state it is in.
+        """
+        end = time.monotonic() + seconds
+        while not OVER.issuperset((states := self.states(job)).values()):
+            if time.monotonic() > end:
+                raise TimeoutError(f"job {job} is not over after {seconds:g} s: {states}")
+            time.sleep(0.2)
+        return states
+
+    def wait_for(self, path: str, text: str = "", seconds: float = 300) -> str:
+        """What stands in the file `path` of the folder, as soon as `text` is in it.
+
+        Raises:
+            TimeoutError: `text` is not there after `seconds`; ends with the file's last lines.
+        """
+        file, end = self.folder / path, time.monotonic() + seconds
+        while not (file.exists() and text in file.read_text()):
+            if time.monotonic() > end:
+                found = "\n".join(file.read_text().splitlines()[-15:]) if file.exists() else "no such file"
+                raise TimeoutError(f"{path} has no {text!r} after {seconds:g} s:\n{found}")
+            time.sleep(0.1)
+        return file.read_text()
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """This process in the place where jobs are submitted: folder, environment, and network."""
+        here = Path.cwd()
+        inside = {**self.environment, "OLDPWD": str(here)}  # as `cd` leaves it
+        old = {name: os.environ.get(name) for name in inside}
+        os.environ.update(inside)
+        os.chdir(self.folder)
+        try:
+            yield
+        finally:
+            os.chdir(here)
+            for name, value in old.items():
+                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+    def down(self) -> None:
+        """Nothing to do: a Slurm that was here before stays."""
+
+    def __enter__(self) -> "Slurm":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+
+class MiniSlurm(Slurm):
+    """A throw-away cluster on this machine: slurmctld and one slurmd per node, each node with a network,
+    a host name and processes of its own where the rights allow it. Gone when this process is.
+
+    Args:
+        script: the path of mini-slurm.
+        nodes: how many nodes; each has 4 CPUs and 2 pretended GPUs, whatever the machine has.
+
+    Raises:
+        NoSlurm: its packages or the rights are missing, or it did not come up; says what is missing.
+    """
+
+    mode = "net"
+
+    def __init__(self, script: str | Path, *, nodes: int = 2) -> None:
+        self.script = Path(script).resolve()
+        self.nodes = nodes
+        if not self.script.exists():
+            raise NoSlurm(f"there is no {script}: the throw-away cluster comes with the course's repository")
+        path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+        if missing := [name for name in (*COMMANDS, *DAEMONS) if shutil.which(name, path=path) is None]:
+            raise NoSlurm(f"Slurm is not installed: no {', '.join(missing)}")
+        self.mode = "net" if may_make_namespaces() else "plain"
+        self.state = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: it holds sockets
+        self.state.chmod(0o755)
+        self.folder = self.state / "jobs"
+        self.folder.mkdir()
+        shims = self.state / "bin"
+        self.environment = {
+            "PATH": f"{shims}:{Path(sys.prefix) / 'bin'}:{path}",
+            "MINI_SLURM_DIR": str(self.state),
+            "SLURM_CONF": str(self.state / "etc" / "slurm.conf"),
+        }
+        self._guard: Any = subprocess.Popen(
+            [self.script, "guard"],
+            env={**os.environ, **self.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        atexit.register(self.down)
+        try:
+            self.run(str(self.script), "shims", str(shims))
+            self.boot()
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            self.down()
+            said = error.stderr if isinstance(error.stderr, str) else ""
+            raise NoSlurm(f"a throw-away Slurm did not come up: {' '.join(said.split())[-300:]}") from None
+
+    @property
+    def about(self) -> str:
+        own = "each with a network of its own" if self.mode == "net" else "on one network"
+        return f"a throw-away Slurm of {self.nodes} nodes on this machine, {own}"
+
+    def boot(self) -> None:
+        """Bring up all nodes that are not."""
+        self.run(str(self.script), "up", "--nodes", str(self.nodes), "--mode", self.mode)
+
+    def kill_node(self, node: str) -> None:
+        """Cut the power of `node`: all its processes are killed. `boot` brings it back."""
+        self.run(str(self.script), "kill-node", node)
+
+    def shape(self, rate: str) -> None:
+        """Limit what each node sends and gets to `rate`, such as "250mbit"; "off" takes the limit away.
+
+        Raises:
+            NoSlurm: the nodes have no networks of their own.
+        """
+        if self.mode != "net":
+            raise NoSlurm("the nodes share one network here: that needs root and network namespaces")
+        self.run(str(self.script), "shape", rate)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        with super().inside(), self._network():
+            yield
+
+    @contextlib.contextmanager
+    def _network(self) -> Iterator[None]:
+        """This thread in the network of the login node: the nodes can be reached from there only."""
+        if self.mode != "net":
+            yield
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        pid = (self.state / "pid" / "login").read_text().split()[0]
+        with Path("/proc/thread-self/ns/net").open() as home, Path(f"/proc/{pid}/ns/net").open() as there:
+            if libc.setns(there.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns: cannot enter the network of the login node")
+            try:
+                yield
+            finally:
+                libc.setns(home.fileno(), 0)
+
+    def down(self) -> None:
+        """End every process of the cluster and remove its files."""
+        if self._guard is not None:
+            self._guard.stdin.close()  # the guard's sign to take all of it down
+            self._guard.wait(60)
+            self._guard = None
+            atexit.unregister(self.down)
+
+
+def may_make_namespaces() -> bool:
+    """Whether this process may make networks, process tables and mounts of its own."""
+    command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "ip", "link"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def find(script: str | Path, *, folder: str | Path = "slurm-jobs") -> Slurm:
+    """The Slurm of this machine, with `folder` for its jobs, or else a throw-away one.
+
+    Raises:
+        NoSlurm: neither is to be had; says why.
+    """
+    try:
+        return Slurm(folder)
+    except NoSlurm:
+        return MiniSlurm(script)
+
+
+def _task_number(entry: list[str]) -> list[int]:
+    return [int(part) for part in entry[0].split("_") if part.isdigit()]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register `%slurm` and `%%slurm`."""
+    from IPython.core.magic import Magics, line_magic, magics_class
+
+    @magics_class
+    class SlurmMagics(Magics):
+        found: Slurm | None = None
+        why = "no `%slurm up` has run"
+
+        @line_magic("slurm")
+        def line(self, line: str) -> None:
+            """`%slurm up SCRIPT` finds a Slurm or brings up a throw-away one; `%slurm down` ends that."""
+            word, _, script = line.strip().partition(" ")
+            if word not in ("up", "down"):
+                raise ValueError(f"`%slurm {word}` means nothing. Write `%slurm up SCRIPT` or `%slurm down`.")
+            if self.found is not None:
+                self.found.down()
+                self.found = None
+            if word == "down":
+                return
+            try:
+                self.found = find(script.strip() or "mini-slurm")
+            except NoSlurm as reason:
+                self.why = str(reason)
+                print(f"No Slurm: {self.why}. Cells that begin with %%slurm are skipped.")
+            else:
+                print(f"Jobs go to {self.found}.")
+            self.shell.user_ns["slurm"] = self.found
+
+        def cell(self, line: str, cell: str) -> Any:
+            """Run the cell where jobs are submitted, or say why not; `%%slurm net`: on separate nodes."""
+            if self.found is None:
+                print(f"Skipped: {self.why}.")
+            elif line.strip() == "net" and self.found.mode != "net":
+                print("Skipped: this needs a throw-away cluster whose nodes have networks of their own.")
+            else:
+                with self.found.inside():
+                    return self._execute(cell)
+            return None
+
+        def _execute(self, cell: str) -> Any:
+            import ast
+
+            source, names = self.shell.transform_cell(cell), self.shell.user_ns
+            tree = ast.parse(source)
+            last = None
+            if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
+                last = ast.Expression(tree.body.pop().value)
+            name = self.shell.compile.cache(source, self.shell.execution_count)
+            exec(self.shell.compile(tree, name, "exec"), names)
+            return None if last is None else eval(self.shell.compile(last, name, "eval"), names)
+
+    magics = SlurmMagics(shell)
+    shell.register_magics(magics)
+    shell.register_magic_function(magics.cell, "cell", "slurm")

@@ -1,0 +1,144 @@
+"""Snapshots from which a training that was stopped goes on exactly: the same bits as if it had never stopped.
+
+Global rank 0 writes one file, under a new name that then takes the place of the old one: a job that is killed
+while it writes leaves the old snapshot whole. The file holds the state of model, optimizer, scheduler and
+sampler, the step, and the random state of every rank. It must lie where all nodes see it. Models that are
+sharded over ranks (FSDP) are not covered: see torch.distributed.checkpoint.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+
+class Stateful(Protocol):
+    """Anything that can say and take back its state: modules, optimizers, schedulers, `Sampler`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Sampler(DistributedSampler):
+    """A `DistributedSampler` that can go on in the middle of an epoch.
+
+    Count what was trained on: `sampler.seen += len(batch)`. The next iterator begins after `seen` of this
+    rank's samples. (The sampler cannot count itself: a loader with workers asks for samples ahead of time.)
+    """
+
+    seen = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin `epoch` from its first sample, unless it is the one that is under way."""
+        if epoch != self.epoch:
+            self.seen = 0
+        super().set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__())[self.seen :])
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many samples of it all ranks together were trained on."""
+        return {"epoch": self.epoch, "seen": self.seen * self.num_replicas}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go to where `state_dict` was said, also on another number of ranks: samples are dealt like cards,
+        so the first ones of all ranks are the first ones of the epoch.
+        """
+        self.epoch, self.seen = state_dict["epoch"], state_dict["seen"] // self.num_replicas
+
+
+def save(path: str | Path, step: int, **parts: Stateful) -> None:
+    """Keep `step` and the state of `parts` (`model=model, optimizer=optimizer, ...`) at `path`.
+
+    All ranks of the default group must call it; on return the file is there for all of them.
+
+    Raises:
+        OSError: rank 0 could not write; raised on every rank.
+    """
+    randoms: list[Any] = [_random_state()]
+    if dist.is_initialized():
+        randoms = [None] * dist.get_world_size()
+        dist.all_gather_object(randoms, _random_state())
+    trouble: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        states = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
+        try:
+            _replace(Path(path), {"step": step, "parts": states, "random": randoms})
+        except OSError as error:
+            trouble = [str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(trouble, src=0)  # nobody goes on before the file is there
+    if trouble[0] is not None:
+        raise OSError(f"The snapshot was not saved: {trouble[0]}")
+
+
+def load(path: str | Path, **parts: Stateful) -> int:
+    """The step of the snapshot at `path`, whose states `parts` have then; 0 where there is no snapshot.
+
+    In the middle of an epoch give the `DataLoader` a generator of its own (`generator=torch.Generator()`):
+    else each iterator draws its seed from the rank's random state, and the resumed training makes one more.
+    What loader workers draw themselves is not covered. With another number of ranks than saved it, no rank's
+    random state is touched: the training goes on, but not to the same bits.
+
+    Raises:
+        KeyError: the snapshot lacks one of `parts`.
+    """
+    if not Path(path).exists():
+        return 0
+    snapshot = torch.load(path, map_location="cpu", weights_only=True)
+    if missing := parts.keys() - snapshot["parts"].keys():
+        raise KeyError(
+            f"The snapshot holds {', '.join(snapshot['parts'])}, but not {', '.join(sorted(missing))}."
+        )
+    for name, part in parts.items():
+        _unwrapped(part).load_state_dict(snapshot["parts"][name])
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if len(snapshot["random"]) == world_size:
+        _set_random_state(snapshot["random"][rank])
+    return snapshot["step"]
+
+
+def _replace(path: Path, content: Any) -> None:
+    """Write `content` beside `path`, then let it take its place in one step."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())  # on the disk before it has the name
+    new.replace(path)
+
+
+def _unwrapped(part: Stateful) -> Stateful:
+    """The module inside a DDP wrapper, so that one process can read the snapshot too."""
+    inner = getattr(part, "module", None)
+    return inner if isinstance(inner, torch.nn.Module) else part
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
