@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
+_ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
 DAEMONS = ("slurmctld", "slurmd", "munged")
 OVER = {
     "BOOT_FAIL",
@@ -49,6 +51,7 @@ class Slurm:
 
     mode = ""
     about = "the Slurm of this machine"
+    allocation: int | None = None  # of this process, from `allocate`
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
@@ -123,6 +126,40 @@ class Slurm:
             time.sleep(0.1)
         return file.read_text()
 
+    def allocate(self, *, nodes: int, ranks_per_node: int, minutes: int = 30) -> int:
+        """The number of an allocation for this process, as if it had been started by `salloc`: until
+        `release`, `%%ranks N --nodes M` in `inside` starts its ranks there.
+
+        Raises:
+            NoSlurm: Slurm does not give it; says why.
+        """
+        self.release()
+        wish = [f"--nodes={nodes}", f"--ntasks-per-node={ranks_per_node}", f"--time={minutes}"]
+        done = subprocess.run(
+            ["salloc", "--no-shell", "--job-name=notebook", *wish],
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        granted = re.search(r"Granted job allocation (\d+)", done.stderr)
+        if granted is None:
+            raise NoSlurm(f"no allocation of {nodes} nodes: {' '.join(done.stderr.split())[-300:]}")
+        self.allocation = int(granted[1])
+        names = self.run("squeue", "-h", "-j", granted[1], "-o", "%N").strip()
+        self.environment |= dict(zip(_ALLOCATION, (granted[1], str(nodes), names), strict=True))
+        return self.allocation
+
+    def release(self) -> None:
+        """Give the allocation back, if there is one; what runs in it ends."""
+        if self.allocation is not None:
+            for name in _ALLOCATION:
+                self.environment.pop(name, None)
+            number, self.allocation = self.allocation, None
+            self.run("scancel", str(number))
+
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """This process in the place where jobs are submitted: folder, environment, and network."""
@@ -139,7 +176,8 @@ class Slurm:
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
     def down(self) -> None:
-        """Nothing to do: a Slurm that was here before stays."""
+        """Give back the allocation; a Slurm that was here before stays."""
+        self.release()
 
     def __enter__(self) -> "Slurm":
         return self
@@ -246,6 +284,7 @@ class MiniSlurm(Slurm):
 
     def down(self) -> None:
         """End every process of the cluster and remove its files."""
+        self.allocation = None
         if self._guard is not None:
             self._guard.stdin.close()  # the guard's sign to take all of it down
             self._guard.wait(60)
@@ -280,6 +319,8 @@ def _task_number(entry: list[str]) -> list[int]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register `%slurm` and `%%slurm`."""
+    # outside a throw-away cluster its nodes have no names: torch, once imported, would warn of each of them
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from IPython.core.magic import Magics, line_magic, magics_class
 
     @magics_class
