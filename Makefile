@@ -28,7 +28,9 @@ html: $(INSTALLED) ## build the course site, after running the notebooks that ne
 	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
 	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
 
-test: $(INSTALLED) ## all tests, then every notebook from top to bottom
+test: $(INSTALLED) ## lint, all tests, then every notebook from top to bottom
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -rs
 	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(NOTEBOOKS))
