@@ -314,7 +314,7 @@ def lines(
             last = centre + half + 6
     out.append(line(left, bottom, right, bottom, stroke=MUTED))
     last = -1e9
-    for value, word in marks:
+    for value, word in sorted(marks):  # from left to right: a word without room is left out
         if not x_range[0] <= value <= x_range[1]:
             continue
         out.append(line(px(value), top - 4, px(value), bottom, stroke=MUTED, dash="2 4"))
