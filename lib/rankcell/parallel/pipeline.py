@@ -30,6 +30,9 @@ Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
 class Pipeline:
     """The stages of this rank, and the engine that trains them with the other ranks of a group.
 
+    Data parallelism averages after `step`, or stage by stage in `on_gradients`. A stage in a `DDP` would
+    average after every micro-batch, and in a split backward before the weights have their gradients.
+
     Args:
         stages: all stages of the model in order, of which this rank's are taken; or only this rank's, by
             number. They are on their device and in their dtype already.
