@@ -349,3 +349,20 @@ def test_an_srun_that_fails_is_quoted(monkeypatch, tmp_path):
         caught.value
     )
     assert list((tmp_path / ".rankcell").iterdir()) == []
+
+
+def node(**more):
+    return nodes._Node("node1", None, "", 0, (4, ""), heard=0.0, asked=0.0, **more)
+
+
+def test_a_silent_node_is_lost_and_a_busy_one_is_not():
+    assert node().lost(nodes.SILENT + 1) and not node().lost(nodes.SILENT - 1)
+    assert not node(starting=True).lost(nodes.SILENT + 1)
+    # 1 GB is on its way to the ranks: the answer stands in line behind it
+    assert not node(told=10**9).lost(100.0) and node(told=10**9, taken=10**9).lost(100.0)
+
+
+def test_a_node_that_sends_much_is_not_lost():
+    talking = node()
+    talking.heard = 99.0  # a part of a large value has just come; the answer comes after it
+    assert not talking.lost(100.0)

@@ -36,6 +36,7 @@ DRIFT = 1e-4  # seconds per second by which two clocks may drift apart: twice wh
 QUIET = 0.5  # seconds after which a node that said nothing is asked for its time
 SILENT = 3.5  # seconds without an answer after which a node is lost
 BUSY = 120.0  # the same while it starts ranks, which may first have to import torch
+SLOW = 5e6  # bytes per second at which a node passes on at least what its ranks are sent
 _FOLDER = ".rankcell"  # in the home directory, which a cluster's nodes share
 
 
@@ -54,7 +55,17 @@ class _Node:
     alive: bool = True
     heard: float = 0.0  # when it last said something
     asked: float | None = None  # when it was asked for its time, if it has not answered
-    patience: float = SILENT
+    starting: bool = False  # it starts ranks, and answers nothing meanwhile
+    told: int = 0  # bytes that were sent to its ranks
+    told_before: int = 0  # ... before it was asked
+    taken: int = 0  # ... that it has taken, by its last answer
+
+    def lost(self, now: float) -> bool:
+        """Whether it should have said something by now: it may have much to pass on first, or to send us."""
+        if self.asked is None:
+            return False
+        patience = BUSY if self.starting else SILENT + (self.told - self.taken) / SLOW
+        return now - max(self.asked, self.heard) > patience
 
 
 class Nodes:
@@ -71,9 +82,8 @@ class Nodes:
         self._per_node = _check(world_size, nodes)
         self._nodes: list[_Node] = []
         self._selector = selectors.DefaultSelector()
-        self._ending: Counter[int] = (
-            Counter()
-        )  # ranks whose end was ordered: what they said is no longer ours
+        # ranks whose end was ordered: what they said before they ended is not heard any more
+        self._ending: Counter[int] = Counter()
         self._pids: dict[int, int] = {}
         self._lost: list[local.Happening] = []
         self._compared = 0.0
@@ -139,12 +149,13 @@ class Nodes:
     def start(self, births: Sequence[Any]) -> None:
         """Start a process for each of `births` (`worker.Birth`); its "ready" message says that it joined."""
         for node, mine in self._by_node(births, key=lambda b: b.rank):
-            node.patience = BUSY
+            node.starting = True
             self._tell(node, ("start", mine))
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
         """Give a packed message to the main threads of `ranks`. Of one that is gone, "gone" tells."""
         for node, mine in self._by_node(ranks):
+            node.told += len(message) * len(mine)
             self._tell(node, ("send", mine, message))
 
     def ask(self, ranks: Sequence[int], message: bytes) -> None:
@@ -178,13 +189,14 @@ class Nodes:
             for message in messages:
                 kind, rank, payload = message
                 if kind == "clock":
-                    node.asked = None
+                    if rank == node.asked:
+                        node.asked, node.taken = None, node.told_before
                     _agree(node, sent=rank, theirs=payload)
                 elif kind == "ended":
                     self._ending.subtract(rank)
                 elif kind == "pids":
                     self._pids.update(payload)
-                    node.patience = SILENT
+                    node.starting = False
                 elif not self._ending[rank]:
                     found.append(message)
         self._listen_for_life()
@@ -299,9 +311,9 @@ class Nodes:
         now = time.monotonic()
         for node in self._nodes:
             if node.asked is None and now - node.heard > QUIET:
-                node.asked = now
+                node.asked, node.told_before = now, node.told
                 self._tell(node, ("clock", now))
-            elif node.asked is not None and now - node.asked > node.patience:
+            elif node.lost(now):
                 self._lose(node)
 
     def _by_node(self, items: Sequence[Any], key: Any = lambda rank: rank) -> list[tuple[_Node, list[Any]]]:

@@ -87,9 +87,13 @@ class Ranks:
             self._start_store("127.0.0.1")
         else:
             self._host = Nodes(world_size, nodes)
-            self.device, self.backend, self.device_note = choose_device(
-                world_size, device, gpus=self._host.gpus * nodes
-            )
+            try:
+                self.device, self.backend, self.device_note = choose_device(
+                    world_size, device, gpus=self._host.gpus * nodes
+                )
+            except ValueError:  # no such device, or too few of them: the nodes are not needed
+                self._host.stop()
+                raise
             self.device_note += f", on the nodes {', '.join(self._host.names)}"
             self._start_store("")
             self._host.begin(world_size, self.device)
