@@ -136,6 +136,28 @@ def test_names_persist_and_values_travel(notebook):
 
 
 @pytest.mark.slow
+def test_large_values_cross_a_slow_link(cluster, notebook):
+    """Longer on the way than a silent node is waited for."""
+    cluster.shape("40mbit")
+    try:
+        notebook.ask("r.run('big = big + rank', push={'big': torch.zeros(3_000_000)})")  # 12 MB
+        found = notebook.ask("answer = [float(v.mean()) for v in r.run('pass', pull=['big']).pulled['big']]")
+    finally:
+        cluster.shape("off")
+    assert found == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.slow
+def test_a_device_that_the_nodes_lack_leaves_nothing_behind(notebook):
+    before = set(ours())
+    said = notebook.ask("rankcell.Ranks(4, nodes=2, device='cuda')")
+    if said is None:
+        pytest.skip("the nodes have GPUs")
+    assert said["error"] == "WorldSizeError" and "no GPU that torch can use" in said["text"]
+    assert gone_within(15, before)
+
+
+@pytest.mark.slow
 def test_events_of_all_nodes_stand_on_one_clock(notebook):
     notebook.ask("run = r.run('import time\\ntime.sleep(0.1 * rank)\\ndist.barrier()')")
     events = notebook.ask("answer = [(e.rank, e.start, e.end) for e in run.events if e.op == 'barrier']")
