@@ -18,6 +18,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexer import RegexLexer, bygroups, using
 from pygments.lexers.python import PythonLexer
 from pygments.token import Generic, Keyword, Operator, Text
+from sphinxcontrib import katex
 
 HERE = Path(__file__).parent
 NOTEBOOKS = HERE.parent / "notebooks"
@@ -45,6 +46,10 @@ nb_ipywidgets_js = {"vendor/widgets/embed.js": {}}
 # With node, formulas are drawn at build time and a page carries style sheets and fonts only. Without it, the
 # same KaTeX runs in the reader's browser, from a file of the site.
 katex_prerender = shutil.which("node") is not None
+# On a busy machine the Unix socket exists some time before node listens on it, and the whole build fails with
+# "Connection refused"; the start over loopback tries again, and both waits may be long.
+katex.KaTeXServer.start_server_process = katex.KaTeXServer.start_network_socket
+katex.STARTUP_TIMEOUT = katex.RENDER_TIMEOUT = 60.0  # seconds
 katex_css_path = "vendor/katex/katex.min.css"
 
 html_theme = "furo"
