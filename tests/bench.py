@@ -228,43 +228,61 @@ def bench_prints() -> None:
 
 
 RECORDED = """
-import time
+import statistics, time
 recorder = get_ipython().recorder
-def quickly(x, times):  # the tenth part of the calls that nobody disturbed: other processes share the cores
+operation, key = torch.ops.c10d.allreduce_.default, torch._C.DispatchKey.BackendSelect
+class Empty:  # stands where the recorder stands, and does nothing: what it costs, no record can undercut
+    def install(self):
+        self.library = torch.library.Library("c10d", "IMPL")
+        def implementation(keyset, *args, **kwargs):
+            return operation._handle.redispatch_boxed(keyset.remove(key), *args, **kwargs)
+        self.library.impl("allreduce_", implementation, "BackendSelect", with_keyset=True)
+    def uninstall(self): self.library._destroy()
+def calls(x, times=12):
     found = []
     for _ in range(times):
         start = time.perf_counter()
         dist.all_reduce(x)
         found.append(time.perf_counter() - start)
-    return sorted(found)[times // 10]
-def compute(times=30):
-    found = []
-    for _ in range(20):
-        w = torch.randn(64, 64)
-        start = time.perf_counter()
-        for _ in range(times): w = torch.tanh(w @ w)
-        found.append(time.perf_counter() - start)
-    return sorted(found)[2]
+    return statistics.median(found)
+def compute(times=60):
+    w = torch.randn(64, 64)
+    start = time.perf_counter()
+    for _ in range(times): w = torch.tanh(w @ w)
+    return time.perf_counter() - start
 small, large = torch.ones(4), torch.ones(1 << 18)
-rows = []
-for turn in range(15):  # on and off in turns, in the same processes: both feel the same noise
-    on = quickly(small, 200), quickly(large, 60), compute()
+def times():
+    dist.barrier()
+    calls(small, 3)
+    return calls(small), calls(large), min(compute() for _ in range(3))
+def ratios(rows, others):
+    return [statistics.median(a / b for a, b in zip(*column)) for column in zip(zip(*rows), zip(*others))]
+empty, found = Empty(), {"on": [], "empty": [], "off": [], "again": []}
+for turn in range(120):  # in turns, in the same processes: all feel the same noise
+    found["on"].append(times())
     dist.barrier(); recorder.uninstall(); dist.barrier()
-    off = quickly(small, 200), quickly(large, 60), compute()
-    dist.barrier(); recorder.install(); dist.barrier()
-    rows.append([a / b for a, b in zip(on, off)])
-[sorted(column)[len(rows) // 2] for column in zip(*rows)]
+    found["off"].append(times())
+    found["again"].append(times())
+    dist.barrier(); empty.install(); dist.barrier()
+    found["empty"].append(times())
+    dist.barrier(); empty.uninstall(); recorder.install(); dist.barrier()
+{kind: ratios(found[kind], found["off"]) for kind in ("on", "empty", "again")}
 """
 
 
 def bench_recording() -> None:
     """What recording every communication costs, against the same processes with the recorder taken out."""
-    print("recording on against off, 2 ranks, medians of 15 turns, in each the quickest tenth of the calls")
+    print(
+        "recording on against off, 2 ranks, medians of 120 turns, beside what is no fault of the record:\n"
+        "a listener that does nothing, and the noise, off against off"
+    )
     with rankcell.Ranks(2) as ranks:
-        small, large, compute = (max(column) for column in zip(*ranks.run(RECORDED).values, strict=True))
-    row("an all-reduce of 4 floats", f"{small:.2f}x", "<= 1.35x")
-    row("an all-reduce of 1 MiB", f"{large:.3f}x", "< 1.03x")
-    row("computing", f"{compute:.3f}x", "1.00x")
+        found = ranks.run(RECORDED).values[0]
+    bars = ("<= 1.35x", "< 1.03x", "1.00x")
+    names = ("an all-reduce of 4 floats", "an all-reduce of 1 MiB", "computing")
+    for i, (name, bar) in enumerate(zip(names, bars, strict=True)):
+        on, empty, again = (found[kind][i] for kind in ("on", "empty", "again"))
+        row(name, f"{on:.2f}x", f"{bar}; empty {empty:.2f}x, noise {again:.2f}x")
 
 
 STEPS = """
