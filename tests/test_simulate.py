@@ -37,6 +37,13 @@ def test_the_host_runs_ahead_of_the_device():
     assert times(gpu, ("wait",)) == [("synchronize", "host", 3, 31)]
 
 
+def test_a_job_knows_the_buffers_that_it_touches():
+    gpu = device()
+    gpu.copy(seconds=1 * MS, writes="X")
+    gpu.kernel("step", 1 * MS, reads=("X", "g"), writes="W")
+    assert gpu.buffers("step") == ("W", "X", "g") and gpu.buffers("no such job") == ()
+
+
 def test_a_device_faster_than_its_host_waits_for_launches():
     gpu = Device(launch=5 * MS)
     for _ in range(3):

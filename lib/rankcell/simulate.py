@@ -392,6 +392,11 @@ class Device:
         """When host and device are both done."""
         return max([self.now, *(end for _, end in self._times)])
 
+    def buffers(self, name: str) -> tuple[str, ...]:
+        """The buffers that the jobs called `name` read or write, in the order of the alphabet."""
+        jobs = [job for job in self._jobs if job.name == name]
+        return tuple(sorted({buffer for job in jobs for buffer, _ in (*job.reads, *job.writes)}))
+
     @property
     def races(self) -> tuple[Race, ...]:
         """Every pair of streams and buffers with a race, the first jobs of each; empty if all is ordered."""

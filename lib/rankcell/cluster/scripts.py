@@ -243,8 +243,9 @@ def by_torchrun(
         why += f" When a rank dies, all are ended and started again, {max_restarts} times at most."
     if elastic:
         why += (
-            f" With {count} nodes the rest goes on when one is lost, after about 10 s of silence; without "
-            "`--no-kill` srun would end them all."
+            f" With {count} nodes the rest goes on when one is lost: after three missed signs of life, one "
+            "each second, and 5 s in which late comers may join (`--rdzv-conf`). Without `--no-kill` srun "
+            "would end them all."
         )
     lines = [
         *_head(

@@ -128,7 +128,7 @@ def speeds(items: Iterable[Speed]) -> Table:
         source: str | tuple[str, str] = (said, s.source.url) if s.source.url else said
         notes = (s.note,) if any(item.note for item in items) else ()
         rows.append((s.name, *rate, s.arithmetic or "as the source prints it", *notes, source))
-    numbers = ("each way", "both ways, as advertised") if links else ("reads and writes",)
+    numbers = ("each way", "both ways") if links else ("reads and writes",)
     note = ("note",) if any(item.note for item in items) else ()
     return Table(("", *numbers, "arithmetic", *note, "source"), tuple(rows), right=numbers)
 
