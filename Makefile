@@ -31,9 +31,16 @@ html: $(INSTALLED) ## build the course site, after running the notebooks that ne
 test: $(INSTALLED) ## lint, all tests, then every notebook from top to bottom
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -rs
+	@# the browser of the site's tests leaves a core free
+	@$(MAKE) --jobs=2 --output-sync=target --no-print-directory .site-tests .other-tests
 	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(NOTEBOOKS))
+
+.site-tests:
+	$(BIN)/python -m pytest -rs tests/test_site.py
+
+.other-tests:
+	$(BIN)/python -m pytest -rs --ignore=tests/test_site.py
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))

@@ -249,6 +249,9 @@ def mend_the_page(app, pagename, templatename, context, doctree):
     body = body.replace("<th></th>", "<td></td>")
     body = body.replace("<pre>", '<pre tabindex="0">')  # a box that scrolls must take the keyboard's focus
     body = body.replace(
+        '<div class="table-wrapper', '<div tabindex="0" role="group" aria-label="table" class="table-wrapper'
+    )
+    body = body.replace(
         '<div class="output text_html">',
         '<div class="output text_html" tabindex="0" role="group" aria-label="output">',
     )

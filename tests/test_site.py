@@ -29,10 +29,10 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# Highlighted code has the same few colours on all pages, and most of their elements: it is checked on these.
-CODE_CHECKED = {"index", "03_point_to_point", "14_on_the_cluster"}
+# Highlighted code has the same few colours on all pages, and most of their elements: it is checked on these,
+# and so are the colours of the dark.
+EXAMPLES = ("index.html", "03_point_to_point.html")
 PHONE = {"width": 380, "height": 800}
-DESKTOP = {"width": 1400, "height": 900}
 
 pytestmark = pytest.mark.slow
 each_page = pytest.mark.parametrize("page_name", PAGES)
@@ -156,8 +156,8 @@ def browser():
 def open_page(browser, site):
     """Open a page of the site from file://; `.requests` has what it asked for, `.errors` its complaints."""
 
-    def open_page(name, viewport=DESKTOP, colours="light", scripts=True):
-        context = browser.new_context(viewport=viewport, color_scheme=colours, java_script_enabled=scripts)
+    def open_page(name, colours="light", scripts=True):
+        context = browser.new_context(viewport=PHONE, color_scheme=colours, java_script_enabled=scripts)
         page = context.new_page()
         page.requests, page.errors = [], []
         page.on("request", lambda request: page.requests.append(request.url))
@@ -186,7 +186,7 @@ def notebook_page(name):
 
 @pytest.fixture(scope="module")
 def opened(open_page, name):
-    """The page as it is opened in one way, the same for all its tests: `opened(colours="dark")`."""
+    """The page as it is opened in one way, the same for all its tests: `opened(scripts=False)`."""
     pages = {}
 
     def opened(**ways):
@@ -206,9 +206,8 @@ def set_folds(page, *, opened):
     )
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
-def test_page_asks_no_other_host_and_reports_no_error(opened, colours):
-    page = opened(colours=colours)
+def test_page_asks_no_other_host_and_reports_no_error(opened):
+    page = opened()
     page.evaluate("scrollTo(0, document.body.scrollHeight)")  # pictures may load when they come into view
     page.wait_for_load_state("networkidle")
     assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
@@ -223,29 +222,38 @@ def test_a_foreign_request_would_be_seen(open_page):
     assert "http://localhost:9/x.png" in page.requests
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
-def test_axe_finds_nothing_serious(opened, colours):
+def serious(page):
+    """What axe holds against a page, with all its folds open."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    page = opened(colours=colours)
     set_folds(page, opened=True)
     page.wait_for_timeout(400)  # folds open with an animation, during which contrast is low
     # ipywidgets' slider handles have no accessible name: known upstream, not ours to mend.
     exclude = [[".jupyter-widgets"]]
-    if Path(page.url).stem not in CODE_CHECKED:
+    if Path(page.url).name not in EXAMPLES:
         exclude.append([".highlight"])
     options = {"resultTypes": ["violations"]}
     violations = axe.run(page, context={"exclude": exclude}, options=options).response["violations"]
-    found = [
+    return [
         f"{violation['id']}: {node['html'][:200]}"
         for violation in violations
         if violation["impact"] in ("serious", "critical")
         for node in violation["nodes"]
     ]
-    assert found == []
+
+
+def test_axe_finds_nothing_serious(opened):
+    assert serious(opened()) == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_axe_finds_nothing_serious_in_the_dark(open_page, name):
+    page = open_page(next(p for p in PAGES if Path(p).name == name), colours="dark")
+    assert serious(page) == []
+    page.context.close()
 
 
 def test_page_fits_every_width(opened):
-    page = opened(viewport=PHONE)
+    page = opened()
     for width in (380, 600, 800, 1024, 1280, 1400, 1700):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -253,7 +261,7 @@ def test_page_fits_every_width(opened):
 
 
 def test_figures_are_visible_on_a_phone(opened, notebook_page):
-    page = opened(viewport=PHONE)
+    page = opened()
     set_folds(page, opened=True)
     figures = page.evaluate(
         """() => [...document.querySelectorAll("article img")].map((image) => {
@@ -278,7 +286,7 @@ def test_figures_are_visible_without_scripts(opened, notebook_page):
 
 
 def test_every_slider_changes_its_picture(opened, notebook_page):
-    page = opened(colours="light")
+    page = opened()
     set_folds(page, opened=True)
     for figure in page.locator("article figure.rankcell:has(script)").all():
         slider, picture = figure.locator("input[type=range]"), figure.locator("img")
@@ -299,7 +307,7 @@ def test_solutions_are_folded(text, page_name):
 
 
 def test_printing_opens_the_folds(opened, notebook_page):
-    page = opened(colours="light")
+    page = opened()
     set_folds(page, opened=False)
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator("article details:not([open])").count() == 0
