@@ -7,6 +7,8 @@ INSTALLED := $(VENV)/.rankcell-installed
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NB ?=
 SITE := site/_build/html
+# Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
+WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
 
 # pip must neither ask questions nor advertise its next version.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -31,16 +33,15 @@ html: $(INSTALLED) ## build the course site, after running the notebooks that ne
 test: $(INSTALLED) ## lint, all tests, then every notebook from top to bottom
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@# the browser of the site's tests leaves a core free
-	@$(MAKE) --jobs=2 --output-sync=target --no-print-directory .site-tests .other-tests
+	@$(MAKE) --jobs=2 --output-sync=target --no-print-directory .waiting-tests .other-tests
 	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(NOTEBOOKS))
 
-.site-tests:
-	$(BIN)/python -m pytest -rs tests/test_site.py
+.waiting-tests:
+	$(BIN)/python -m pytest -rs $(WAITING)
 
 .other-tests:
-	$(BIN)/python -m pytest -rs --ignore=tests/test_site.py
+	$(BIN)/python -m pytest -rs $(addprefix --ignore=,$(WAITING))
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))

@@ -238,13 +238,13 @@ class Empty:  # stands where the recorder stands, and does nothing: what it cost
             return operation._handle.redispatch_boxed(keyset.remove(key), *args, **kwargs)
         self.library.impl("allreduce_", implementation, "BackendSelect", with_keyset=True)
     def uninstall(self): self.library._destroy()
-def calls(x, times=12):
-    found = []
+def calls(x, times=12):  # median seconds of a call, and mean seconds in which the calling thread computed
+    found, busy = [], time.thread_time()
     for _ in range(times):
         start = time.perf_counter()
         dist.all_reduce(x)
         found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return statistics.median(found), (time.thread_time() - busy) / times
 def compute(times=60):
     w = torch.randn(64, 64)
     start = time.perf_counter()
@@ -254,7 +254,8 @@ small, large = torch.ones(4), torch.ones(1 << 18)
 def times():
     dist.barrier()
     calls(small, 3)
-    return calls(small), calls(large), min(compute() for _ in range(3))
+    (quick, busy), (slow, at_large) = calls(small), calls(large)
+    return quick, slow, min(compute() for _ in range(3)), busy, at_large
 def ratios(rows, others):
     return [statistics.median(a / b for a, b in zip(*column)) for column in zip(zip(*rows), zip(*others))]
 empty, found = Empty(), {"on": [], "empty": [], "off": [], "again": []}
@@ -266,7 +267,8 @@ for turn in range(120):  # in turns, in the same processes: all feel the same no
     dist.barrier(); empty.install(); dist.barrier()
     found["empty"].append(times())
     dist.barrier(); empty.uninstall(); recorder.install(); dist.barrier()
-{kind: ratios(found[kind], found["off"]) for kind in ("on", "empty", "again")}
+busy = {kind: [statistics.median(c) for c in list(zip(*rows))[3:]] for kind, rows in found.items()}
+{kind: ratios(found[kind], found["off"])[:3] for kind in ("on", "empty", "again")}, busy
 """
 
 
@@ -277,12 +279,15 @@ def bench_recording() -> None:
         "a listener that does nothing, and the noise, off against off"
     )
     with rankcell.Ranks(2) as ranks:
-        found = ranks.run(RECORDED).values[0]
+        found, busy = ranks.run(RECORDED).values[0]
     bars = ("<= 1.35x", "< 1.03x", "1.00x")
     names = ("an all-reduce of 4 floats", "an all-reduce of 1 MiB", "computing")
     for i, (name, bar) in enumerate(zip(names, bars, strict=True)):
         on, empty, again = (found[kind][i] for kind in ("on", "empty", "again"))
         row(name, f"{on:.2f}x", f"{bar}; empty {empty:.2f}x, noise {again:.2f}x")
+    for i, size in enumerate(("4 floats", "1 MiB")):
+        on, empty, off = (1e6 * busy[kind][i] for kind in ("on", "empty", "off"))
+        row(f"the calling thread computes, {size}", f"{on:.0f} us", f"empty {empty:.0f} us, off {off:.0f} us")
 
 
 STEPS = """
