@@ -30,9 +30,10 @@ FLAGS = [
     "--disable-sync",
 ]
 # Highlighted code has the same few colours on all pages, and most of their elements: it is checked on these,
-# and so are the colours of the dark.
-EXAMPLES = ("index.html", "03_point_to_point.html")
+# and so are the colours of the dark, and the sidebar, which a phone hides.
+EXAMPLES = ("index.html", "03_point_to_point.html", "14_on_the_cluster.html")
 PHONE = {"width": 380, "height": 800}
+DESKTOP = {"width": 1400, "height": 900}
 
 pytestmark = pytest.mark.slow
 each_page = pytest.mark.parametrize("page_name", PAGES)
@@ -156,8 +157,8 @@ def browser():
 def open_page(browser, site):
     """Open a page of the site from file://; `.requests` has what it asked for, `.errors` its complaints."""
 
-    def open_page(name, colours="light", scripts=True):
-        context = browser.new_context(viewport=PHONE, color_scheme=colours, java_script_enabled=scripts)
+    def open_page(name, viewport=PHONE, colours="light", scripts=True):
+        context = browser.new_context(viewport=viewport, color_scheme=colours, java_script_enabled=scripts)
         page = context.new_page()
         page.requests, page.errors = [], []
         page.on("request", lambda request: page.requests.append(request.url))
@@ -207,7 +208,10 @@ def set_folds(page, *, opened):
 
 
 def test_page_asks_no_other_host_and_reports_no_error(opened):
-    page = opened()
+    assert_on_its_own(opened())
+
+
+def assert_on_its_own(page):
     page.evaluate("scrollTo(0, document.body.scrollHeight)")  # pictures may load when they come into view
     page.wait_for_load_state("networkidle")
     assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
@@ -245,9 +249,12 @@ def test_axe_finds_nothing_serious(opened):
     assert serious(opened()) == []
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_axe_finds_nothing_serious_in_the_dark(open_page, name):
-    page = open_page(next(p for p in PAGES if Path(p).name == name), colours="dark")
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_axe_finds_nothing_serious_on_a_desktop(open_page, example, colours):
+    name = next(page_name for page_name in PAGES if Path(page_name).name == example)
+    page = open_page(name, viewport=DESKTOP, colours=colours)
+    assert_on_its_own(page)
     assert serious(page) == []
     page.context.close()
 

@@ -333,7 +333,8 @@ def train_both(
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "tied", "vocab"), [(False, True, 49), (True, True, 49), (True, False, 48)]
+    ("sequence_parallel", "tied", "vocab"),
+    [(False, True, 49), (True, True, 49), (False, False, 49), (True, False, 49), (True, True, 48)],
 )
 def test_gpt_trains_as_the_dense_model(world, sequence_parallel, tied, vocab):
     for worst, whole, dense in world.run(train_both, args=(sequence_parallel, tied, vocab)).values:
