@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from rankcell import channel
+from rankcell.engine import channel
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 

@@ -1,6 +1,7 @@
 """Who waits for whom: proofs and words from hand-written states, no processes."""
 
-from rankcell.diagnose import State, Wait, diagnose, standings, summary, unmatched
+from rankcell.engine.diagnose import State, diagnose, standings, summary, unmatched
+from rankcell.engine.messages import Wait
 
 WORLD = (0, 1, 2)
 

@@ -10,7 +10,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
-from rankcell import system
+from rankcell.engine import system
 
 LINUX_ONLY = pytest.mark.skipif(not system.LINUX, reason="reads /proc")
 

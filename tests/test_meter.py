@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import rankcell
-from rankcell import meter, models
+from rankcell import models
 from rankcell.draw import memory
+from rankcell.engine import meter
 
 
 @pytest.fixture(scope="module")

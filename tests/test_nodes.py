@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rankcell import errors, nodes
+from rankcell import errors
+from rankcell.engine import nodes
 
 FOLDER = Path.home() / ".rankcell"
 NOTEBOOK = """
@@ -81,7 +82,7 @@ def notebook(cluster):
     found.end()
 
 
-def ours(text="rankcell.nodes"):
+def ours(text="rankcell.engine.agent"):
     """Pids of the processes with `text` in their command line."""
     found = []
     for folder in Path("/proc").iterdir():
@@ -262,7 +263,7 @@ def test_the_key_is_never_on_a_command_line(cluster):
     ((path, (key, mode)),) = seen.items()
     assert len(key) == 64 and mode == 0o600 and not path.exists()
     assert FOLDER.stat().st_mode & 0o077 == 0
-    assert any(b"rankcell.nodes" in line for line in lines)
+    assert any(b"rankcell.engine.agent" in line for line in lines)
     assert not any(key.encode() in line or bytes.fromhex(key) in line for line in lines)
 
 

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from rankcell import system
+from rankcell.engine import system
 from rankcell.results import Event
 
 MIB = 1 << 20
@@ -130,7 +130,7 @@ def test_values_hold_what_the_tensors_held(four):
 
 def test_a_long_run_keeps_the_newest_events_and_sums_up_the_rest(four):
     from rankcell.draw import page
-    from rankcell.record import MAX_EVENTS
+    from rankcell.engine.record import MAX_EVENTS
 
     source = f"""
     x = torch.ones(4)

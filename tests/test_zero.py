@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from rankcell import models, system
+from rankcell import models
+from rankcell.engine import system
 from rankcell.parallel import zero
 from rankcell.parallel.zero import FSDP, ShardedOptimizer, ZeRO2, model_state_bytes
 

@@ -1,25 +1,35 @@
 """Rank cells: notebook cells that run on several real ranks, and pictures of what each of them did."""
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+if sys.platform == "win32":
+    raise ImportError("rankcell runs on Linux and macOS. On Windows, use it inside WSL2.")
+
 from IPython.core.interactiveshell import InteractiveShell
 
+from .engine.world import Ranks, run
 from .errors import (
+    AllocationError,
     Deadlock,
+    EngineError,
     PullError,
     PushError,
     RankError,
     RankLost,
     RankMismatch,
+    RanksInterrupted,
     RankTimeout,
+    StartError,
     WorldSizeError,
 )
 from .results import Event, Memory, RankResult, Run
-from .world import Ranks, run
 
 __all__ = [
+    "AllocationError",
     "Deadlock",
+    "EngineError",
     "Event",
     "Memory",
     "PullError",
@@ -30,7 +40,9 @@ __all__ = [
     "RankResult",
     "RankTimeout",
     "Ranks",
+    "RanksInterrupted",
     "Run",
+    "StartError",
     "WorldSizeError",
     "memory",
     "run",
@@ -86,7 +98,7 @@ def memory(*owners: Any) -> AbstractContextManager[Any]:
     `owners` are modules, optimizers and tensors; what they own are states. On a rank the samples are also in
     `run.ranks[r].memory`, and a `span` names the phase.
     """
-    from .meter import Meter
+    from .engine.meter import Meter
 
     recorder = getattr(InteractiveShell._instance, "recorder", None)
     return Meter(*owners) if recorder is None else recorder.measure(*owners)

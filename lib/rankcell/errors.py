@@ -22,9 +22,16 @@ class Told:
 class RankError(Told, RuntimeError):
     """A rank cell did not finish on every rank. `run` holds what each rank did and printed until then."""
 
-    def __init__(self, message: str, run: Run) -> None:
+    run: Run
+
+    def __init__(self, message: str, run: Run | None = None) -> None:
         super().__init__(message)
-        self.run = run
+        if run is not None:
+            self.run = run
+
+    def add(self, sentence: str) -> None:
+        """Say one thing more."""
+        self.args = (f"{self}\n{sentence}",)
 
 
 class Deadlock(RankError):
@@ -44,9 +51,16 @@ class RankLost(RankError):
 class RanksInterrupted(KeyboardInterrupt):
     """The learner interrupted a rank cell. `run` holds what each rank did and printed until then."""
 
-    def __init__(self, message: str, run: Run) -> None:
+    run: Run
+
+    def __init__(self, message: str, run: Run | None = None) -> None:
         super().__init__(message)
-        self.run = run
+        if run is not None:
+            self.run = run
+
+    def add(self, sentence: str) -> None:
+        """Say one thing more."""
+        self.args = (f"{self}\n{sentence}",)
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]
@@ -59,15 +73,21 @@ class RankMismatch(RankError):
 class MismatchError(RuntimeError):
     """On a rank: this call does not match the call of another rank. Nothing was sent."""
 
-    def __init__(self, details: Mismatch) -> None:
+    def __init__(self, details: Mismatch, *, again: bool = False) -> None:
         self.details = details
         calls = ", ".join(
             f"rank {r} calls {c.text}{_at_line(c.line)}" for r, c in sorted(details.calls.items())
         )
-        super().__init__(
-            f"{details.problem}: {calls}. This call was stopped before it sent anything. "
-            f"{_advice(details.problem)}"
-        )
+        if again:
+            super().__init__(
+                f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "
+                f"ranks are out of step: until the cell ends, this group sends nothing more."
+            )
+        else:
+            super().__init__(
+                f"{details.problem}: {calls}. This call was stopped before it sent anything. "
+                f"{_advice(details.problem)}"
+            )
 
 
 def _at_line(line: int) -> str:
@@ -83,6 +103,12 @@ _MISMATCH_ADVICE = {
     "different dtypes": "Give the tensors the same dtype on every rank.",
     "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest.",
     "different sizes": "The receiving tensor must have as many elements as the one sent.",
+    "different numbers of tensors": "Pass as many tensors on every rank.",
+    "different lists of ranks": (
+        "Every rank of the world must call new_group for every group, with the same list, also the ranks outside "
+        "it: for i in (0, 2): new_group([i, i + 1]), and each rank keeps its own. Or let only the members call it, "
+        "with use_local_synchronization=True."
+    ),
     "different roots": "src or dst must name the same rank on every rank.",
     "different reduce operations": "Pass the same `op=` on every rank.",
 }
@@ -92,12 +118,34 @@ _SPLIT_ADVICE = "What one rank sends to another must be as long as what that ran
 class RankInputError(EOFError):
     """A rank asked for keyboard input, which only the notebook has."""
 
-    def __init__(self) -> None:
+    def __init__(self, message: str = "") -> None:
         super().__init__(
-            "input() does not work on a rank: the ranks have no keyboard. Ask in an ordinary cell and push "
-            "the answer "
-            "with `--push NAME`."
+            message
+            or "input() does not work on a rank: the ranks have no keyboard. Ask in an ordinary cell and push the "
+            "answer with `--push NAME`."
         )
+
+
+class SpawnError(RuntimeError):
+    """A rank was asked to start ranks of its own with a function that only a cell has."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"mp.spawn starts processes of its own, and they cannot find `{function}`, which a cell defined. This "
+            f"cell runs on several ranks already: call `{function}(rank, ...)` directly, without mp.spawn."
+        )
+
+
+class GroupError(Told, RuntimeError):
+    """On a rank: a process group cannot be set up as asked."""
+
+
+class StartError(Told, RuntimeError):
+    """Ranks could not be started. Nothing has run."""
+
+
+class EngineError(Told, RuntimeError):
+    """Something unforeseen happened on the notebook's side. The ranks were started anew: their names are gone."""
 
 
 class WorldSizeError(Told, ValueError):
@@ -153,6 +201,9 @@ def describe_frames(failure: RankFailure) -> str:
     """The learner's part of a traceback: where in the cell it happened, with the lines themselves."""
     parts = []
     for frame in failure.frames:
+        if not frame.filename:
+            parts.append(f"  {frame.name}")
+            continue
         source = frame.source or linecache.getline(frame.filename, frame.lineno).strip()
         where = _where(frame.filename, frame.lineno)
         parts.append(f"  {where}, in {frame.name}\n    {source}" if source else f"  {where}, in {frame.name}")
@@ -193,24 +244,32 @@ def rank_error(run: Run) -> RankError:
     frames = describe_frames(first.error)
     if frames:
         lines += ["", frames]
+    lines += _causes(first.error)
     lines += [f"\n{note}" for note in first.error.notes]
     return RankError("\n".join(lines), run)
 
 
+def _causes(failure: RankFailure, indent: str = "") -> list[str]:
+    """What stands behind an exception: a line each, with where it was raised."""
+    lines = []
+    for how, cause in failure.causes:
+        at = f" (line {cause.line})" if cause.line else ""
+        lines.append(f"{indent}  {how}: {cause}{at}")
+        lines += _causes(cause, indent + "  ")
+    return lines
+
+
 def mismatch_error(run: Run) -> RankMismatch:
     """The error for calls that do not match. It names the minority: who noticed first is chance."""
-    first = next(r.error for r in run.failed if r.error and r.error.mismatch)
-    assert first.mismatch is not None
+    first = next(r.mismatch for r in run.ran if r.mismatch)
     calls: dict[int, Call] = {}
-    for result in run.failed:
+    for result in run.ran:
         failure = result.error
-        if failure is None:
-            continue
-        if failure.mismatch and failure.mismatch.problem == first.mismatch.problem:
-            calls |= failure.mismatch.calls
-        elif failure.call is not None and failure.caused_by_abort:
+        if result.mismatch and result.mismatch.problem == first.problem:
+            calls |= result.mismatch.calls
+        elif failure is not None and failure.call is not None and failure.caused_by_abort:
             calls[result.rank] = failure.call
-    wrong = next(iter(first.mismatch.calls.values()))
+    wrong = next(iter(first.calls.values()))
     for result in run.ran:  # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
         for event in result.events:
             if result.rank not in calls and (event.group, event.seq) == (wrong.group, wrong.nth):
@@ -220,7 +279,7 @@ def mismatch_error(run: Run) -> RankMismatch:
         texts.setdefault(call.text, []).append(rank)
     parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))
     odd_text, odd = parties[0]
-    problem = first.mismatch.problem
+    problem = first.problem
     verb = "calls" if len(odd) == 1 else "call"
     if len(parties) == 1:  # alike in words: the pieces differ
         head = f"the calls of {name_ranks(list(calls))} do not fit together: {problem}."
@@ -255,8 +314,8 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankL
         ends.setdefault(result.error.message, []).append(result.rank)
     lines = []
     for message, ranks in ends.items():
-        if len(ranks) > 1:
-            message = message.replace("was ", "were ", 1)
+        if len(ranks) > 1 and message.startswith("was "):
+            message = f"were {message.removeprefix('was ')}"
         lines.append(f"{name_ranks(ranks)} of {run.world_size} {message}")
     if not replaced:
         lines.append(
@@ -267,9 +326,8 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankL
     others = [r.rank for r in run.ran if r not in lost]
     who = name_ranks([r.rank for r in lost])
     lines.append(
-        f"A new process has taken the place of {who}: names defined there are gone. Run the cells that "
-        f"define them "
-        f"again, or `%ranks restart` for fresh ranks."
+        f"A new process has taken the place of {who}: names defined there are gone. Run the cells that define "
+        f"them again, or `%ranks restart` for fresh ranks."
     )
     if others:
         kept = f"{name_ranks(others)} kept {'its' if len(others) == 1 else 'their'} names"

@@ -9,6 +9,7 @@ import ast
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,14 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import MagicArgumentParser, argument, magic_arguments
 from IPython.display import clear_output, display
 
-from . import errors, world
+from . import errors
 from .draw import page
 from .draw.svg import format_bytes
+from .engine import world
 from .results import Run
 
 PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
+KEPT = 20  # runs that stay whole in Out without a name; of older ones what they printed and their values
 _WORDS = ("stop", "restart", "export")
 
 
@@ -60,7 +63,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch("[0-9]+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes. Write for example --nodes 2.")
     return int(text)
 
@@ -72,7 +75,7 @@ class RankMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
-        self.last: world.Ranks | None = None
+        self._unnamed: deque[Run] = deque()  # the latest runs that nobody has named
 
     @magic_arguments()
     @argument(
@@ -128,7 +131,7 @@ class RankMagics(Magics):
         options = _parse(RankMagics.ranks.parser, line)
         if options.world_size is None:
             raise errors.OptionError("how many ranks? Write for example `%%ranks 4`.")
-        if not options.world_size.isdigit() or int(options.world_size) < 1:
+        if not re.fullmatch("[0-9]+", options.world_size) or int(options.world_size) < 1:
             raise errors.OptionError(
                 f"{options.world_size!r} is no number of ranks. Write for example `%%ranks 4`."
             )
@@ -179,9 +182,8 @@ class RankMagics(Magics):
         missing = [n for n in names if n not in self.shell.user_ns]
         if missing:
             raise errors.PushError(
-                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an "
-                f"ordinary cell "
-                f"first. No rank has run."
+                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an ordinary "
+                f"cell first. No rank has run."
             )
         return {n: self.shell.user_ns[n] for n in names}
 
@@ -202,7 +204,6 @@ class RankMagics(Magics):
         else:
             ranks = self.worlds[key] = world.Ranks(world_size, device=device, nodes=nodes)
             ranks.notes.append(f"{world_size} ranks talk over {ranks.device_note}.")
-        self.last = ranks
         return ranks
 
     def _tell(self, ranks: world.Ranks) -> None:
@@ -210,13 +211,18 @@ class RankMagics(Magics):
         while ranks.notes:
             print(ranks.notes.pop(0))
 
-    def _keep(self, run: Run | None, options: Any) -> None:
-        if run is None:
-            return
-        if options.out:
-            self.shell.user_ns[options.out[0]] = run
+    def _keep(self, run: Run, options: Any) -> None:
+        """Give the notebook the names that it asked for."""
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
+        # held by their names alone: `del name` frees them, though the notebook keeps every Run in Out
+        run.forget_pulled()
+        if options.out:
+            self.shell.user_ns[options.out[0]] = run
+            return
+        self._unnamed.append(run)
+        if len(self._unnamed) > KEPT:
+            self._unnamed.popleft().forget_details()
 
     def _line(self, line: str) -> Any:
         word = line.strip()
@@ -225,10 +231,8 @@ class RankMagics(Magics):
         if word == "stop":
             count = sum(w.alive for w in self.worlds.values())
             self.stop()
-            print(
-                f"Stopped {count} {'world' if count == 1 else 'worlds'}. The next %%ranks cell starts new "
-                f"ranks."
-            )
+            worlds = "world" if count == 1 else "worlds"
+            print(f"Stopped {count} {worlds}. The next %%ranks cell starts new ranks.")
             return None
         if word == "restart":
             alive = [w for w in self.worlds.values() if w.alive]
@@ -335,9 +339,9 @@ class _Live:
             self.shown = False
 
 
-def _show_before_error(run: Run | None) -> None:
+def _show_before_error(run: Run) -> None:
     """Show what the ranks printed before something went wrong."""
-    if run is not None and any(r.stdout or r.stderr or r.displays or r.data for r in run.ran):
+    if any(r.stdout or r.stderr or r.displays or r.data for r in run.ran):
         display(run)
 
 
@@ -354,9 +358,8 @@ def _parse(parser: MagicArgumentParser, line: str) -> Any:
             )
             if not word.startswith("-"):
                 raise errors.OptionError(
-                    f"{word!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; "
-                    f"names are "
-                    f"separated by commas without spaces. `%%ranks?` explains the options."
+                    f"{word!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; names "
+                    f"are separated by commas without spaces. `%%ranks?` explains the options."
                 ) from None
             raise errors.OptionError(errors.unknown_option(word.split("=")[0], known, "%%ranks")) from None
         raise errors.OptionError(re.sub(r"^argument ", "", text)) from None

@@ -4,7 +4,7 @@ It starts nothing, draws nothing and imports nothing of ours.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -175,6 +175,7 @@ class Call:
     line: int = 0
     nth: int = 0
     group: str = ""
+    op: str = ""
 
 
 def call_text(
@@ -205,13 +206,18 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank did not finish the cell: the exception as text, its frames, and when it happened."""
+    """Why a rank did not finish the cell: the exception as text, its frames, and when it happened.
+
+    `causes` are the exceptions behind it, each with how it led here: "caused by" (`raise ... from`), "while
+    handling", or "1 of 2" in an ExceptionGroup.
+    """
 
     type: str
     message: str
     frames: tuple[Frame, ...] = ()
     at: float = 0.0  # seconds since the cell began
     caused_by_abort: bool = False  # it was freed from an operation that could never finish: a victim
+    causes: "tuple[tuple[str, RankFailure], ...]" = ()
     notes: tuple[str, ...] = ()
     call: Call | None = None  # the communication in which it happened
     mismatch: Mismatch | None = None
@@ -258,8 +264,10 @@ class Standing:
 class RankResult:
     """What one rank did in one cell.
 
-    `state` is "ok", "error" (it raised), "lost" (its process ended), "stopped" (interrupted or timed out) or
-    "skipped" (the cell ran on other ranks only).
+    `state` is "ok", "error" (it raised, or was freed or interrupted), "lost" (its process ended), "running" (in
+    what is shown while the cell runs) or "skipped" (the cell ran on other ranks only). Of a flood of output
+    `stdout` and `stderr` keep the beginning and the end, and say how much lay between. `order` says how they
+    took turns: pairs of bytes of stderr, and of stdout, written until then.
     """
 
     rank: int
@@ -277,6 +285,8 @@ class RankResult:
     node: str = ""  # the node it ran on, of a world with `--nodes`
     dropped: tuple[Dropped, ...] = ()  # the oldest events in sum: a long run stays small
     memory: tuple[Memory, ...] = ()  # what it held over time, with `rankcell.memory` only
+    mismatch: Mismatch | None = None  # a call that did not match, also if the program caught the error
+    order: tuple[tuple[int, int], ...] = ()
 
     @property
     def dropped_events(self) -> int:
@@ -303,6 +313,15 @@ class Run:
     seconds: float = 0.0
     pulled: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     standstill: tuple[Standing, ...] = ()  # where the ranks stood, if the cell had to be ended
+
+    def forget_pulled(self) -> None:
+        """Let go of the pulled values: whoever named them holds them."""
+        object.__setattr__(self, "pulled", {})
+
+    def forget_details(self) -> None:
+        """Let go of events, memory samples and steps; what was printed, shown and returned stays."""
+        slim = (replace(r, events=(), connections=None, steps=(), memory=(), order=()) for r in self.ranks)
+        object.__setattr__(self, "ranks", tuple(slim))
 
     @property
     def nodes(self) -> tuple[str, ...]:

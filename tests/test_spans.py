@@ -6,7 +6,8 @@ import textwrap
 import pytest
 import torch
 
-from rankcell import models, modules
+from rankcell import models
+from rankcell.engine import spans as modules
 
 
 def spans_of(model, x, names=(), loss=lambda y: y.sum()):

@@ -1,9 +1,8 @@
 """The ranks of a world that live on several nodes of a Slurm allocation.
 
-`srun` starts one agent per node (this file, run as a module). The agent connects back to the notebook, both
-prove that they know a key, and from then on it starts, feeds and ends the ranks of its node as the notebook's
-process does on one machine: it holds a `Local`, and passes on what comes from it. Slurm launches and ends;
-nothing here replaces it.
+`srun` starts one agent per node (`agent.py`). The agent connects back to the notebook, both prove that they know
+a key, and from then on it starts, feeds and ends the ranks of its node as the notebook's process does on one
+machine. Slurm launches and ends; nothing here replaces it.
 
 The key travels in a file that only the user can read, on the file system that the nodes share, never on a
 command line or in the environment. What is sent after the check is not encrypted, as torch's own traffic
@@ -13,6 +12,7 @@ between nodes is not.
 import contextlib
 import json
 import os
+import queue
 import secrets
 import selectors
 import shutil
@@ -20,22 +20,25 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from . import channel, errors, local, system
+from .. import errors
+from . import channel, system
+from .messages import Birth, Clock, Ended, Gone, Happening, Hello, Order, Started
 
 START_TIMEOUT = 120.0  # seconds for the agents to connect: Slurm may have to wait for the nodes
-MAX_WAITING = 8 << 20  # bytes that an agent holds for a notebook that does not read: then its ranks wait
 CLOCKS_AGREE_FOR = 10.0  # seconds after which the clocks are compared anew
 DRIFT = 1e-4  # seconds per second by which two clocks may drift apart: twice what cheap quartz does
 QUIET = 0.5  # seconds after which a node that said nothing is asked for its time
 SILENT = 3.5  # seconds without an answer after which a node is lost
 BUSY = 120.0  # the same while it starts ranks, which may first have to import torch
+HELLO = 60.0  # seconds for an agent that has proved itself to say hello: it imports torch first
 SLOW = 5e6  # bytes per second at which a node passes on at least what its ranks are sent
 _FOLDER = ".rankcell"  # in the home directory, which a cluster's nodes share
 
@@ -71,7 +74,7 @@ class _Node:
 class Nodes:
     """The ranks of a world on `nodes` nodes of this allocation, `world_size / nodes` on each, in blocks.
 
-    Used like `local.Local`.
+    A `host.Host`, as `local.Local` is.
 
     Raises:
         AllocationError: not inside a Slurm allocation, or one with fewer nodes, or srun could not start.
@@ -85,7 +88,9 @@ class Nodes:
         # ranks whose end was ordered: what they said before they ended is not heard any more
         self._ending: Counter[int] = Counter()
         self._pids: dict[int, int] = {}
-        self._lost: list[local.Happening] = []
+        self._lost: list[Happening] = []
+        self._store: Any = None
+        self.notes: list[str] = []
         self._compared = 0.0
         self._log = tempfile.TemporaryFile()
         try:
@@ -114,22 +119,15 @@ class Nodes:
         """Rank -> process id on its node."""
         return self._pids
 
-    def node_of(self, rank: int) -> str:
-        """The name of the node that `rank` lives on."""
-        return self._nodes[rank // self._per_node].name
-
-    def place_of(self, rank: int) -> dict[str, Any]:
-        """What a rank must know about its place: fields of `worker.Birth`."""
-        node = self._nodes[rank // self._per_node]
-        return {
-            "local_rank": rank % self._per_node,
-            "local_world_size": self._per_node,
-            "node": node.name,
-        }
+    def place_of(self, rank: int) -> tuple[int, int, str]:
+        """Its local rank, how many ranks are on its node, and the node's name."""
+        return rank % self._per_node, self._per_node, self._nodes[rank // self._per_node].name
 
     def address_for(self, rank: int) -> str:
-        """The address of this process as the node of `rank` reaches it."""
-        return self._nodes[rank // self._per_node].address
+        """Host and port of the store, as the node of `rank` reaches it."""
+        if self._store is None:
+            self._start_store()
+        return f"{self._nodes[rank // self._per_node].address}:{self._port}"
 
     def reachable(self, rank: int) -> bool:
         """Whether a process can be started in the place of `rank`."""
@@ -144,65 +142,73 @@ class Nodes:
     def begin(self, world_size: int, device: str) -> None:
         """Say once, before the first rank is started, what the world is like."""
         for node in self._nodes:
-            node.channel.send(("world", world_size, device))
+            self._tell(node, Order("world", (world_size, device)))
 
-    def start(self, births: Sequence[Any]) -> None:
-        """Start a process for each of `births` (`worker.Birth`); its "ready" message says that it joined."""
+    def start(self, births: Sequence[Birth]) -> None:
+        """Start a process for each of `births`; its `Ready` says that it has joined."""
         for node, mine in self._by_node(births, key=lambda b: b.rank):
             node.starting = True
-            self._tell(node, ("start", mine))
+            self._tell(node, Order("start", (mine,)))
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the main threads of `ranks`. Of one that is gone, "gone" tells."""
+        """Give a packed message to the main threads of `ranks`. Of one that is gone, `Gone` tells."""
         for node, mine in self._by_node(ranks):
             node.told += len(message) * len(mine)
-            self._tell(node, ("send", mine, message))
+            self._tell(node, Order("send", (mine, message)))
 
     def ask(self, ranks: Sequence[int], message: bytes) -> None:
         """Give a packed message to the control threads of `ranks`."""
         for node, mine in self._by_node(ranks):
-            self._tell(node, ("ask", mine, message))
+            self._tell(node, Order("ask", (mine, message)))
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` at once; "gone" follows."""
+        """End the processes of `ranks` at once; `Gone` follows."""
         for node, mine in self._by_node(ranks):
-            self._tell(node, ("kill", mine))
+            self._tell(node, Order("kill", (mine,)))
 
     def end(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks`, and hear nothing of them any more."""
         for node, mine in self._by_node(ranks):
             if node.alive:
                 self._ending.update(mine)
-                self._tell(node, ("end", mine))
+                self._tell(node, Order("end", (mine,)))
 
-    def pump(self, timeout: float) -> list[local.Happening]:
+    def pump(self, timeout: float) -> list[Happening]:
         """What has come from the ranks, after waiting at most `timeout` seconds for something."""
-        found: list[local.Happening] = []
-        for key, _ in self._selector.select(0.0 if self._lost else timeout):
+        found: list[Happening] = []
+        for key, ready in self._selector.select(0.0 if self._lost else timeout):
             node = key.data
             try:
-                messages = node.channel.poll()
+                if ready & selectors.EVENT_WRITE:
+                    node.channel.push()
+                    self._watch(node)
+                messages = node.channel.poll() if ready & selectors.EVENT_READ else []
             except (EOFError, OSError):
                 self._lose(node)
                 continue
-            node.heard = time.monotonic()
+            if messages:
+                node.heard = time.monotonic()
             for message in messages:
-                kind, rank, payload = message
-                if kind == "clock":
-                    if rank == node.asked:
-                        node.asked, node.taken = None, node.told_before
-                    _agree(node, sent=rank, theirs=payload)
-                elif kind == "ended":
-                    self._ending.subtract(rank)
-                elif kind == "pids":
-                    self._pids.update(payload)
-                    node.starting = False
-                elif not self._ending[rank]:
-                    found.append(message)
+                self._take(node, message, found)
         self._listen_for_life()
         found += self._lost
         self._lost = []
         return found
+
+    def _take(self, node: _Node, message: Any, found: list[Happening]) -> None:
+        if isinstance(message, Clock):
+            if message.asked == node.asked:
+                node.asked, node.taken = None, node.told_before
+            _agree(node, sent=message.asked, theirs=message.theirs)
+        elif isinstance(message, Ended):
+            self._ending.subtract(message.ranks)
+        elif isinstance(message, Started):
+            self._pids.update(message.pids)
+            node.starting = False
+            if message.problem:
+                raise errors.StartError(f"on {node.name}: {message.problem}")
+        elif not self._ending[message.rank]:
+            found.append(message)
 
     def stop(self) -> None:
         """End all ranks and the agents, and with them the job step. Safe to call twice."""
@@ -221,6 +227,17 @@ class Nodes:
                 process.wait(patience)
         self._log.close()
         self._selector.close()
+        self._store = None
+
+    def _start_store(self) -> None:
+        """A key-value store, held by this process, at which the ranks of all nodes find each other."""
+        import torch.distributed as dist
+
+        listener = socket.create_server(("", 0), backlog=1024)
+        self._port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1", self._port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
     def _start_agents(self, nodes: int) -> None:
         listener = socket.create_server(("", 0), backlog=max(nodes, 8))
@@ -240,7 +257,7 @@ class Nodes:
             "--job-name=rankcell",
             sys.executable,
             "-m",
-            "rankcell.nodes",
+            "rankcell.engine.agent",
             str(path),
         ]
         try:
@@ -260,6 +277,7 @@ class Nodes:
         listener.settimeout(0.1)
         deadline = time.monotonic() + START_TIMEOUT
         found: dict[int, _Node] = {}
+        arrived: queue.Queue[tuple[int, _Node]] = queue.Queue()
         while len(found) < nodes:
             if self._srun.poll() is not None or time.monotonic() > deadline:
                 self._log.seek(0)
@@ -274,27 +292,20 @@ class Nodes:
                     + "\nTry `!srun --overlap hostname` in the notebook: it must name the nodes of the "
                     "allocation."
                 )
-            try:
+            with contextlib.suppress(TimeoutError):
                 sock, _ = listener.accept()
-            except TimeoutError:
-                continue
-            try:
-                channel.authenticate(sock, key, server=True)
-            except (PermissionError, OSError, EOFError):  # not an agent of ours: nothing it said was read
-                sock.close()
-                continue
-            system.keep_alive(sock, reads_always=True)
-            talk = channel.Channel(sock)
-            hello = talk.receive()
-            found[hello["index"]] = _Node(
-                hello["name"], talk, sock.getsockname()[0], hello["gpus"], hello["room"]
-            )
+                # each in a thread of its own: a stranger who says nothing keeps nobody waiting
+                threading.Thread(target=_greet, args=(sock, key, arrived), daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    index, node = arrived.get_nowait()
+                    found[index] = node
         self._nodes = [node for _, node in sorted(found.items())]
         for node in self._nodes:
             for _ in range(5):  # nothing else is under way yet: the answer is the next message
-                node.channel.send(("clock", time.monotonic()))
-                _, sent, theirs = node.channel.receive()
-                _agree(node, sent=sent, theirs=theirs)
+                node.channel.send(Order("clock", (time.monotonic(),)))
+                answer: Clock = node.channel.receive()
+                _agree(node, sent=answer.asked, theirs=answer.theirs)
             self._selector.register(node.channel, selectors.EVENT_READ, node)
         self._compared = time.monotonic()
 
@@ -302,7 +313,7 @@ class Nodes:
         """Ask every node for its time. The answer is taken in when it comes, and counts from then on."""
         self._compared = time.monotonic()
         for node in self._nodes:
-            self._tell(node, ("clock", time.monotonic()))
+            self._tell(node, Order("clock", (time.monotonic(),)))
 
     def _listen_for_life(self) -> None:
         """Ask a node that has been quiet, and lose one that does not answer: a machine without power sends
@@ -312,23 +323,31 @@ class Nodes:
         for node in self._nodes:
             if node.asked is None and now - node.heard > QUIET:
                 node.asked, node.told_before = now, node.told
-                self._tell(node, ("clock", now))
+                self._tell(node, Order("clock", (now,)))
             elif node.lost(now):
                 self._lose(node)
 
-    def _by_node(self, items: Sequence[Any], key: Any = lambda rank: rank) -> list[tuple[_Node, list[Any]]]:
+    def _by_node(
+        self, items: Sequence[Any], key: Callable[[Any], int] = lambda rank: rank
+    ) -> list[tuple[_Node, list[Any]]]:
         found: dict[int, list[Any]] = {}
         for item in items:
             found.setdefault(key(item) // self._per_node, []).append(item)
         return [(self._nodes[i], mine) for i, mine in sorted(found.items())]
 
-    def _tell(self, node: _Node, message: Any) -> None:
+    def _tell(self, node: _Node, order: Order) -> None:
         if not node.alive:
             return
         try:
-            node.channel.send(message)
+            node.channel.post(order)
+            self._watch(node)
         except OSError:
             self._lose(node)
+
+    def _watch(self, node: _Node) -> None:
+        """Listen to a node, and for the moment in which it takes what is not on its way yet."""
+        write = selectors.EVENT_WRITE if node.channel.unsent else 0
+        self._selector.modify(node.channel, selectors.EVENT_READ | write, node)
 
     def _lose(self, node: _Node) -> None:
         if not node.alive:
@@ -341,9 +360,7 @@ class Nodes:
         step = self._srun.returncode is not None
         how = "where the job step has ended" if step else "which no longer answers (switched off, or cut off)"
         first = self._nodes.index(node) * self._per_node
-        self._lost += [
-            ("gone", r, f"was on {node.name}, {how}") for r in range(first, first + self._per_node)
-        ]
+        self._lost += [Gone(r, f"was on {node.name}, {how}") for r in range(first, first + self._per_node)]
 
 
 def _check(world_size: int, nodes: int) -> int:
@@ -398,105 +415,16 @@ def _agree(node: _Node, *, sent: float, theirs: float) -> None:
         node.offset, node.doubt, node.compared = theirs - (sent + now) / 2, doubt, now
 
 
-class _Agent:
-    """On a node: holds the node's ranks, does what the notebook says, passes on what comes from them."""
-
-    def __init__(self, talk: channel.Channel, interface: str) -> None:
-        self.talk, self.interface = talk, interface
-        self.ranks: local.Local | None = None
-        self.waiting = bytearray()  # for the notebook, which may be busy
-
-    def serve(self) -> None:
-        """Until the notebook is gone."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.talk, selectors.EVENT_READ)
-            listening = False
-            while True:
-                wanted = self.ranks is not None and len(self.waiting) < MAX_WAITING
-                if wanted and not listening:
-                    selector.register(self.ranks, selectors.EVENT_READ)
-                elif listening and not wanted:
-                    selector.unregister(self.ranks)
-                listening = wanted
-                write = selectors.EVENT_WRITE if self.waiting else 0
-                selector.modify(self.talk, selectors.EVENT_READ | write)
-                for key, ready in selector.select():
-                    if key.fileobj is self.ranks:
-                        self._pass_on()
-                    elif ready & selectors.EVENT_READ:
-                        for message in self.talk.poll():
-                            self._do(*message)
-                if self.waiting:
-                    with contextlib.suppress(BlockingIOError):
-                        sent = self.talk.socket.send(self.waiting, socket.MSG_DONTWAIT)
-                        del self.waiting[:sent]
-
-    def _pass_on(self) -> None:
-        assert self.ranks is not None
-        for happening in self.ranks.pump(0.0):
-            self.waiting += channel.frame(happening)
-
-    def _do(self, order: str, *arguments: Any) -> None:
-        if order == "world":
-            self.ranks = local.Local(*arguments, interface=self.interface)
-            return
-        if order == "clock":
-            self.waiting += channel.frame(("clock", arguments[0], time.monotonic()))
-            return
-        assert self.ranks is not None
-        getattr(self.ranks, order)(*arguments)
-        if order == "end":
-            self.waiting += channel.frame(("ended", arguments[0], None))
-        elif order == "start":
-            self.waiting += channel.frame(("pids", None, self.ranks.pids))
-
-
-def main(arguments: Sequence[str]) -> NoReturn:
-    """The life of an agent: connect, serve, end all ranks."""
-    told = json.loads(Path(arguments[0]).read_text())
-    local.warm_up()  # imports torch in the background, while we connect
-    sock = _connect(told["addresses"], told["port"], bytes.fromhex(told["key"]))
-    system.keep_alive(sock, reads_always=False)
-    talk = channel.Channel(sock)
-    import torch
-
-    mine = sock.getsockname()[0]
-    talk.send(
-        {
-            "index": int(os.environ.get("SLURM_NODEID", "0")),
-            "name": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            "gpus": torch.cuda.device_count(),
-            "room": local.room(),
-        }
-    )
-    agent = _Agent(talk, system.interface_of(mine) or system.LOOPBACK)
+def _greet(sock: socket.socket, key: bytes, arrived: "queue.Queue[tuple[int, _Node]]") -> None:
+    """Hear who is at the other end of `sock`, and announce it if it is an agent of ours."""
     try:
-        agent.serve()
-    except (EOFError, OSError):  # the notebook has ended, or has no more use for us
-        pass
-    finally:
-        if agent.ranks is not None:
-            agent.ranks.stop()
-        os._exit(0)
-
-
-def _connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
-    """A connection to the notebook, which proved that it knows the key."""
-    problems: dict[str, str] = {}
-    for address in list(dict.fromkeys(addresses)) * 3:
-        try:
-            sock = socket.create_connection((address, port), timeout=5.0)
-            channel.authenticate(sock, key, server=False)
-        except (OSError, EOFError) as error:
-            problems[address] = str(error)
-            continue
+        channel.authenticate(sock, key, server=True)
+        sock.settimeout(HELLO)
+        talk = channel.Channel(sock)
+        hello: Hello = talk.receive()
         sock.settimeout(None)
-        return sock
-    sys.exit(
-        f"{socket.gethostname()} cannot reach the notebook. Its machine must accept connections from the "
-        f"nodes. Tried:\n" + "\n".join(f"{address}: {why}" for address, why in problems.items())
-    )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        system.keep_alive(sock, reads_always=True)
+    except (PermissionError, OSError, EOFError):  # not one of ours: nothing it said was read
+        sock.close()
+        return
+    arrived.put((hello.index, _Node(hello.name, talk, sock.getsockname()[0], hello.gpus, hello.room)))

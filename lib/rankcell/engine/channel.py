@@ -11,6 +11,8 @@ import pickle
 import secrets
 import socket
 import struct
+import threading
+from collections import deque
 from typing import Any
 
 _HEADER = struct.Struct("!Q")
@@ -18,11 +20,17 @@ _NONCE = 32  # bytes
 
 
 class Channel:
-    """One end of a two-way message channel. `receive` waits; `poll` never waits."""
+    """One end of a two-way message channel. `send` and `receive` wait; `post` and `poll` never do.
+
+    Several threads may send: their messages do not mix. An end either sends or posts, never both.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
+        self.unsent = 0  # bytes that were posted and are not on their way yet
+        self._unsent: deque[memoryview] = deque()
         self._buffer = bytearray()
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """The descriptor, for selectors."""
@@ -31,11 +39,38 @@ class Channel:
     def send(self, message: Any) -> None:
         """Send one picklable message. Raises OSError when the other end is gone."""
         payload = packed(message)
-        if len(payload) < 1 << 16:  # one packet, one wake-up of the reader
-            self.socket.sendall(_HEADER.pack(len(payload)) + payload)
-        else:
-            self.socket.sendall(_HEADER.pack(len(payload)))
-            self.socket.sendall(payload)
+        with self._sending:
+            if len(payload) < 1 << 16:  # one packet, one wake-up of the reader
+                self.socket.sendall(_HEADER.pack(len(payload)) + payload)
+            else:
+                self.socket.sendall(_HEADER.pack(len(payload)))
+                self.socket.sendall(payload)
+
+    def post(self, message: Any) -> None:
+        """Send one message as far as the other end takes it now; `push` sends the rest.
+
+        Raises OSError when the other end is gone.
+        """
+        payload = packed(message)
+        header = _HEADER.pack(len(payload))
+        # a small message is one packet, and one wake-up of the reader
+        parts = [header + payload] if len(payload) < 1 << 16 else [header, payload]
+        self._unsent += map(memoryview, parts)
+        self.unsent += _HEADER.size + len(payload)
+        self.push()
+
+    def push(self) -> None:
+        """Send what was posted, as far as the other end takes it now. Raises OSError when it is gone."""
+        while self._unsent:
+            try:
+                sent = self.socket.send(self._unsent[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            self.unsent -= sent
+            if sent == len(self._unsent[0]):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = self._unsent[0][sent:]
 
     def receive(self) -> Any:
         """The next message. Waits for it; raises EOFError when the other end is gone."""
@@ -97,16 +132,10 @@ def packed(message: Any) -> bytes:
     return message if isinstance(message, bytes) else pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
-def frame(message: Any) -> bytes:
-    """A message with the header that `Channel.send` puts in front of it, for whoever sends it in parts."""
-    payload = packed(message)
-    return _HEADER.pack(len(payload)) + payload
-
-
-def pair() -> tuple[Channel, Channel]:
-    """Two connected channels over an unnamed Unix socket pair."""
-    a, b = socket.socketpair()
-    return Channel(a), Channel(b)
+def pair() -> tuple[Channel, socket.socket]:
+    """A channel, and the socket of its other end, over an unnamed Unix socket pair."""
+    ours, theirs = socket.socketpair()
+    return Channel(ours), theirs
 
 
 def authenticate(sock: socket.socket, key: bytes, *, server: bool, timeout: float = 10.0) -> None:

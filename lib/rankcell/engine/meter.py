@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .results import KINDS, Memory
+from ..results import KINDS, Memory
 
 MAX_SAMPLES = 20_000  # then every second one goes; the highest of all is kept
 _PLAIN = {Tensor, torch.nn.Parameter}

@@ -9,27 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .results import Standing, name_ranks
+from ..results import Standing, name_ranks
+from .messages import Status, Wait
 
 OVER = ("finished", "error", "lost", "absent")  # in this cell such a rank issues nothing more
-
-
-@dataclass(frozen=True)
-class Wait:
-    """An operation that a rank has called and that is not over."""
-
-    op: str
-    text: str  # "all_reduce(float32[4])"
-    group: str
-    ranks: tuple[int, ...]  # of the group
-    key: Any  # what `seq` counts: the group, or the pair and tag of a send or receive
-    seq: int
-    nth: int = 0  # the same, counted from the beginning of the cell
-    peer: int | None = None
-    tag: int = 0
-    line: int = 0
-    via: str = ""
-    waiting: bool = True  # Python stands in it
 
 
 @dataclass(frozen=True)
@@ -75,9 +58,7 @@ def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[i
         return (states[peer].counts or {}).get(key, 0)
 
     if wait.op in ("send", "recv"):
-        if (
-            wait.peer is None
-        ):  # a receive from anyone: whoever has sent less than was received may still answer
+        if wait.peer is None:  # a receive from anyone: whoever can still go on may answer
             return tuple(r for r in wait.ranks if r != rank)
         other = "recv" if wait.op == "send" else "send"
         key = (*wait.key[:-1], other)
@@ -94,7 +75,7 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
             missing = missing_peers(wait, by_rank, state.rank)
             if missing:
                 edges.setdefault(state.rank, []).append((wait, missing))
-    over = {s.rank for s in states if s.phase in OVER}
+    over = {s.rank for s in states if s.phase in OVER and not s.other_threads}
     free = {s.rank for s in states if s.rank not in over and (s.rank not in edges or s.other_threads)}
     while True:
         freed = {
@@ -201,8 +182,7 @@ def _ended(
             blame = min(stuck)
             head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
             advice = (
-                "Every rank of a group must call the same collectives equally often: look at what this rank "
-                "does "
+                "Every rank of a group must call the same collectives equally often: look at what this rank does "
                 "in addition (one more batch, a call inside `if rank == ...`)."
             )
     return Diagnosis(blame, head, lines, advice)
@@ -210,24 +190,29 @@ def _ended(
 
 def describe(state: State, world_size: int) -> str:
     """One rank's state in a line."""
-    name = f"rank {state.rank}"
+    return f"rank {state.rank}  {doing(state, world_size)}"
+
+
+def doing(state: State, world_size: int, *, many: bool = False) -> str:
+    """What a rank is doing, in words, to follow its name, or the names of `many` that do the same."""
+    s = "" if many else "s"
     if state.phase == "error":
-        return f"{name}  failed: {state.why}"
+        return f"failed: {state.why}"
     if state.phase == "lost":
-        return f"{name}  {state.why}"
+        return state.why
     if state.phase == "absent":
-        return f"{name}  does not run this cell"
+        return "do not run this cell" if many else "does not run this cell"
     calls = state.calls
     if state.phase == "finished":
-        return f"{name}  finished the cell after {calls} {'call' if calls == 1 else 'calls'}"
+        return f"finished the cell after {calls} {'call' if calls == 1 else 'calls'}"
     blocking = state.blocking
     if not blocking:
         at = f" at line {state.line}" if state.line else ""
-        return f"{name}  computes{at}"
+        return f"compute{s}{at}"
     wait = blocking[0]
     where = f", line {wait.line}" if wait.line else ""
     inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
-    return f"{name}  waits in {wait.text}{inside} (call {wait.nth} {_group(wait, world_size)}{where})"
+    return f"wait{s} in {wait.text}{inside} (call {wait.nth} {_group(wait, world_size)}{where})"
 
 
 def _name(wait: Wait) -> str:
@@ -252,7 +237,7 @@ def standings(states: Sequence[State]) -> tuple[Standing, ...]:
             Standing(
                 rank=state.rank,
                 phase=state.phase,
-                doing=describe(state, len(states)).split("  ", 1)[1],
+                doing=doing(state, len(states)),
                 op=wait.op if wait else "",
                 text=wait.text if wait else "",
                 line=wait.line if wait else state.line,
@@ -270,7 +255,7 @@ def summary(states: Sequence[State]) -> str:
             continue
         blocking = state.blocking
         if state.phase != "running":
-            what = {"finished": "done", "error": "failed", "lost": "lost"}[state.phase]
+            what = {"finished": "done", "error": "failed", "lost": "lost"}.get(state.phase, state.phase)
         elif blocking:
             what = f"waiting in {blocking[0].op}"
         else:
@@ -279,50 +264,29 @@ def summary(states: Sequence[State]) -> str:
     return ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in rows.items())
 
 
-def from_status(status: Mapping[str, Any], previous_cpu: float | None) -> State:
+def from_status(status: Status, previous_cpu: float | None) -> State:
     """The state of a running rank from what its control thread answered.
 
     A rank stands still inside torch when its main thread used no CPU time since the last answer: measured, a
     wait in C++ (DDP's reducer, a functional collective) uses none at all.
     """
-    cpu = status["cpu"]
+    cpu = status.cpu
     still = cpu is not None and previous_cpu is not None and cpu - previous_cpu < 1e-4
     return State(
-        rank=status["rank"],
-        phase=status["phase"],
-        waits=tuple(
-            Wait(
-                **{
-                    k: o[k]
-                    for k in (
-                        "op",
-                        "text",
-                        "group",
-                        "ranks",
-                        "key",
-                        "seq",
-                        "nth",
-                        "peer",
-                        "tag",
-                        "line",
-                        "via",
-                        "waiting",
-                    )
-                }
-            )
-            for o in status["operations"]
-        ),
-        counts=status["counts"],
-        calls=status["calls"],
-        line=status["line"],
-        blocked_in_torch=bool(status["in_torch"] and still),
-        other_threads=status["other_threads"],
+        rank=status.rank,
+        phase="running" if status.phase in ("starting", "idle") else status.phase,
+        waits=status.waits,
+        counts=status.counts,
+        calls=status.calls,
+        line=status.line,
+        blocked_in_torch=status.in_torch and still,
+        other_threads=status.threads,
     )
 
 
-def unmatched(counts: Mapping[int, Mapping[Any, int]]) -> str | None:
-    """A sentence if some ranks called more collectives of a group than others by the end of a cell, else
-    None.
+def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> str | None:
+    """A sentence if some ranks called more collectives of a group than others by the end of a cell that `ran`
+    ran, else None.
 
     Such a cell came to its end only because the extra call did not wait (the root of a broadcast,
     `async_op=True`); the next collective would be matched with the wrong one. `counts` holds, by rank, the
@@ -337,19 +301,18 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]]) -> str | None:
         if fewer and key[0] == "new_group":
             return (
                 f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not.\n"
-                f"new_group must be called by every rank of the world, also by those outside the new group: "
-                f"the ranks "
-                f"count their groups alike. The process groups were closed, so that the next cell starts "
+                f"new_group must be called by every rank of the world, also by those outside the new group: the "
+                f"ranks count their groups alike. The process groups were closed, so that the next cell starts "
                 f"clean."
             )
         if fewer:
             extra = most - min(calls.values())
+            absent = [r for r in fewer if r not in ran]
+            why = f" ({name_ranks(absent)} did not run this cell)" if absent else ""
             return (
-                f"{name_ranks(more)} called {extra} {'collective' if extra == 1 else 'collectives'} more "
-                f"than "
-                f"{name_ranks(fewer)}, and did not wait for the answer.\n"
-                f"Every rank of a group must call the same collectives in the same order. The process group "
-                f"was set up "
-                f"anew, so that the next cell starts clean."
+                f"{name_ranks(more)} called {extra} {'collective' if extra == 1 else 'collectives'} more than "
+                f"{name_ranks(fewer)}{why}, and did not wait for the answer.\n"
+                f"Every rank of a group must call the same collectives in the same order. The process group was "
+                f"set up anew, so that the next cell starts clean."
             )
     return None

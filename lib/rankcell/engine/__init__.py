@@ -1,0 +1,21 @@
+"""The engine of rank cells: how a cell gets from the notebook to real processes, and what they did back again.
+
+    both sides       messages   what travels, typed, without torch
+                     channel    whole messages over a socket
+                     system     what only some operating systems offer
+                     match      calls that must be alike on several ranks
+    notebook side    world      start ranks, run cells, repair, stop
+                     cell       one cell: send, poll, diagnose, free
+                     diagnose   who waits for whom, and what is to blame: a pure function
+                     mailbox    takes in what ranks say;  parts  what that becomes: a RankResult
+                     host       what a world needs of a place:  local  this machine,  nodes  a Slurm allocation
+                     forks      the process that ranks are forked from, and  agent  the same on a node
+    rank side        preload    imports torch, forks
+                     worker     names, cells;  control  the thread that answers meanwhile
+                     execute    source -> value;  report  exception or value -> what travels;  stdio, shell
+                     groups     process groups and their connections
+                     record     every communication as an  operation;  spans, meter  on request
+
+Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
+CONTRIBUTING.md follows one cell and one event through these files.
+"""

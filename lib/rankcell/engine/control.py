@@ -1,0 +1,179 @@
+"""Inside a rank: the thread that answers the notebook while the main thread runs or waits.
+
+It says what the rank is doing, and on demand it frees the main thread from an operation that can never finish.
+Nothing that the learner's objects do may end it: a rank that does not answer cannot be diagnosed.
+"""
+
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from . import system
+from .channel import Channel
+from .messages import Answer, Question, Status
+from .operation import clock, kind_of
+
+if TYPE_CHECKING:
+    from .worker import Rank
+
+BACK = 0.1  # seconds that an interrupted main thread has to come back by itself before connections are closed
+
+
+class Control:
+    """The control thread of a rank."""
+
+    def __init__(self, rank: "Rank", channel: Channel) -> None:
+        self._rank, self._channel = rank, channel
+        self.interrupted = False  # the notebook wants the cell to end
+        self.thread = threading.Thread(target=self._serve, name="rankcell control", daemon=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                question = self._channel.receive()
+            except (EOFError, OSError):
+                os._exit(0)  # the notebook is gone
+            try:
+                answer = self._answer(question)
+            except Exception:  # noqa: BLE001 - the notebook goes on without this answer
+                answer = None
+            try:
+                self._channel.send(Answer(question.number, answer))
+            except OSError:
+                os._exit(0)
+
+    def _answer(self, question: Question) -> Any:
+        if question.about == "status":
+            return self.status()
+        if question.about in ("interrupt", "free"):
+            self._free(wanted=question.about == "interrupt")
+            return True
+        if question.about == "memory":
+            return system.process_memory(os.getpid())
+        return complete(question.argument, self._rank.names)
+
+    def _free(self, *, wanted: bool) -> None:
+        """Get the main thread out of the cell.
+
+        `wanted`: the learner asked for it, and most likely the rank computes, or waits only for a moment. Then
+        Python is interrupted first, and connections are closed if that did not help: gloo may hang for good if
+        its connections are closed in the middle of a transfer. Otherwise the rank is known to wait in vain, and
+        leaves with the clean error of a closed connection.
+        """
+        self.interrupted = True
+        if wanted:
+            signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
+            self._await_end(BACK)
+        if self._rank.running:
+            self._rank.groups.close()
+            if self._rank.birth.backend == "nccl" and dist.is_initialized():
+                # nccl has no connections to shut: its kernels spin on the GPU until the communicator is aborted
+                dist.group.WORLD.abort()
+            self._await_end(BACK)
+        if self._rank.running:
+            signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
+
+    def _await_end(self, seconds: float) -> None:
+        end = clock() + seconds
+        while self._rank.running and clock() < end:
+            time.sleep(0.002)
+
+    def status(self) -> Status:
+        """What the rank is doing now."""
+        rank, recorder = self._rank, self._rank.recorder
+        # the cell first: `phase` is set before the recorder learns of a new cell, so that a phase of the cell
+        # before is never told as one of this cell
+        cell = recorder.cell
+        phase = rank.phase
+        rank.stdio.flush_from_another_thread()
+        frames = sys._current_frames()
+        frame = frames.get(rank.main_thread)
+        top, line = "", 0
+        while frame is not None:
+            name = frame.f_code.co_filename
+            top = top or name
+            if name.startswith("<cell") or "ipykernel_" in name:
+                line = frame.f_lineno
+                break
+            frame = frame.f_back
+        return Status(
+            rank=rank.birth.rank,
+            cell=cell,
+            phase=phase,
+            line=line,
+            in_torch="/torch/" in top,
+            cpu=system.thread_cpu_seconds(rank.main_thread),
+            waits=tuple(o.wait() for o in list(recorder.open.values()) if not o.finished),
+            counts=dict(recorder.counts),
+            calls=recorder.total,
+            threads=self.busy_threads(),
+        )
+
+    def busy_threads(self) -> bool:
+        """Whether another thread is inside the learner's code and stands in no operation: it may still answer.
+
+        A thread of a library that waits for work, such as a progress bar's, has no frame of the learner's.
+        """
+        mine = {self._rank.main_thread, self.thread.ident, threading.get_ident()}
+        waiting = {o.thread for o in list(self._rank.recorder.open.values()) if o.waiting}
+        for ident, frame in sys._current_frames().items():
+            if ident in mine or ident in waiting:
+                continue
+            at: Any = frame
+            while at is not None:
+                if kind_of(at.f_code) is True:
+                    return True
+                at = at.f_back
+        return False
+
+
+def complete(text: str, names: dict[str, Any]) -> list[str]:
+    """Names that begin with `text`, which may be dotted. It runs no code of the learner's: no property, no
+    `__getattr__`; the parts of a torch module are found where torch keeps them.
+    """
+    head, dot, start = text.rpartition(".")
+    if not dot:
+        return [n for n in names if n.startswith(start)]
+    first, *rest = head.split(".")
+    if first not in names:
+        return []
+    value = names[first]
+    for part in rest:
+        found, value = _attribute(value, part)
+        if not found:
+            return []
+    if inspect.ismodule(value):
+        known = set(vars(value))
+    else:
+        known = {n for kind in type(value).__mro__ for n in vars(kind)} | set(_own(value))
+        if isinstance(value, type):
+            known |= {n for kind in value.__mro__ for n in vars(kind)}
+    return [f"{head}.{n}" for n in sorted(known) if n.startswith(start)]
+
+
+def _own(value: Any) -> dict[str, Any]:
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    found = dict(own)
+    for name in ("_parameters", "_buffers", "_modules"):  # of a torch module
+        if isinstance(own.get(name), dict):
+            found |= own[name]
+    return found
+
+
+def _attribute(value: Any, name: str) -> tuple[bool, Any]:
+    own = vars(value) if inspect.ismodule(value) else _own(value)
+    if name in own:
+        return True, own[name]
+    found = inspect.getattr_static(value, name, complete)
+    if found is complete or inspect.isdatadescriptor(found):
+        return False, None
+    return True, found

@@ -1,0 +1,203 @@
+"""The process that ranks are forked from, as the notebook's side knows it.
+
+One process for all worlds of a notebook imports torch once (`preload.py`); a rank is a fork of it, which takes
+milliseconds. It is ours alone: the learner's own use of `multiprocessing`, whichever start method, neither
+disturbs it nor inherits anything from it. It learns by the end of a socket that the notebook is gone, and takes
+all ranks, and all that they have started, with it.
+"""
+
+import atexit
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import errors
+from . import system
+from .channel import Channel
+from .messages import Birth
+
+START_TIMEOUT = 120.0  # seconds for torch to be imported, on a slow file system too
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from rankcell.engine import preload; preload.main(int(sys.argv[1]))"
+)
+
+
+class ForkServer:
+    """Starts ranks and ends them, and knows how each of them ended. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._lock = threading.RLock()
+        self._pids: dict[int, int] = {}  # number of a birth -> process id, from "born" to `fork`'s return
+        self._ended: dict[int, int] = {}  # process id -> exit code, until somebody has asked
+        self._births = 0
+        self._pid = 0  # of the process that has started it: a fork of that one leaves it alone
+        atexit.register(self.close)
+
+    def warm_up(self) -> None:
+        """Start the process, if it does not run; it imports torch while the notebook goes on."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None and self._channel is not None:
+                return
+            if self._process is not None:
+                self._log.close()
+                self._process.wait()
+            ours, theirs = socket.socketpair()
+            self._log = tempfile.TemporaryFile()
+            # a file in the learner's folder that is called like a module of the standard library is for the
+            # ranks to import, not for torch
+            folder = _folder()
+            path = [p for p in sys.path if p and Path(p).absolute() != folder]
+            path.append(str(Path(__file__).absolute().parents[2]))  # our package may lie in that folder only
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _CODE, str(theirs.fileno()), json.dumps(path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C in a terminal is for the notebook to hear
+                )
+            self._channel = Channel(ours)
+            self._pid = os.getpid()
+            self._pids.clear()
+
+    def fork(self, births: Sequence[tuple[Birth, Sequence[int]]]) -> list[int]:
+        """Start a rank for each birth, which gets copies of the descriptors beside it; returns process ids.
+
+        Raises:
+            StartError: the process that imports torch has ended, or the system gives no more processes.
+        """
+        with self._lock:
+            self.warm_up()
+            assert self._channel is not None
+            numbers = []
+            for birth, descriptors in births:
+                self._births += 1
+                numbers.append(self._births)
+                order = pickle.dumps((self._births, birth), pickle.HIGHEST_PROTOCOL)
+                try:
+                    socket.send_fds(
+                        self._channel.socket, [b"f" + len(order).to_bytes(8, "big")], list(descriptors)
+                    )
+                    self._channel.socket.sendall(order)
+                except OSError:
+                    self._explain()
+            deadline = time.monotonic() + START_TIMEOUT
+            while not all(n in self._pids for n in numbers):
+                self._channel.socket.settimeout(max(deadline - time.monotonic(), 0.01))
+                try:
+                    self._hear(self._channel.receive())
+                except TimeoutError:
+                    raise errors.StartError(
+                        f"no rank was started within {START_TIMEOUT:.0f} s: torch is still being imported. "
+                        f"Is the file system slow? Run the cell again."
+                    ) from None
+                except (EOFError, OSError):
+                    self._explain()
+                finally:
+                    self._channel.socket.settimeout(None)
+            found = [self._pids.pop(n) for n in numbers]
+            if -1 in found:
+                self.kill([pid for pid in found if pid > 0])
+                raise errors.StartError(
+                    f"the system gave {sum(pid > 0 for pid in found)} of {len(found)} processes: the limit of "
+                    f"processes is reached (`ulimit -u`), or memory is. Start fewer ranks, or end other processes."
+                )
+            return found
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when a rank has ended; -1 if there is none."""
+        return -1 if self._channel is None else self._channel.fileno()
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """End these ranks at once, with all processes that they have started."""
+        with self._lock:
+            if self._channel is not None and pids:
+                order = pickle.dumps(list(pids))
+                try:
+                    self._channel.socket.sendall(b"k" + len(order).to_bytes(8, "big") + order)
+                except OSError:  # it has ended, and they with it
+                    return
+
+    def exit_code(self, pid: int, *, wait: float = 0.0) -> int | None:
+        """How the process of a rank ended, after at most `wait` seconds; None while it lives.
+
+        A negative number is that of a signal. It is said once.
+        """
+        deadline = time.monotonic() + wait
+        while True:
+            with self._lock:
+                if self._channel is not None:
+                    left = min(0.05, deadline - time.monotonic())
+                    if left > 0 and pid not in self._ended:
+                        system.wait_readable(self._channel.fileno(), left)
+                    try:
+                        for message in self._channel.poll():
+                            self._hear(message)
+                    except (EOFError, OSError):  # killed: the kernel ends the ranks with it
+                        self._channel = None
+                if pid in self._ended:
+                    return self._ended.pop(pid)
+                if self._channel is None:
+                    return -9
+            if time.monotonic() >= deadline:
+                return None
+
+    def close(self) -> None:
+        """End the process, and all ranks with it."""
+        with self._lock:
+            if self._process is None or os.getpid() != self._pid:
+                return
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+            try:
+                self._process.wait(3.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+            self._log.close()
+
+    def _hear(self, message: tuple[str, int, int]) -> None:
+        what, key, value = message
+        if what == "born":
+            self._pids[key] = value
+        else:
+            self._ended[key] = value
+
+    def _explain(self) -> None:
+        """Raise what kept the process from living."""
+        assert self._process is not None
+        self._channel = None
+        try:
+            code: int | None = self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._log.seek(0)
+        said = self._log.read()[-2000:].decode(errors="replace").strip()
+        raise errors.StartError(
+            f"ranks could not be started: the process that imports torch for them ended (exit code {code}).\n{said}"
+            f"\nDoes `import torch` work in a fresh Python of this environment?"
+        )
+
+
+def _folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+server = ForkServer()

@@ -1,0 +1,231 @@
+"""Inside a rank: its process groups, and the connections behind them.
+
+The rank joins a process group before its first cell, and a new one whenever a connection was closed. A cell may
+make groups of its own, destroy them, and set the default group up again, as pasted scripts do: those calls are
+watched like operations, because they wait for other ranks and open connections.
+"""
+
+import contextlib
+import datetime
+import functools
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import GroupError
+from . import system
+from .match import Signature
+from .messages import Birth
+from .operation import Operation, caller, clock, forget_groups
+from .record import Recorder
+
+IMPATIENT = datetime.timedelta(minutes=5)  # a group with a shorter limit is left to end its waits by itself
+
+
+class Groups:
+    """The default process group of one rank, and what the learner's code makes beside it."""
+
+    def __init__(self, birth: Birth, recorder: Recorder, say: Callable[[str], None]) -> None:
+        self._birth, self._recorder, self._say = birth, recorder, say
+        self._generation = birth.generation
+        self._again = 0  # how often a program has set the default group up anew in this generation
+        # of our own for the backend's connections: to count their bytes and to shut them down
+        self.connections: list[socket.socket] = []
+        self._new_group = dist.new_group
+        self._destroy = dist.destroy_process_group
+        self._init = dist.init_process_group
+
+    def install(self) -> None:
+        """From now on the learner's calls come here first."""
+        replaced = {
+            "new_group": (self._new_group, self.new_group),
+            "destroy_process_group": (self._destroy, self.destroy),
+            "init_process_group": (self._init, self.init),
+        }
+        for name, (original, ours) in replaced.items():
+            ours = functools.update_wrapper(functools.partial(ours), original)
+            for module in (dist, dist.distributed_c10d, dist.device_mesh):
+                if getattr(module, name, None) is original:
+                    setattr(module, name, ours)
+
+    @property
+    def name(self) -> str:
+        """Which default group the rank is in; "" if the learner's code has destroyed it."""
+        if not dist.is_initialized():
+            return ""
+        return f"{self._generation}.{self._again}" if self._again else f"{self._generation}"
+
+    def join(self, generation: int) -> None:
+        """Join the default process group of this `generation`; leave an older one first."""
+        if dist.is_initialized():
+            # first: destroying a group with an unfinished operation waits for it otherwise, for 20 s
+            system.shut_down(self.connections)
+            with contextlib.suppress(RuntimeError):  # its connections were closed on purpose
+                self._destroy()
+        forget_groups()
+        self._let_go(self.connections)
+        self._generation, self._again = generation, 0
+        store = self._store(f"{generation}")
+        with self._adopting():
+            self._init_with(dist.PrefixStore(f"{generation}", store))
+        birth = self._birth
+        if birth.node:
+            first = birth.rank - birth.local_rank
+            near = range(first, first + birth.local_world_size)
+            self._recorder.reach(dist.PrefixStore(f"calls {generation}", store), near)
+        self._recorder.join(f"{generation}")
+
+    def new_group(
+        self,
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: Any = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`dist.new_group`, compared between the ranks that must call it, before it opens a connection."""
+        world = range(self._birth.world_size)
+        members = tuple(sorted(ranks)) if ranks is not None else tuple(world)
+        local = bool(use_local_synchronization)
+        if local and self._birth.rank not in members:
+            return None
+
+        def make() -> Any:
+            return self._new_group(
+                ranks, timeout, backend, pg_options, use_local_synchronization, *args, **kwargs
+            )
+
+        if local:
+            # its members alone come to it, in any order: nobody else counts it
+            group = self._waited_for("new_group", members, make, label=f"new_group of {list(members)}")
+        else:
+            signature = Signature(f"new_group({list(members)})", "new_group", members=members)
+            group = self._waited_for("new_group", tuple(world), make, signature=signature)
+        if timeout is not None and timeout < IMPATIENT and isinstance(group, dist.ProcessGroup):
+            self._recorder.impatient.add(group.group_name)
+        return group
+
+    def destroy(self, group: Any = None) -> None:
+        """`dist.destroy_process_group`, which also gives back our copies of the group's connections."""
+        self._destroy(group)
+        if not dist.is_initialized():
+            forget_groups()
+        held = system.held_elsewhere(self.connections)
+        self._let_go([s for s in self.connections if system.inode(s) not in held])
+
+    def init(
+        self,
+        backend: Any = None,
+        init_method: Any = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """`dist.init_process_group` as a script calls it: a rank is in a group already, and can join anew."""
+        birth = self._birth
+        asked = [
+            f"{name}={given}"
+            for name, given, ours in (
+                ("rank", rank, birth.rank),
+                ("world_size", world_size, birth.world_size),
+            )
+            if given not in (-1, None, ours)
+        ]
+        if asked:
+            raise GroupError(
+                f"init_process_group({', '.join(asked)}) on rank {birth.rank} of {birth.world_size}: a rank cell "
+                f"has its ranks already. Leave the arguments out, or choose the number of ranks in the "
+                f"`%%ranks` line."
+            )
+        name = str(backend or birth.backend).lower()
+        if name not in (birth.backend, f"cpu:{birth.backend}", "cpu:gloo,cuda:nccl"):
+            raise GroupError(
+                f"init_process_group({name!r}): the ranks of this world talk over {birth.backend} on "
+                f"{birth.device}. Write `backend=None`, or start a world on the other device with `--device`."
+            )
+        if dist.is_initialized():
+            self._say(
+                "init_process_group did nothing here: a rank cell runs on ranks that are in a process group "
+                "already. In a script of your own it is needed."
+            )
+            return
+        self._again += 1
+        generation = f"{self._generation}.{self._again}"
+        group = dist.PrefixStore(generation, self._store(f"{self._generation}"))
+
+        def make() -> None:
+            self._init_with(group, timeout)
+
+        self._recorder.join(generation)
+        self._waited_for("init_process_group", tuple(range(birth.world_size)), make)
+
+    def close(self) -> None:
+        """Shut all connections down: whoever waits on one, here or at the other end, gets an error."""
+        system.shut_down(self.connections)
+
+    def _store(self, name: str) -> Any:
+        where = self._birth.store
+        if where.startswith("/"):
+            return dist.FileStore(f"{where}/{name}", self._birth.world_size)
+        host, _, port = where.rpartition(":")
+        return dist.TCPStore(host, int(port), None, False)
+
+    def _init_with(self, store: Any, timeout: Any = None) -> None:
+        birth = self._birth
+        options: dict[str, Any] = {}
+        if birth.backend == "nccl":
+            import torch
+
+            options["device_id"] = torch.device("cuda", torch.cuda.current_device())
+        if timeout is not None:
+            options["timeout"] = timeout
+        self._init(birth.backend, store=store, rank=birth.rank, world_size=birth.world_size, **options)
+
+    def _waited_for(
+        self,
+        op: str,
+        ranks: tuple[int, ...],
+        make: Callable[[], Any],
+        *,
+        label: str = "",
+        signature: Signature | None = None,
+    ) -> Any:
+        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits."""
+        recorder = self._recorder
+        o = Operation(op)
+        o.group, o.ranks = label or op, ranks
+        o.line, o.via = caller(2)
+        recorder.open_by_hand(o)
+        try:
+            if signature is not None:
+                call = o.call(signature.text)
+                recorder.matcher.check(recorder.name_of(o), signature, call, ranks, stream=o.key)
+            with self._adopting():
+                return make()
+        except BaseException as error:
+            recorder.fail(o, error)
+            raise
+        finally:
+            o.done = clock()
+            recorder.open.pop(id(o), None)
+
+    @contextlib.contextmanager
+    def _adopting(self) -> Any:
+        """Keep a copy of every connection that is opened in the block."""
+        before = set(system.tcp_connections())
+        try:
+            yield
+        finally:
+            self.connections += system.duplicate(set(system.tcp_connections()) - before)
+
+    def _let_go(self, sockets: list[socket.socket]) -> None:
+        for s in list(sockets):
+            s.close()
+        self.connections = [s for s in self.connections if s.fileno() >= 0]

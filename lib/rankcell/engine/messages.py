@@ -1,0 +1,260 @@
+"""What the notebook and its ranks say to each other: typed, frozen, without torch.
+
+The notebook's side never needs torch to read what a rank sent, and a reader can follow a cell from one side
+to the other by these names: `Task` goes out, `Shown` comes while it runs, `Done` ends it. Values and pulled
+names travel inside as pickles of their own, so that one that fails spoils nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..results import Connection, Display, Dropped, Event, Memory, Mismatch, NotSent, RankFailure, Step
+
+# --- to a rank's main thread ---
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a rank must know to start."""
+
+    rank: int
+    world_size: int
+    device: str
+    backend: str
+    store: str  # a folder on this machine, or "host:port" of the store that the notebook holds
+    port: int  # a free port of this machine, for a script that wants to set up a store of its own
+    generation: int
+    folder: str
+    path: tuple[str, ...]
+    local_rank: int
+    local_world_size: int
+    node: str = ""  # its name; empty in a world on one machine
+    environment: dict[str, str] = field(default_factory=dict)  # set where the rank is started
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell, or one function call, for a rank."""
+
+    began: float  # zero of all times: when the notebook sent the task, on the clock of the rank's machine
+    cell: str  # the same on all ranks: it keeps what belongs to two cells apart
+    source: str = ""
+    filename: str = "<cell>"
+    call: bytes = b""  # cloudpickle of (function, args, kwargs)
+    push: bytes = b""  # cloudpickle of names and values
+    pull: tuple[str, ...] = ()
+    values: bool = False
+    step: tuple[str, ...] | None = None  # names to show at each line; None: do not step
+    forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
+
+
+@dataclass(frozen=True)
+class Join:
+    """Leave the process group, and join the one of this generation."""
+
+    generation: int
+
+
+# --- from a rank's main thread ---
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The rank has joined the process group of this generation, and waits for a task."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The rank could not join."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What `display(...)` was given on the rank."""
+
+    display: Display
+    update: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank did with a task."""
+
+    cell: str
+    error: RankFailure | None = None
+    value: bytes | NotSent | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    pulled: dict[str, bytes | str] = field(default_factory=dict)
+    seconds: float = 0.0
+    events: tuple[Event, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    counts: Mapping[Any, int] = field(default_factory=dict)
+    calls: int = 0
+    broken: bool = False  # a connection was closed, although the rank may have caught the error
+    group: str = ""  # the default process group that the rank is in at the end, "" if it has left it
+    open: int = 0  # operations that are not over
+    mismatch: Mismatch | None = None  # a call that did not match, even if the program caught the error
+    threads: bool = False  # a thread of the learner's is still at work
+    wire: tuple[Connection, ...] | None = None
+    steps: tuple[Step, ...] = ()
+    names: tuple[str, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    order: tuple[tuple[int, int], ...] = ()  # bytes of stderr, and of stdout, written when they took turns
+    notes: tuple[str, ...] = ()  # what the learner should know, although nothing failed
+
+
+@dataclass(frozen=True)
+class Done:
+    """The rank has finished with its task."""
+
+    outcome: Outcome
+
+
+# --- to and from a rank's control thread ---
+
+
+@dataclass(frozen=True)
+class Question:
+    """Something that the control thread answers while the main thread runs or waits.
+
+    `about` is "status", "interrupt" (the learner wants to stop), "free" (nobody will ever answer), "memory"
+    or "complete".
+    """
+
+    number: int
+    about: str
+    argument: Any = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to the question of this number; None if the rank could not find one."""
+
+    number: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An operation that a rank has called and that is not over."""
+
+    op: str
+    text: str  # "all_reduce(float32[4])"
+    group: str
+    ranks: tuple[int, ...]  # of the group
+    key: Any  # what `seq` counts: the group, or the pair and tag of a send or receive
+    seq: int
+    nth: int = 0  # the same, counted from the beginning of the cell
+    peer: int | None = None
+    tag: int = 0
+    line: int = 0
+    via: str = ""
+    waiting: bool = True  # Python stands in it
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank is doing now, as its control thread sees it."""
+
+    rank: int
+    cell: str  # the task that this is about
+    phase: str  # "starting", "idle", "running", "finished" or "error"
+    line: int = 0
+    in_torch: bool = False  # its main thread stands in a file of torch
+    cpu: float | None = None  # seconds that the main thread has used; None where nobody tells
+    waits: tuple[Wait, ...] = ()
+    counts: Mapping[Any, int] = field(default_factory=dict)
+    calls: int = 0
+    threads: bool = False  # a thread of the learner's runs, and stands in no operation
+
+
+# --- what a host has heard (local.py, nodes.py) ---
+
+
+@dataclass(frozen=True)
+class Output:
+    """Bytes that a rank wrote. `stream` is "out" or "err"."""
+
+    rank: int
+    stream: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Said:
+    """A packed message of a rank's main thread."""
+
+    rank: int
+    message: bytes
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A packed `Answer` of a rank's control thread."""
+
+    rank: int
+    message: bytes
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The process of a rank has ended."""
+
+    rank: int
+    how: str  # in words, to follow "rank 2"
+
+
+Happening = Output | Said | Answered | Gone
+CRASHED = 70  # exit code of a rank whose own code raised, not the learner's (EX_SOFTWARE of sysexits.h)
+
+# --- between the notebook and the agent of a node (nodes.py, agent.py) ---
+
+
+@dataclass(frozen=True)
+class Hello:
+    """An agent says who it is."""
+
+    index: int  # of the node in the allocation
+    name: str
+    gpus: int
+    room: tuple[int, str]  # how many ranks fit, and why
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the notebook tells an agent.
+
+    `what` is "world" (once, before the first rank: `Local`'s arguments), "clock" (our time), or a method of
+    `Local` that hands things on: "start", "send", "ask", "kill", "end".
+    """
+
+    what: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """An agent's time when it read an order "clock"."""
+
+    asked: float
+    theirs: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """An agent has started the ranks of an order "start", or could not."""
+
+    pids: dict[int, int]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An agent has ended these ranks: nothing that they said comes any more."""
+
+    ranks: tuple[int, ...]

@@ -1,0 +1,238 @@
+"""Inside a rank: one communication from its call to its end, and who called it."""
+
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..results import Call, Event, Values, Watched, call_text
+from .messages import Wait
+
+clock = time.monotonic  # one clock for all processes of a machine
+
+ASKED_IN_VAIN = 10_000  # times, after which a program that polls is told that it will never see the end
+MAX_VALUES = 64  # numbers kept per tensor with `--values`
+_LIBRARY = ("/torch/", "/rankcell/engine/", "<frozen")
+
+
+class Operation:
+    """One communication of this rank, from its call to its end. Becomes an `Event` when the cell ends."""
+
+    # Most of these keep their default: writing thirty attributes for each call cost more than the rest.
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    seq = nth = nbytes = tag = line = thread = 0
+    key: Any = None
+    shape: tuple[int, ...] = ()
+    dtype = reduce_op = via = ""
+    peer: int | None = None
+    is_async = False
+    start: float | None = None
+    issued: float | None = None
+    wait_start: float | None = None
+    wait_end: float | None = None
+    done: float | None = None
+    gives_up = False  # the wait has a time limit of its own: it cannot be part of a deadlock
+    error: str | None = None
+    work: Any = None
+    inputs: Any = ()
+    outputs: Any = ()
+    before: Any = None
+    before_out: Any = None
+    after: Any = None
+    watched: Watched | None = None
+    asked = 0  # how often a program has asked whether it is over
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.thread = threading.get_ident()
+
+    def describe(self) -> str:
+        """The call in a learner's words: "all_reduce(float32[4])"."""
+        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
+
+    def call(self, text: str = "") -> Call:
+        """This call as a message shows it, in its own words or in `text`."""
+        return Call(text or self.describe(), self.line, self.nth, self.group, self.op)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a thread of the rank stands in this operation now, as far as Python can see."""
+        if self.error is not None or self.done is not None or self.gives_up:
+            return False
+        return self.issued is None or (self.wait_start is not None and self.wait_end is None)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the operation is over."""
+        if self.error is not None or self.done is not None or self.wait_end is not None:
+            return True
+        if self.issued is not None and self.work is not None:
+            return bool(self.work.is_completed())
+        return self.issued is not None and self.work is None
+
+    @property
+    def end(self) -> float:
+        """When it was over: a call that Python waits for, with the wait; one that C++ waits for, when it is
+        done.
+        """
+        if self.wait_end is not None:
+            return self.wait_end if self.done is None else max(self.wait_end, self.done)
+        return self.done if self.done is not None else self.issued if self.issued is not None else clock()
+
+    def wait(self) -> Wait:
+        """This operation as the notebook is told of it while it is not over."""
+        return Wait(
+            op=self.op,
+            text=self.describe(),
+            group=self.group,
+            ranks=self.ranks,
+            key=self.key,
+            seq=self.seq,
+            nth=self.nth,
+            peer=self.peer,
+            tag=self.tag,
+            line=self.line,
+            via=self.via,
+            waiting=self.waiting,
+        )
+
+    def event(self, rank: int, began: float) -> Event:
+        """This operation as frozen data, with times since the cell `began`."""
+        end = self.end
+        values = None
+        if self.before is not None:
+            values = Values(self.before, self.before_out or (), self.after or ())
+        return Event(
+            rank=rank,
+            op=self.op,
+            start=self.start - began,
+            end=end - began,
+            group=self.group,
+            ranks=self.ranks,
+            done=None if self.done is None else self.done - began,
+            seq=self.nth,
+            shape=self.shape,
+            dtype=self.dtype,
+            nbytes=self.nbytes,
+            peer=self.peer,
+            tag=self.tag,
+            reduce_op=self.reduce_op,
+            is_async=self.is_async,
+            issued=(self.issued if self.issued is not None else end) - began,
+            wait_start=None if self.wait_start is None else self.wait_start - began,
+            line=self.line,
+            via=self.via,
+            values=values,
+            watched=self.watched,
+        )
+
+
+def flatten(value: Any) -> list[torch.Tensor]:
+    if type(value) is list and all(isinstance(v, torch.Tensor) for v in value):
+        return value
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in flatten(v)]
+    return []
+
+
+_dtype_names = {
+    dtype: name
+    for name, dtype in sorted(vars(torch).items(), reverse=True)
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
+}
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    dtype = tensor.dtype
+    return _dtype_names.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(t.detach().flatten()[:MAX_VALUES].tolist()) for t in tensors)
+
+
+def part_of(array: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where in the flattened `array` a tensor lies, from and up to; None if it is no part of it."""
+    size = array.element_size()
+    begin = (tensor.data_ptr() - array.data_ptr()) // size
+    inside = 0 <= begin and begin + tensor.numel() <= array.numel()
+    same = tensor.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
+    return (begin, begin + tensor.numel()) if same and inside else None
+
+
+# What a frame with this code is: a line of the learner's (True), a function of torch by its public name, a
+# constructor of torch (None: its class is asked), or nothing of interest ("").
+_codes: dict[Any, bool | str | None] = {}
+
+
+def caller(depth: int = 1) -> tuple[int, str]:
+    """The line of the cell that led here, and the public torch function it called, if any.
+
+    It is looked for from so many frames above the one that asks.
+    """
+    frame, via = sys._getframe(depth + 1), ""
+    while frame is not None:
+        code = frame.f_code
+        kind = _codes.get(code, 0)
+        if kind == 0:
+            if len(_codes) > 10_000:  # every cell brings new code
+                _codes.clear()
+            kind = _codes[code] = kind_of(code)
+        if kind is True:
+            return frame.f_lineno, via
+        if kind is None:
+            via = type(frame.f_locals.get("self")).__name__
+        elif kind:
+            via = kind
+        frame = frame.f_back
+    return 0, via
+
+
+def kind_of(code: Any) -> bool | str | None:
+    filename, name = code.co_filename, code.co_name
+    if filename.startswith("<cell"):
+        return True
+    if not any(part in filename for part in _LIBRARY):
+        return True if _here_line(filename) else ""
+    if "/torch/" not in filename:
+        return ""
+    # how a learner calls the torch function: "all_reduce", "DistributedDataParallel", "backward"
+    if name == "__init__":
+        return None
+    return "" if name.startswith("_") or "<locals>" in code.co_qualname else name
+
+
+def _here_line(filename: str) -> bool:
+    """Whether a function that does not come from a rank cell is the learner's own: a notebook function or a
+    script.
+    """
+    return "ipykernel_" in filename or ("site-packages" not in filename and "/lib/python" not in filename)
+
+
+_group_ranks: dict[str, tuple[int, ...]] = {}
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group, by name: asking torch each time costs more than the rest of the
+    record.
+    """
+    name = group.group_name
+    ranks = _group_ranks.get(name)
+    if ranks is None:
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except (KeyError, ValueError):  # while the default group is being set up
+            return tuple(range(group.size()))
+        _group_ranks[name] = ranks
+    return ranks
+
+
+def forget_groups() -> None:
+    """Call when process groups were destroyed: their names will be given out again."""
+    _group_ranks.clear()

@@ -1,0 +1,128 @@
+"""Inside a rank: what it tells the notebook of an exception and of a value, so that both can travel."""
+
+import io
+import traceback
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from ..errors import MismatchError
+from ..results import Call, Frame, NotSent, RankFailure
+
+MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
+MAX_MESSAGE = 20_000  # characters of an exception's text
+MAX_CAUSES, MAX_DEPTH = 8, 5  # exceptions behind an exception that are told, and how far behind
+MAX_FRAMES = 40  # of a traceback; the recursion in between is counted
+_ENGINE = str(Path(__file__).parent)
+
+BDB_NOTE = (
+    "A rank has no keyboard, so the debugger cannot ask. See what names hold line by line with `%%ranks N --step "
+    "x,y`, print, or call the code in an ordinary cell."
+)
+
+
+def failure(
+    error: BaseException, *, at: float = 0.0, call: Call | None = None, depth: int = 0
+) -> RankFailure:
+    """Why a rank did not finish: `error` as text, with its frames and what is behind it.
+
+    Never raises, whatever the learner's exception does when it is looked at.
+    """
+    notes = [str(n) for n in _safely(lambda: list(getattr(error, "__notes__", ())), [])]
+    message = _safely(lambda: str(error), "(its text could not be made: __str__ failed)")
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]}... ({len(message) - MAX_MESSAGE:,} more characters)"
+    if isinstance(error, SystemExit):
+        notes.append("sys.exit() ended the cell on this rank. The rank itself lives on, with its names.")
+        message = "" if error.code is None else _safely(lambda: str(error.code), "")
+    if type(error).__name__ == "BdbQuit":
+        notes.append(BDB_NOTE)
+    return RankFailure(
+        type=type(error).__name__,
+        message=message,
+        frames=_frames(error),
+        at=at,
+        notes=tuple(notes),
+        call=call,
+        mismatch=error.details if isinstance(error, MismatchError) else None,
+        causes=tuple(_causes(error, depth)) if depth < MAX_DEPTH else (),
+    )
+
+
+def _causes(error: BaseException, depth: int) -> list[tuple[str, RankFailure]]:
+    found: list[tuple[str, BaseException]] = []
+    if isinstance(error, BaseExceptionGroup):
+        members = error.exceptions
+        found += [(f"{i} of {len(members)}", e) for i, e in enumerate(members[:MAX_CAUSES], 1)]
+    if error.__cause__ is not None:
+        found.append(("caused by", error.__cause__))
+    elif error.__context__ is not None and not error.__suppress_context__:
+        found.append(("while handling", error.__context__))
+    return [(how, failure(cause, depth=depth + 1)) for how, cause in found]
+
+
+def _frames(error: BaseException) -> tuple[Frame, ...]:
+    # a recursion has a thousand frames: reading the source of each takes longer than the cell
+    entries = _safely(lambda: list(traceback.walk_tb(error.__traceback__)), [])
+    entries = [e for e in entries if not e[0].f_code.co_filename.startswith(_ENGINE)]
+    left_out = len(entries) - MAX_FRAMES
+    if left_out > 0:
+        entries = entries[: MAX_FRAMES // 2] + entries[-MAX_FRAMES // 2 :]
+    stack = _safely(lambda: traceback.StackSummary.extract(iter(entries), lookup_lines=True), [])
+    frames = [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in stack]
+    # the learner's own frames; torch's below them say little and change with its version
+    own = [f for f in frames if "/site-packages/" not in f.filename and "/rankcell/" not in f.filename]
+    if left_out > 0 and len(own) > 1:
+        own.insert(len(own) // 2, Frame("", 0, f"... {left_out:,} more calls ..."))
+    return tuple(own or frames[-1:])
+
+
+def _safely(make: Any, otherwise: Any) -> Any:
+    try:
+        return make()
+    except BaseException:  # noqa: BLE001 - a __str__ of the learner may raise anything, and this is a report
+        return otherwise
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class _Limited(io.BytesIO):
+    """A buffer that refuses more than `limit` bytes."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def write(self, data: Any) -> int:
+        if self.limit is not None and self.tell() + memoryview(data).nbytes > self.limit:
+            raise _TooLarge
+        return super().write(data)
+
+
+class _ValuePickler(cloudpickle.Pickler):
+    """Sends a tensor as plain numbers on the CPU: its value, not its graph and not its GPU."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
+            value = value.detach().cpu()
+            if value.untyped_storage().nbytes() != value.numel() * value.element_size():
+                value = value.clone()  # a slice must not carry the whole tensor along
+            return value.__reduce_ex__(4)
+        return super().reducer_override(value)
+
+
+def pack(value: Any, text: str, limit: int | None = MAX_VALUE_NBYTES) -> bytes | NotSent:
+    """`value` as a pickle of at most `limit` bytes, or why there is none; `text` stands for it then."""
+    buffer = _Limited(limit)
+    try:
+        _ValuePickler(buffer).dump(value)
+    except _TooLarge:
+        return NotSent(text, f"larger than {MAX_VALUE_NBYTES >> 20} MiB: fetch it with --pull")
+    except Exception as error:  # noqa: BLE001 - reported
+        why = failure(error)
+        return NotSent(text or _safely(lambda: repr(value), ""), f"cannot be sent: {why.type}: {why.message}")
+    return buffer.getvalue()

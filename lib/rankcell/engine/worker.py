@@ -1,0 +1,333 @@
+"""Inside a rank: its names, its process group, and the cells that the notebook sends.
+
+The main thread runs cells. A second thread (`control.py`) answers the notebook while a cell runs. Every
+exception of the learner's is caught in `run`, to report it.
+"""
+
+import builtins
+import os
+import signal
+import socket
+import sys
+import threading
+import types
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from IPython.core.interactiveshell import InteractiveShell
+
+from ..errors import RankInputError, SpawnError
+from ..results import Connection, Display, NotSent, RankFailure, Step
+from . import record, report, shell, system
+from .channel import Channel
+from .control import Control
+from .execute import execute
+from .groups import Groups
+from .match import Board
+from .messages import Birth, Done, Failed, Join, Outcome, Ready, Shown, Task
+from .operation import clock
+from .stdio import Stdio
+
+LENT = ("rank", "world_size", "device", "torch", "dist")  # names that every cell finds
+_BALLAST = 4 << 20  # bytes given back when memory runs out, so that the report of it can be made
+
+_Moved = dict[tuple[str, str], tuple[int, int]] | None  # (our end, the other end) -> bytes sent, received
+
+
+def prepare() -> None:
+    """Make what every rank needs, once, before the ranks are forked: the shell and the recorder. What is made
+    here is memory that the ranks share.
+    """
+    made = shell.make()
+    made.recorder = record.Recorder()
+    made.recorder.install()
+    sys.displayhook = sys.__displayhook__
+
+
+def main(birth: Birth, work: int, control: int, stdout: int, stderr: int, board: int) -> None:
+    """The life of a rank, in a fork of the process that imported torch, to the end of its channel."""
+    system.die_with_parent()
+    os.setpgid(0, 0)  # what a cell starts is in this group, and ends with it
+    Rank(birth, Channel(socket.socket(fileno=work)), control, Stdio(stdout, stderr), board).serve()
+
+
+class Rank:
+    """One rank: its names, its process groups, its two channels."""
+
+    def __init__(self, birth: Birth, work: Channel, control_fd: int, stdio: Stdio, board_fd: int) -> None:
+        self.birth = birth
+        self.work = work
+        self.stdio = stdio
+        self.running = False
+        self.phase = "starting"
+        self.main_thread = threading.get_ident()
+        self._notes: list[str] = []
+        self._steps: list[Step] = []
+        self._shielded = False  # the main thread is in the middle of a message: an interrupt waits
+        self._pending = False
+        self._ballast: bytearray | None = bytearray(_BALLAST)
+        self._limits = system.memory_limits()
+        self._set_up_environment()
+        self.recorder: record.Recorder = InteractiveShell.instance().recorder
+        self.recorder.belong(birth.rank, Board(board_fd, birth.rank, birth.world_size))
+        os.close(board_fd)
+        self.groups = Groups(birth, self.recorder, self._notes.append)
+        self.control = Control(self, Channel(socket.socket(fileno=control_fd)))
+        self.names = self._first_names()
+        shell.Publisher.show = self.show
+        self._replace_what_needs_a_terminal()
+
+    def _set_up_environment(self) -> None:
+        birth = self.birth
+        os.environ.clear()
+        os.environ.update(birth.environment)
+        address = "127.0.0.1" if birth.store.startswith("/") else birth.store.rpartition(":")[0]
+        os.environ.update(
+            RANK=str(birth.rank),
+            WORLD_SIZE=str(birth.world_size),
+            LOCAL_RANK=str(birth.local_rank),
+            LOCAL_WORLD_SIZE=str(birth.local_world_size),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(birth.port),
+        )
+        if os.path.isdir(birth.folder):  # noqa: PTH112
+            os.chdir(birth.folder)
+        sys.path[:] = list(birth.path)
+        sys.argv = [""]
+        torch.set_num_threads(1)
+        self._take_signals()
+        threading.current_thread().name = f"rank {birth.rank}"
+
+    def _take_signals(self) -> None:
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _first_names(self) -> dict[str, Any]:
+        birth = self.birth
+        if birth.device == "cuda":
+            torch.cuda.set_device(birth.local_rank % torch.cuda.device_count())
+            device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            device = torch.device("cpu")
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        names = module.__dict__
+        ip = InteractiveShell.instance()
+        names.update(
+            rank=birth.rank,
+            world_size=birth.world_size,
+            device=device,
+            torch=torch,
+            dist=dist,
+            __builtins__=builtins,
+            get_ipython=ip.get_ipython,
+        )
+        ip.user_module, ip.user_ns = module, names
+        from IPython.display import display
+
+        names["display"] = display
+        return names
+
+    def _replace_what_needs_a_terminal(self) -> None:
+        """Keyboard input, the debugger, and processes of torch's own: each says what to do instead."""
+        import torch.multiprocessing as mp
+
+        builtins.input = _no_input
+        sys.breakpointhook = _no_debugger
+        spawn = mp.spawn
+
+        def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(fn, "__module__", None) == "__main__":
+                raise SpawnError(getattr(fn, "__name__", "main"))
+            return spawn(fn, *args, **kwargs)
+
+        mp.spawn = spawn_or_explain
+        # a worker of a DataLoader is a fork of the rank: it has the names that the cells have defined
+        mp.set_start_method("fork", force=True)
+
+    def serve(self) -> None:
+        """Answer the notebook until it is gone."""
+        self.groups.install()
+        self.control.thread.start()
+        self._join(self.birth.generation)
+        self.phase = "idle"
+        while True:
+            try:
+                order = self.work.receive()
+            except (EOFError, OSError):
+                os._exit(0)
+            if isinstance(order, Join):
+                self._join(order.generation)
+            else:
+                self.work.send(Done(self.run(order)))
+
+    def _join(self, generation: int) -> None:
+        try:
+            self.groups.join(generation)
+        except Exception as error:  # noqa: BLE001 - reported: the notebook replaces this rank, or says why
+            self.work.send(Failed(f"{type(error).__name__}: {error}"))
+        else:
+            self.work.send(Ready(generation))
+
+    def run(self, task: Task) -> Outcome:
+        """Run one cell or function call and say what happened. Never raises."""
+        self._begin(task)
+        moved_before = system.bytes_moved(self.groups.connections)
+        start = clock()
+        failed: RankFailure | None = None
+        value: Any = None
+        data: dict[str, Any] = {}
+        packed: bytes | NotSent | None = None
+        pulled: dict[str, bytes | str] = {}
+        seconds = 0.0
+        try:
+            try:
+                value = self._work(task)
+                seconds = clock() - start
+                # a __repr__ of the learner's is part of the cell: it may raise, wait, and communicate
+                if value is not None:
+                    data, _ = InteractiveShell.instance().display_formatter.format(value)
+                    packed = report.pack(value, data.get("text/plain", ""))
+                pulled = {name: self._pull(name) for name in task.pull}
+            finally:
+                self.running = False
+        except BaseException as error:  # noqa: BLE001 - reported to the notebook, which raises it
+            self.running = False
+            seconds = seconds or clock() - start
+            failed = self._failure(error, task)
+            data, packed, pulled = {}, None, {}
+        self._end()
+        self.phase = "error" if failed else "finished"
+        recorder = self.recorder
+        events, dropped = recorder.events()
+        return Outcome(
+            cell=task.cell,
+            error=failed,
+            value=packed,
+            data=data,
+            pulled=pulled,
+            seconds=seconds,
+            events=tuple(events),
+            dropped=dropped,
+            counts=dict(recorder.counts),
+            calls=recorder.total,
+            broken=recorder.broken,
+            group=self.groups.name,
+            open=sum(not o.finished for o in list(recorder.open.values())),
+            mismatch=recorder.matcher.found,
+            threads=self.control.busy_threads(),
+            wire=_moved(moved_before, system.bytes_moved(self.groups.connections)),
+            steps=tuple(self._steps),
+            names=tuple(n for n in self.names if not n.startswith("_")),
+            memory=recorder.memory,
+            order=self.stdio.turns,
+            notes=tuple(dict.fromkeys(self._notes)),
+        )
+
+    def _begin(self, task: Task) -> None:
+        self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
+        self._steps, self.control.interrupted, self._pending = [], False, False
+        self._notes.clear()
+        self._take_signals()
+        self.stdio.begin()
+        if self._ballast is None:
+            self._ballast = bytearray(_BALLAST)
+        if task.forget_counts:
+            self.recorder.forget_counts()
+        self.recorder.begin(task.cell, began=task.began, values=task.values)
+        self.running = True
+
+    def _end(self) -> None:
+        self._take_signals()
+        system.restore_memory_limits(self._limits)
+        for name, ours in (("rank", self.birth.rank), ("world_size", self.birth.world_size)):
+            given = self.names.get(name, ours)
+            if type(given) is not int or given != ours:
+                self.names[name] = ours
+                self._notes.append(
+                    f"the cell gave `{name}` another value; the next cell finds it as it was. Take another name for "
+                    f"yours."
+                )
+        self.stdio.flush()
+
+    def _work(self, task: Task) -> Any:
+        if task.push:
+            pushed = cloudpickle.loads(task.push)
+            for item in pushed.values():
+                self._lend_names(item)
+            self.names.update(pushed)
+        if task.call:
+            function, args, kwargs = cloudpickle.loads(task.call)
+            self._lend_names(function)
+            return function(*args, **kwargs)
+        return execute(task.source, task.filename, self.names, step=task.step, note=self._note_step)
+
+    def _note_step(self, line: int, values: dict[str, str]) -> None:
+        self._steps.append(Step(self.birth.rank, clock() - self.recorder.began, line, values))
+
+    def _lend_names(self, value: Any) -> None:
+        """Let a function from the notebook use `rank`, `world_size`, `device`, `torch` and `dist` as a cell
+        does.
+        """
+        scope = getattr(value, "__globals__", None)
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        if isinstance(scope, dict) and scope is not getattr(module, "__dict__", None):
+            for name in LENT:
+                scope.setdefault(name, self.names[name])
+
+    def _failure(self, error: BaseException, task: Task) -> RankFailure:
+        if isinstance(error, MemoryError):
+            self._ballast = None
+            system.restore_memory_limits(self._limits)
+        return report.failure(error, at=clock() - task.began, call=self.recorder.failed_call)
+
+    def _pull(self, name: str) -> bytes | str:
+        """The pickled value of `name`, or a sentence that says why there is none."""
+        if name not in self.names:
+            return "missing"
+        packed = report.pack(self.names[name], "", None)
+        return packed if isinstance(packed, bytes) else packed.reason
+
+    def show(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool
+    ) -> None:
+        """Send a rich display, with the place in stdout where it belongs."""
+        message = Shown(Display(data, metadata, self.stdio.place(), display_id), update)
+        if threading.get_ident() != self.main_thread:
+            self.work.send(message)
+            return
+        self._shielded = True  # half a message would make all later ones unreadable
+        try:
+            self.work.send(message)
+        finally:
+            self._shielded = False
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def _on_interrupt(self, *_: Any) -> None:
+        if self._shielded:
+            self._pending = True
+        elif self.running and self.control.interrupted:
+            raise KeyboardInterrupt
+
+
+def _moved(before: _Moved, after: _Moved) -> tuple[Connection, ...] | None:
+    """What went over each connection during the cell."""
+    if before is None or after is None:
+        return None
+    found = []
+    for ports, (sent, received) in after.items():
+        sent_before, received_before = before.get(ports, (0, 0))
+        found.append(Connection(*ports, sent - sent_before, received - received_before))
+    return tuple(found)
+
+
+def _no_input(*_: Any, **__: Any) -> str:
+    raise RankInputError
+
+
+def _no_debugger(*_: Any, **__: Any) -> None:
+    raise RankInputError(report.BDB_NOTE)

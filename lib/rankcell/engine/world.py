@@ -1,0 +1,537 @@
+"""The ranks of one world: start them, run cells on them, repair what a cell has broken, stop them.
+
+A world is a set of processes that live on from cell to cell, on this machine (`local.py`) or on the nodes of
+an allocation (`nodes.py`): what is written here is the same for both. It knows nothing of IPython and draws
+nothing.
+"""
+
+import ast
+import atexit
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from .. import errors
+from ..results import NotSent, Run, name_ranks
+from . import forks, system
+from .cell import Cell, Ending, OnUpdate, World
+from .host import Host
+from .local import Local, room
+from .mailbox import Mailbox
+from .messages import Birth, Join, Task
+from .nodes import Nodes
+from .parts import Part
+
+START_TIMEOUT = 120.0  # seconds for ranks to join their first process group
+REJOIN_TIMEOUT = 30.0  # seconds for ranks to join a new one, before all are started anew
+MANY_COUNTS = 500  # kinds of operations (groups, pairs, tags) after which the books are begun anew
+STOP_PATIENCE = 2.0  # seconds that `stop` waits for a cell in another thread
+
+
+class Ranks:
+    """A world of `world_size` ranks: real processes with an initialised process group and names that persist.
+
+        with Ranks(4) as ranks:
+            run = ranks.run("dist.get_rank()")
+            run.values  # [0, 1, 2, 3]
+
+    Args:
+        world_size: how many ranks.
+        device: "cpu", "cuda", or "auto": cuda (and nccl) where every rank can have a GPU of its own, else cpu
+            (gloo).
+        nodes: spread the ranks over so many nodes of the Slurm allocation that this process runs in, in
+            blocks of equal size; None: all on this machine.
+
+    Raises:
+        WorldSizeError: the machine cannot hold that many ranks. AllocationError: Slurm has not given so many
+            nodes. StartError: the ranks could not be started.
+    """
+
+    def __init__(self, world_size: int, *, device: str = "auto", nodes: int | None = None) -> None:
+        if not isinstance(world_size, int) or world_size < 1:
+            raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
+        self.world_size = world_size
+        self.nodes = nodes
+        self._host: Host
+        if nodes is None:
+            self.device, self.backend, self.device_note = choose_device(world_size, device)
+            most, why = room()
+            if world_size > most:
+                raise errors.WorldSizeError(f"{world_size} ranks do not fit on this machine: {why}")
+            self._host = Local(world_size, self.device)
+        else:
+            host = Nodes(world_size, nodes)
+            try:
+                gpus = host.gpus * nodes
+                self.device, self.backend, self.device_note = choose_device(world_size, device, gpus=gpus)
+            except ValueError:  # no such device, or too few of them: the nodes are not needed
+                host.stop()
+                raise
+            self.device_note += f", on the nodes {', '.join(host.names)}"
+            host.begin(world_size, self.device)
+            self._host = host
+        self.alive = True  # whether the world can run cells
+        self.generation = 0
+        self.cells = 0
+        self.notes: list[str] = list(self._host.notes)
+        self.names: tuple[str, ...] = ()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._mailbox = Mailbox(self._host, world_size)
+        self._counts: dict[int, Mapping[Any, int]] = {}  # what each rank had called when it was last heard
+        self._forget_counts = False
+        atexit.register(self.stop)
+        try:
+            self._start_all()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = f"{self.world_size} ranks on {self.device} ({self.backend})" if self.alive else "stopped"
+        return f"<Ranks: {state}>"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank (each on its node)."""
+        return [pid for _, pid in sorted(self._host.pids.items())]
+
+    def memory(self) -> list[int | None]:
+        """Bytes of memory each rank stands for (PSS), by rank; None where nobody tells."""
+        with self._lock:
+            answers = self._mailbox.ask(range(self.world_size), "memory", wait=0.5)
+            return [answers.get(rank) for rank in range(self.world_size)]
+
+    def stop(self) -> None:
+        """End the ranks. Safe to call twice; a world that was stopped cannot be used again."""
+        if os.getpid() != self._pid:  # a fork of the notebook's process must not end its ranks
+            return
+        # a thread of the learner's may be in a cell, and a daemon thread does not even end at exit
+        ours = self._lock.acquire(timeout=STOP_PATIENCE)
+        try:
+            atexit.unregister(self.stop)
+            self.alive = False
+            self._host.stop()
+        finally:
+            if ours:
+                self._lock.release()
+
+    def restart(self) -> None:
+        """End the ranks and start new ones: all names are gone."""
+        with self._lock:
+            self._host.end(range(self.world_size))
+            self.generation += 1
+            self.names = ()
+            try:
+                self._start_all()
+            except BaseException:
+                self.stop()
+                raise
+
+    def run(
+        self,
+        work: str | Callable[..., Any],
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        only: Sequence[int] | None = None,
+        push: Mapping[str, Any] | None = None,
+        pull: Sequence[str] = (),
+        timeout: float | None = None,
+        values: bool = False,
+        step: Sequence[str] | None = None,
+        filename: str = "<cell>",
+        on_update: OnUpdate | None = None,
+    ) -> Run:
+        """Run source text or a function on the ranks and return what each of them did.
+
+        Args:
+            work: source of a cell, or a function: it is called with `args` and `kwargs` on every rank. It may
+                be defined anywhere, in a notebook cell too.
+            only: the ranks to run on; all by default.
+            push: names and values to define on the ranks first.
+            pull: names to fetch from the ranks afterwards, into `run.pulled` (lists by rank).
+            timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes
+                progress.
+            values: record the contents of every communication's tensors (their first 64 numbers).
+            step: names whose values are noted before every line.
+            on_update: called while the cell runs, with the run so far (its newest lines) and a line that says
+                what the ranks do.
+
+        Raises:
+            RankError: a rank raised; Deadlock, RankMismatch, RankTimeout, RankLost: its kinds. `error.run`
+                holds the run.
+            SyntaxError: before any rank has run. PushError, PullError: a name could not travel. EngineError:
+                something unforeseen happened here; the ranks were started anew.
+        """
+        with self._lock:
+            if not self.alive:
+                raise RuntimeError(
+                    "this world was stopped. Start another one: Ranks(world_size) or `%%ranks N`."
+                )
+            members = self._chosen(only)
+            task = self._task(work, args, kwargs, push, pull, values, step, filename)
+            source = work if isinstance(work, str) else getattr(work, "__name__", "function")
+            try:
+                self._replace_dead()
+                if not self.alive:
+                    raise errors.StartError(
+                        "a node of this world is gone, and its ranks with it. " + _NEXT_CELL
+                    )
+                cell = Cell(
+                    self._mailbox,
+                    World(self.world_size, self.device, self.backend),
+                    task,
+                    members,
+                    source=source,
+                    timeout=timeout,
+                    counts=self._counts,
+                    on_update=on_update,
+                )
+                ending = cell.run()
+                self._take_in(ending, members)
+            except (errors.StartError, errors.AllocationError):
+                raise
+            except BaseException as error:
+                self._start_over()
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise errors.EngineError(
+                    f"something unforeseen happened while the cell ran ({type(error).__name__}: {error}). All "
+                    f"{self.world_size} ranks were started anew: names defined there are gone. Run the cells that "
+                    f"define them again."
+                ) from error
+            return self._conclude(ending, pull)
+
+    def complete(self, text: str, timeout: float = 0.2) -> list[str]:
+        """Names known on rank 0 that begin with `text`, for completion. Empty while the rank is busy."""
+        if not self.alive or not self._lock.acquire(blocking=False):
+            return []
+        try:
+            return self._mailbox.ask([0], "complete", text, wait=timeout).get(0) or []
+        finally:
+            self._lock.release()
+
+    def _start_all(self) -> None:
+        everybody = range(self.world_size)
+        self._start(everybody)
+        self._await_ready(everybody, START_TIMEOUT)
+
+    def _start(self, ranks: Sequence[int]) -> None:
+        try:
+            folder = os.getcwd()  # noqa: PTH109
+        except FileNotFoundError:  # it was removed
+            folder = ""
+        port = system.free_port()
+        births = []
+        for rank in ranks:
+            self._mailbox.joined[rank] = -1
+            self._mailbox.problems.pop(rank, None)
+            local_rank, per_node, node = self._host.place_of(rank)
+            births.append(
+                Birth(
+                    rank=rank,
+                    world_size=self.world_size,
+                    device=self.device,
+                    backend=self.backend,
+                    store=self._host.address_for(rank),
+                    port=port,
+                    generation=self.generation,
+                    folder=folder,
+                    path=tuple(sys.path),
+                    local_rank=local_rank,
+                    local_world_size=per_node or self.world_size,
+                    node=node,
+                )
+            )
+        self._mailbox.parts = {r: Part(runs=False) for r in range(self.world_size)}
+        self._host.start(births)
+
+    def _await_ready(self, ranks: Sequence[int], timeout: float) -> None:
+        """Wait until `ranks` have joined the process group of this generation."""
+        mailbox = self._mailbox
+        deadline = time.monotonic() + timeout
+        while waiting := [r for r in ranks if mailbox.joined[r] < self.generation]:
+            mailbox.pump(min(0.5, max(deadline - time.monotonic(), 0.0)))
+            gone = [r for r in waiting if mailbox.is_lost(r)]
+            failed = [r for r in waiting if r in mailbox.problems]
+            if not gone and not failed and time.monotonic() < deadline:
+                continue
+            texts = [part.stderr.whole() for r in gone if (part := mailbox.parts[r])]
+            texts += [mailbox.problems[r] for r in failed]
+            if gone:
+                lost = mailbox.parts[gone[0]].lost
+                what = f"{name_ranks(gone)} {lost.message if lost else 'ended'}"
+            elif failed:
+                what = f"{name_ranks(failed)} could not join the process group"
+            else:
+                what = f"{name_ranks(waiting)} did not join the process group within {timeout:.0f} s"
+            said = "\n".join(dict.fromkeys(t.strip()[-2000:] for t in texts if t.strip()))
+            raise errors.StartError(f"{self.world_size} ranks could not be started: {what}.\n{said}".rstrip())
+        if isinstance(self._host, Local) and self.generation:
+            self._host.forget_store(self.generation - 1)
+        self._counts = {}
+        self._forget_counts = False
+
+    def _chosen(self, only: Sequence[int] | None) -> list[int]:
+        if only is None:
+            return list(range(self.world_size))
+        wrong = [r for r in only if not 0 <= r < self.world_size]
+        if wrong or not only:
+            raise errors.OptionError(
+                f"{name_ranks(wrong) if wrong else 'an empty list of ranks'} cannot run the cell: this world has "
+                f"{name_ranks(list(range(self.world_size)))}."
+            )
+        return sorted(set(only))
+
+    def _task(
+        self,
+        work: str | Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        push: Mapping[str, Any] | None,
+        pull: Sequence[str],
+        values: bool,
+        step: Sequence[str] | None,
+        filename: str,
+    ) -> Task:
+        source, call = "", b""
+        if isinstance(work, str):
+            source = work
+            ast.parse(source, filename)  # a syntax error is raised here, once, before any rank has run
+        elif callable(work):
+            call = _pickle("the function", (work, tuple(args), dict(kwargs or {})))
+        else:
+            raise TypeError(f"expected source text or a function, got {errors.plain_value(work)}.")
+        pushed = b""
+        if push:
+            try:
+                pushed = cloudpickle.dumps(dict(push))
+            except Exception:  # noqa: BLE001 - a __reduce__ may raise anything: which name is it?
+                for name, value in push.items():
+                    _pickle(name, value)
+                pushed = _pickle("the pushed names", dict(push))
+        self.cells += 1
+        return Task(
+            began=time.monotonic(),
+            cell=f"{self.generation}.{self.cells}",
+            source=source,
+            filename=filename,
+            call=call,
+            push=pushed,
+            pull=tuple(pull),
+            values=values,
+            step=None if step is None else tuple(step),
+            forget_counts=self._forget_counts,
+        )
+
+    def _take_in(self, ending: Ending, members: Sequence[int]) -> None:
+        """Keep what matters of a cell that is over, and repair what it has broken."""
+        outcomes = {r: p.outcome for r, p in self._mailbox.parts.items() if p.outcome is not None}
+        # what a thread prints from now on belongs to the next cell; all else of this one is in `ending.run`
+        self._mailbox.parts = {r: Part(runs=False, lost=p.lost) for r, p in self._mailbox.parts.items()}
+        notes: dict[str, list[int]] = {}
+        for rank, outcome in outcomes.items():
+            self._counts[rank] = outcome.counts
+            for note in outcome.notes:
+                notes.setdefault(note, []).append(rank)
+        self.notes += [f"On {name_ranks(ranks)}: {note}" for note, ranks in notes.items()]
+        if good := [o for o in outcomes.values() if o.error is None]:
+            self.names = good[0].names
+        if ending.left:
+            self.notes.append(
+                f"The cell destroyed the process group on {name_ranks(ending.left)}: all ranks have joined a new one, "
+                f"as a notebook's ranks live on. Groups made with new_group are closed."
+            )
+        # the books are begun anew only if that changes nothing: everything matched, and nothing under way
+        self._forget_counts = (
+            len(outcomes) == self.world_size
+            and any(len(o.counts) > MANY_COUNTS for o in outcomes.values())
+            and not any(o.open or o.threads for o in outcomes.values())
+            and _balanced({r: o.counts for r, o in outcomes.items()})
+        )
+        if ending.broken:
+            self._repair(ending.lost)
+
+    def _repair(self, lost: Sequence[int]) -> None:
+        """Replace lost ranks and have all ranks join a new process group. The others keep their names."""
+        if not all(self._host.reachable(r) for r in lost):
+            self.stop()  # a node is gone: nobody can take the place of its ranks
+            return
+        self.generation += 1
+        try:
+            if lost:
+                self._host.end(lost)
+                idle = self._mailbox.parts
+                self._start(lost)
+                self._mailbox.parts = {r: Part(runs=False) if r in lost else p for r, p in idle.items()}
+            others = [r for r in range(self.world_size) if r not in lost]
+            self._host.send(others, pickle.dumps(Join(self.generation)))
+            self._await_ready(range(self.world_size), REJOIN_TIMEOUT)
+        except errors.StartError:  # a rank died meanwhile: start over, and say so with the next cell
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """Give up all ranks, and start new ones."""
+        self.notes.append(f"All {self.world_size} ranks had to be started anew: their names are gone.")
+        self.restart()
+
+    def _replace_dead(self) -> None:
+        """Replace ranks that ended between two cells."""
+        mailbox = self._mailbox
+        mailbox.pump(0.0)
+        lost = [r for r, p in mailbox.parts.items() if p.lost]
+        if lost:
+            self.notes.append(
+                f"{name_ranks(lost)} ended between two cells and {'was' if len(lost) == 1 else 'were'} replaced: "
+                f"names defined there are gone."
+            )
+            self._repair(lost)
+
+    def _conclude(self, ending: Ending, pull: Sequence[str]) -> Run:
+        """The run of a cell, or the error that says what went wrong first."""
+        run, cause = ending.run, ending.cause
+        lost = [r for r in run.ran if r.state == "lost" and not (r.error and r.error.caused_by_abort)]
+        raised = [r for r in run.failed if r.error and not r.error.caused_by_abort and r.state == "error"]
+        error: errors.RankError | errors.RanksInterrupted | None = None
+        if isinstance(cause, (errors.RanksInterrupted, errors.RankTimeout)):
+            error = cause
+        elif lost:
+            error = errors.lost_error(run, lost, replaced=self.alive)
+        elif any(r.mismatch for r in run.ran) and (cause is not None or raised):
+            error = errors.mismatch_error(run)
+        elif raised:
+            error = errors.rank_error(run)
+        elif cause is not None:
+            error = cause
+        elif ending.unmatched:
+            error = errors.Deadlock(ending.unmatched)
+        elif run.failed:
+            error = errors.rank_error(run)
+        if error is not None:
+            error.run = run
+            ended = [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]
+            if ended:
+                were = "was" if len(ended) == 1 else "were"
+                error.add(
+                    f"{name_ranks(ended)} did not react and {were} replaced: names defined there are gone."
+                )
+            raise error
+        problems = [
+            f"{name} on {name_ranks(ranks)}: {why}"
+            for name in pull
+            for why, ranks in _by_reason(run.pulled[name])
+        ]
+        if problems:
+            raise errors.PullError(
+                "the cell ran, but not every name could be pulled. " + "; ".join(problems) + ".", run
+            )
+        return run
+
+
+_NEXT_CELL = "The next cell starts new ones, as far as the allocation still has the nodes."
+
+
+def run(
+    work: str | Callable[..., Any],
+    *,
+    world_size: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    device: str = "auto",
+    nodes: int | None = None,
+    values: bool = False,
+) -> Run:
+    """Run a function (or source text) on `world_size` fresh ranks and return what each of them did.
+
+        def mean_rank():
+            x = torch.tensor([float(rank)])
+            dist.all_reduce(x)
+            return x / world_size
+
+        rankcell.run(mean_rank, world_size=4).values  # four times tensor([1.5000])
+
+    The function may be defined in a notebook cell, a script or a module. For ranks that live on, use
+    `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
+    """
+    with Ranks(world_size, device=device, nodes=nodes) as ranks:
+        return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout, values=values)
+
+
+def warm_up() -> None:
+    """Have torch imported for the ranks while the notebook goes on."""
+    forks.server.warm_up()
+
+
+def choose_device(world_size: int, device: str, *, gpus: int | None = None) -> tuple[str, str, str]:
+    """Device, backend and a sentence that says why, for a world of `world_size` ranks on a machine (or nodes)
+    with so many `gpus`; those of this machine by default.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device {device!r} does not exist. Choose cpu, cuda or auto.")
+    if device == "cpu":
+        return "cpu", "gloo", "gloo on the CPU, as asked"
+    import torch
+
+    if gpus is None:
+        gpus = torch.cuda.device_count()  # counts without starting CUDA in this process
+    if gpus >= world_size and torch.distributed.is_nccl_available():
+        return "cuda", "nccl", f"nccl, one of {gpus} GPUs for each rank"
+    if device == "cuda":
+        raise errors.WorldSizeError(
+            f"{world_size} ranks on cuda need a GPU each, and this machine has {gpus}. Use `--device cpu`, or a "
+            f"world of {gpus} ranks."
+            if gpus
+            else "this machine has no GPU that torch can use. Use `--device cpu`."
+        )
+    why = f"{gpus} GPUs are too few for {world_size} ranks" if gpus else "no GPU here"
+    return "cpu", "gloo", f"gloo on the CPU: {why}"
+
+
+def _pickle(what: str, value: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything, and it is raised on
+        raise errors.PushError(
+            f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}. Push plain data, tensors, "
+            f"functions or classes, and make anything else on the ranks. No rank has run."
+        ) from None
+
+
+def _by_reason(values: Sequence[Any]) -> list[tuple[str, list[int]]]:
+    reasons: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if isinstance(value, NotSent):
+            reasons.setdefault("no such name" if value.reason == "missing" else value.reason, []).append(rank)
+    return list(reasons.items())
+
+
+def _balanced(counts: Mapping[int, Mapping[Any, int]]) -> bool:
+    """Whether every operation was called equally often on all ranks that take part in it."""
+    for mine in counts.values():
+        for key, count in mine.items():
+            if len(key) == 2:
+                others = [counts[r].get(key, 0) for r in key[1] if r in counts]
+            else:
+                group, kind, source, destination, tag, side = key
+                if source is None or destination is None:
+                    continue
+                peer = source if side == "recv" else destination
+                other = (group, kind, source, destination, tag, "send" if side == "recv" else "recv")
+                others = [counts[peer].get(other, 0)] if peer in counts else []
+            if any(other != count for other in others):
+                return False
+    return True
