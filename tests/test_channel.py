@@ -63,7 +63,8 @@ def test_nothing_is_unpickled_before_the_check(tmp_path):
         def __reduce__(self):
             return (open, (str(tmp_path / "sprung"), "w"))
 
-    trap = channel.frame(pickle.dumps(Trap()))
+    payload = pickle.dumps(Trap())
+    trap = len(payload).to_bytes(8, "big") + payload
 
     def client(sock):
         sock.sendall(trap * 50)

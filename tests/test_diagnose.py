@@ -86,8 +86,11 @@ def test_groups_in_opposite_order():
 
 def test_calls_that_nobody_waited_for_are_counted_at_the_end():
     key = ("0", (0, 1))
-    assert unmatched({0: {key: 2}, 1: {key: 2}}) is None
-    assert unmatched({0: {key: 3}, 1: {key: 2}}).startswith("rank 0 called 1 collective more than rank 1")
+    assert unmatched({0: {key: 2}, 1: {key: 2}}, [0, 1]) is None
+    more = unmatched({0: {key: 3}, 1: {key: 2}}, [0, 1])
+    assert more.startswith("rank 0 called 1 collective more than rank 1, and did not wait")
+    absent = unmatched({0: {key: 3}, 1: {key: 2}}, [0])
+    assert absent.startswith("rank 0 called 1 collective more than rank 1 (rank 1 did not run this cell), and")
 
 
 def test_the_live_line_groups_ranks_by_what_they_do():

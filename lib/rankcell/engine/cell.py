@@ -83,12 +83,8 @@ class Cell:
         mailbox = self._mailbox
         before = mailbox.parts
         mailbox.parts = {r: Part(runs=r in self._members) for r in range(self._world.size)}
-        for rank, part in before.items():  # what a thread printed since the last cell
-            new = mailbox.parts[rank]
-            if part.stdout and new.runs:
-                new.stdout, new.stdout_before = part.stdout, len(part.stdout.whole().encode())
-            if part.stderr and new.runs:
-                new.stderr = part.stderr
+        for rank, part in before.items():
+            mailbox.parts[rank].inherit(part)
         mailbox.began = time.monotonic()
         with _deferred_interrupt() as interrupted:
             self._send()
@@ -241,6 +237,11 @@ class Cell:
         unmatched = None
         if cause is None and not lost:
             counts = {r: outcomes[r].counts if r in outcomes else self._counts.get(r, {}) for r in parts}
+            working = [r for r, o in outcomes.items() if o.threads]  # these may have called more since
+            later: dict[int, Status | None] = (
+                self._mailbox.ask(working, "status", wait=0.5) if working else {}
+            )
+            counts |= {r: status.counts for r, status in later.items() if status is not None}
             unmatched = diagnose.unmatched(counts, self._members)
         left = tuple(r for r, o in outcomes.items() if not o.group)
         broken = (

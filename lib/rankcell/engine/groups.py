@@ -164,7 +164,8 @@ class Groups:
             self._init_with(group, timeout)
 
         self._recorder.join(generation)
-        self._waited_for("init_process_group", tuple(range(birth.world_size)), make)
+        everybody = tuple(range(birth.world_size))
+        self._waited_for("init_process_group", everybody, make, label=f"default group {generation}")
 
     def close(self) -> None:
         """Shut all connections down: whoever waits on one, here or at the other end, gets an error."""

@@ -79,6 +79,7 @@ class Part:
     stdout: Text = field(default_factory=Text)
     stderr: Text = field(default_factory=Text)
     stdout_before: int = 0  # bytes of `stdout` that a thread wrote before the cell began
+    stderr_before: int = 0
     displays: list[Display] = field(default_factory=list)
     outcome: Outcome | None = None
     lost: RankFailure | None = None
@@ -88,6 +89,15 @@ class Part:
     def over(self) -> bool:
         """Whether nothing more comes from this rank in the cell."""
         return not self.runs or self.outcome is not None or self.lost is not None
+
+    def inherit(self, idle: "Part") -> None:
+        """Begin with what a thread of the rank's printed while it ran no cell."""
+        if idle.runs:
+            return
+        if idle.stdout:
+            self.stdout, self.stdout_before = idle.stdout, len(idle.stdout.whole().encode())
+        if idle.stderr:
+            self.stderr, self.stderr_before = idle.stderr, len(idle.stderr.whole().encode())
 
     def show(self, new: Display, *, update: bool) -> None:
         """Take in what `display(...)` was given; with `update` in the place of the one with the same id."""
@@ -145,7 +155,10 @@ class Part:
         if error and self.freed and not error.mismatch:
             message = "freed from an operation that could not finish, or interrupted"
             error = replace(error, type="RankFreed", message=message, caused_by_abort=True)
-        order = tuple((self.stderr.place(e), self.stdout.place(o + before)) for e, o in outcome.order)
+        order = tuple(
+            (self.stderr.place(err + self.stderr_before), self.stdout.place(out + before))
+            for err, out in outcome.order
+        )
         return RankResult(
             **common,
             state="error" if error else "ok",

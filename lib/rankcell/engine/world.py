@@ -205,6 +205,8 @@ class Ranks:
             except (errors.StartError, errors.AllocationError):
                 raise
             except BaseException as error:
+                if not self.alive:  # stopped from another thread, in the middle of the cell
+                    raise RuntimeError("the world was stopped while it ran this cell.") from error
                 self._start_over()
                 if isinstance(error, KeyboardInterrupt):
                     raise
@@ -341,7 +343,10 @@ class Ranks:
         """Keep what matters of a cell that is over, and repair what it has broken."""
         outcomes = {r: p.outcome for r, p in self._mailbox.parts.items() if p.outcome is not None}
         # what a thread prints from now on belongs to the next cell; all else of this one is in `ending.run`
-        self._mailbox.parts = {r: Part(runs=False, lost=p.lost) for r, p in self._mailbox.parts.items()}
+        parts, self._mailbox.parts = self._mailbox.parts, {}
+        for rank, part in parts.items():
+            idle = self._mailbox.parts[rank] = Part(runs=False, lost=part.lost)
+            idle.inherit(part)
         notes: dict[str, list[int]] = {}
         for rank, outcome in outcomes.items():
             self._counts[rank] = outcome.counts

@@ -1,0 +1,632 @@
+"""Odd but right programs run as they would under torchrun, and odd wrong ones are explained: one case each.
+
+All cases share a world of two ranks, one after the other: whatever a case does, the next cell must work.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+import rankcell
+from rankcell import Deadlock, RankError, RankLost, RankMismatch, RanksInterrupted
+
+
+@pytest.fixture(scope="module")
+def two():
+    with rankcell.Ranks(2, device="cpu") as ranks:
+        yield ranks
+
+
+def works(ranks):
+    n = ranks.world_size
+    run = ranks.run("probe = torch.full((3,), float(rank)); dist.all_reduce(probe); probe.tolist()")
+    assert run.values == [[n * (n - 1) / 2] * 3] * n
+
+
+def fails(ranks, source, error=RankError, **options):
+    with pytest.raises(error) as caught:
+        ranks.run(textwrap.dedent(source), **options)
+    works(ranks)
+    return caught.value
+
+
+def runs(ranks, source, **options):
+    run = ranks.run(textwrap.dedent(source), **options)
+    works(ranks)
+    return run
+
+
+def wait_for(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+# --- slow is not stuck ---
+
+
+def test_a_rank_that_gets_no_processor_is_slow_and_not_stuck(two):
+    """What it says then is about the cell before."""
+    stop = threading.Event()
+
+    def starve():
+        while not stop.is_set():
+            os.kill(two.pids[1], signal.SIGSTOP)
+            stop.wait(0.25)
+            os.kill(two.pids[1], signal.SIGCONT)
+            stop.wait(0.002)
+
+    thread = threading.Thread(target=starve)
+    thread.start()
+    try:
+        for _ in range(25):
+            run = two.run("x = torch.ones(2); dist.all_reduce(x); x.tolist()")
+            assert run.values == [[2.0, 2.0]] * 2
+    finally:
+        stop.set()
+        thread.join()
+        os.kill(two.pids[1], signal.SIGCONT)
+
+
+def test_the_first_cell_may_bring_much():
+    big = list(range(2_000_000))
+    seen = []
+    with rankcell.Ranks(2, device="cpu") as ranks:
+        run = ranks.run("len(big)", push={"big": big}, on_update=lambda run, doing: seen.append(doing))
+    assert run.values == [2_000_000] * 2
+
+
+def test_a_thread_that_answers_later_is_waited_for(two):
+    runs(
+        two,
+        """
+        import threading, time
+        x = torch.ones(2)
+        def later():
+            time.sleep(0.8)
+            dist.all_reduce(x)
+        if rank == 0:
+            threading.Thread(target=later).start()
+        else:
+            dist.all_reduce(x)
+        """,
+    )
+
+
+def test_a_progress_bar_s_thread_is_not_waited_for(two):
+    error = fails(
+        two,
+        """
+        from tqdm import tqdm
+        for _ in tqdm(range(2)): pass
+        if rank == 0: dist.all_reduce(torch.ones(2))
+        """,
+        Deadlock,
+    )
+    assert "rank 1 finished the cell" in str(error)
+
+
+def test_a_receive_of_what_was_sent_in_a_cell_that_other_ranks_ran(two):
+    two.run("big = torch.ones(1 << 20); w = dist.isend(big, 1)", only=[0])
+    run = two.run(
+        "import time; time.sleep(0.5); y = torch.zeros(1 << 20); dist.recv(y, 0); y.sum().item()", only=[1]
+    )
+    assert run.values == [float(1 << 20)]
+    two.run("w.wait()", only=[0])
+    works(two)
+
+
+def test_a_group_with_a_limit_of_its_own_ends_its_waits_itself(two):
+    run = runs(
+        two,
+        """
+        from datetime import timedelta
+        impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
+        gave_up = False
+        if rank == 0:
+            try:
+                dist.all_reduce(torch.ones(2), group=impatient)
+            except RuntimeError:
+                gave_up = True
+        gave_up
+        """,
+    )
+    assert run.values == [True, False]
+
+
+# --- calls that match, and calls that do not ---
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.all_reduce(torch.zeros(1) if rank else torch.tensor(1.0))",
+        "dist.all_reduce(torch.ones(2, 3) if rank else torch.ones(3, 2))",
+        "dist.broadcast(torch.ones(6) if rank else torch.ones(2, 3), 0)",
+    ],
+)
+def test_equally_many_numbers_in_other_shapes_match(two, call):
+    runs(two, call)
+
+
+def test_a_group_of_its_members_alone(two):
+    runs(
+        two,
+        """
+        if rank == 0:
+            mine = dist.new_group([0], use_local_synchronization=True)
+            dist.all_reduce(torch.ones(2), group=mine)
+        """,
+    )
+
+
+def test_halves_that_make_their_own_groups_are_told_both_lists():
+    with rankcell.Ranks(4, device="cpu") as ranks:
+        for _ in range(3):
+            error = fails(ranks, "g = dist.new_group([0, 1] if rank < 2 else [2, 3])", RankMismatch)
+            assert "new_group([0, 1])" in str(error) and "new_group([2, 3])" in str(error)
+            assert "different lists of ranks" in str(error)
+
+
+def test_a_mismatch_that_the_program_catches_cannot_do_harm(two):
+    error = fails(
+        two,
+        """
+        x = torch.ones(2 + rank)
+        try:
+            dist.all_reduce(x)
+        except RuntimeError:
+            pass
+        y = torch.ones(3)
+        dist.all_reduce(y)
+        y.tolist()
+        """,
+        RankMismatch,
+    )
+    assert "different shapes" in str(error)
+
+
+def test_other_dtypes_that_the_program_catches_abort_nobody(two):
+    pids = two.pids
+    error = fails(
+        two,
+        """
+        x = torch.ones(2, dtype=torch.float64 if rank else torch.float32)
+        try:
+            dist.all_reduce(x)
+        except RuntimeError:
+            dist.all_reduce(torch.ones(2))
+        """,
+        RankMismatch,
+    )
+    assert "different dtypes" in str(error) and two.pids == pids
+
+
+def test_signatures_are_never_cut():
+    """Splits of seven digits for many ranks took more bytes than a slot had."""
+    from rankcell.engine.match import Board, Signature, difference
+
+    n = 128
+    rows = tuple(1_000_000 + i for i in range(n))
+    mine = Signature(
+        "all_to_all(float32[9])", "all_to_all", (("float32", 0),), sends=rows, expects=rows
+    ).packed()
+    assert len(mine) <= Board.layout(n)[0] - Board._HEAD.size
+    assert difference(mine, mine, range(n), 5, 5)[0] == ""
+    less = Signature(
+        "all_to_all(float32[9])", "all_to_all", (("float32", 0),), sends=rows, expects=(7,) * n
+    ).packed()
+    assert difference(mine, less, range(n), 0, 1)[0] == "rank 0 sends 1000001 to rank 1, which expects 7"
+
+
+def test_an_asynchronous_call_that_others_skip_keeps_everybody(two):
+    two.run("kept = rank + 5")
+    pids = two.pids
+    start = time.monotonic()
+    error = fails(two, "if rank == 0: work = dist.all_reduce(torch.ones(1 << 20), async_op=True)", Deadlock)
+    assert "1 collective more" in str(error)
+    assert two.pids == pids and two.run("kept").values == [5, 6]
+    assert time.monotonic() - start < 15  # destroying the group first waited 20 s for the operation
+
+
+def test_an_asynchronous_call_of_a_cell_for_some_ranks_is_found_in_that_cell(two):
+    error = fails(two, "work = dist.all_reduce(torch.ones(2), async_op=True)", Deadlock, only=[0])
+    assert "rank 1 (rank 1 did not run this cell)" in str(error)
+
+
+def test_a_repr_that_communicates_is_part_of_the_cell(two):
+    error = fails(
+        two,
+        """
+        class Sums:
+            def __repr__(self):
+                x = torch.ones(2); dist.all_reduce(x)
+                return "sum"
+        Sums() if rank == 0 else None
+        """,
+        Deadlock,
+    )
+    assert "rank 1 finished the cell without the all_reduce that rank 0 waits in" in str(error)
+    run = runs(
+        two,
+        """
+        class Sums:
+            def __repr__(self):
+                x = torch.ones(2); dist.all_reduce(x)
+                return f"sum {x.tolist()}"
+        Sums()
+        """,
+    )
+    assert [r.data["text/plain"] for r in run.ranks] == ["sum [2.0, 2.0]"] * 2
+
+
+def test_a_receive_from_anyone_names_who_sent(two):
+    run = runs(
+        two,
+        """
+        x = torch.ones(2)
+        if rank == 0:
+            dist.recv(x)
+        else:
+            dist.send(x, 0)
+        """,
+    )
+    (received,) = [e for e in run.events if e.op == "recv"]
+    assert received.peer == 1
+
+
+def test_a_receive_from_anyone_that_nobody_answers_announces_what_is_lost(two):
+    two.run("kept = rank")
+    error = fails(two, "if rank == 0: dist.recv(torch.ones(2))", Deadlock)
+    assert "rank 0 did not react and was replaced: names defined there are gone" in str(error)
+    assert two.run("'kept' in globals()").values == [False, True]
+
+
+def test_polling_a_receive_on_gloo_is_explained(two):
+    with pytest.raises(rankcell.RankTimeout) as caught:
+        two.run(
+            "if rank == 0:\n    work = dist.irecv(torch.ones(2), 1)\n    while not work.is_completed(): pass\n"
+            "else: dist.send(torch.ones(2), 0)",
+            timeout=4,
+        )
+    assert "completed only by `wait()`" in caught.value.run.ranks[0].stderr
+    works(two)
+
+
+# --- process groups of pasted scripts ---
+
+
+def test_a_script_may_end_with_destroy_process_group(two):
+    two.run("kept = rank")
+    pids = two.pids
+    runs(two, "dist.destroy_process_group()")
+    assert any("destroyed the process group" in note for note in two.notes)
+    assert two.pids == pids and two.run("kept").values == [0, 1]
+
+
+def test_a_script_may_begin_with_init_process_group(two):
+    two.notes.clear()
+    runs(two, "dist.init_process_group('gloo'); dist.barrier()")
+    assert any("init_process_group did nothing here" in note for note in two.notes)
+
+
+def test_a_script_may_destroy_and_set_up_its_group_again(two):
+    pids = two.pids
+    run = runs(
+        two,
+        """
+        def main():
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+            x = torch.ones(2) * rank
+            dist.all_reduce(x)
+            dist.destroy_process_group()
+            return x.tolist()
+        dist.destroy_process_group()
+        first = main()
+        second = main()
+        dist.init_process_group("gloo")
+        first, second
+        """,
+    )
+    assert run.values == [([1.0, 1.0], [1.0, 1.0])] * 2 and two.pids == pids
+
+
+def test_init_process_group_with_other_numbers_says_what_to_do(two):
+    error = fails(two, "dist.init_process_group('gloo', rank=rank, world_size=8)")
+    assert "a rank cell has its ranks already" in str(error)
+
+
+def test_init_process_group_on_one_rank_is_explained(two):
+    error = fails(
+        two, "dist.destroy_process_group()\nif rank == 0: dist.init_process_group('gloo')", Deadlock
+    )
+    assert "init_process_group" in str(error)
+
+
+def test_groups_that_are_destroyed_give_their_descriptors_back(two):
+    count = "import os; len(os.listdir('/proc/self/fd'))"
+    make = (
+        "g = dist.new_group([0, 1]); dist.all_reduce(torch.ones(2), group=g); dist.destroy_process_group(g)"
+    )
+    two.run(make)
+    before = two.run(count).values
+    for _ in range(8):
+        two.run(make)
+    assert two.run(count).values == before
+
+
+def test_mp_spawn_of_a_cell_s_function_says_what_to_do(two):
+    error = fails(two, "import torch.multiprocessing as mp\ndef main(r): pass\nmp.spawn(main, nprocs=2)")
+    assert "call `main(rank, ...)` directly" in str(error)
+
+
+# --- processes and threads of a cell ---
+
+
+def test_a_dataloader_s_workers_know_what_cells_define(two):
+    run = runs(
+        two,
+        """
+        from torch.utils.data import DataLoader, Dataset
+        class Squares(Dataset):
+            def __len__(self): return 6
+            def __getitem__(self, i): return torch.tensor(i * i)
+        loader = DataLoader(Squares(), batch_size=3, num_workers=2, collate_fn=lambda rows: sum(rows))
+        [int(x) for x in loader]
+        """,
+    )
+    assert run.values == [[5, 50]] * 2
+
+
+def test_an_error_in_a_dataloader_s_worker_is_shown(two):
+    error = fails(
+        two,
+        """
+        from torch.utils.data import DataLoader, Dataset
+        class Broken(Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, i): return 1 // (i - 2)
+        list(DataLoader(Broken(), num_workers=1))
+        """,
+    )
+    assert "ZeroDivisionError" in str(error)
+
+
+def test_what_a_cell_started_ends_with_its_rank():
+    with rankcell.Ranks(2, device="cpu") as ranks:
+        pids = ranks.run("import subprocess; p = subprocess.Popen(['sleep', '1000']); p.pid").values
+        assert all(map(alive, pids))
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def test_what_a_cell_started_ends_with_a_killed_notebook(tmp_path):
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        "import os, signal, rankcell\n"
+        "ranks = rankcell.Ranks(2, device='cpu')\n"
+        "source = '''\n"
+        "import subprocess\n"
+        "from torch.utils.data import DataLoader\n"
+        "p = subprocess.Popen(['sleep', '1000'])\n"
+        "it = iter(DataLoader(list(range(100)), num_workers=1, persistent_workers=True)); next(it)\n"
+        "[p.pid, it._workers[0].pid, os.getpid()]\n'''\n"
+        "print(sum(ranks.run('import os\\n' + source).values, []), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    pids = eval(out.stdout)
+    assert len(pids) == 6
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def test_a_rank_whose_child_holds_its_pipes_open_is_missed_at_once(two):
+    source = "import os, time\nif rank == 1:\n    if os.fork(): os._exit(7)\n    else: time.sleep(1000)\ndist.barrier()"
+    error = fails(two, source, RankLost)
+    assert str(error).startswith("rank 1 of 2 left with exit code 7")
+
+
+def test_a_real_time_signal_has_a_number(two):
+    error = fails(two, "import os\nif rank == 1: os.kill(os.getpid(), 40)\ndist.barrier()", RankLost)
+    assert "was ended by signal 40" in str(error)
+
+
+def test_a_handler_for_interrupts_belongs_to_its_cell(two):
+    two.run(
+        "import signal\ndef mine(*_): raise SystemExit(3)\nsignal.signal(signal.SIGINT, mine)\nkept = rank"
+    )
+    pids = two.pids
+    threading.Timer(0.4, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(RanksInterrupted):
+        two.run("import time; time.sleep(60)")
+    assert two.run("kept").values == [0, 1] and two.pids == pids
+
+
+# --- exceptions ---
+
+
+def test_an_exception_that_cannot_be_printed(two):
+    pids = two.pids
+    error = fails(two, "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd")
+    assert "Odd" in str(error) and "__str__ failed" in str(error) and two.pids == pids
+
+
+def test_a_memory_limit_of_the_cell_s_own(two):
+    pids = two.pids
+    error = fails(
+        two,
+        """
+        import resource
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, hard))
+        kept = [bytearray(1 << 20) for _ in range(1000)]
+        """,
+    )
+    assert "MemoryError" in str(error) and two.pids == pids
+
+
+def test_causes_and_members_are_shown(two):
+    error = fails(two, "try:\n    {}['x']\nexcept KeyError as e:\n    raise ValueError('no x') from e")
+    assert "ValueError: no x" in str(error) and "caused by: KeyError: 'x' (line 2)" in str(error)
+    error = fails(two, "raise ExceptionGroup('both', [ValueError('a'), TypeError('b')])")
+    assert "1 of 2: ValueError: a" in str(error) and "2 of 2: TypeError: b" in str(error)
+
+
+def test_a_deep_recursion_is_short(two):
+    error = fails(two, "def f(n): return f(n + 1)\nf(0)")
+    assert (
+        "RecursionError" in str(error) and "more calls" in str(error) and len(str(error).splitlines()) < 100
+    )
+
+
+def test_the_debugger_says_what_to_do_instead(two):
+    assert "--step" in str(fails(two, "breakpoint()"))
+    assert "--step" in str(fails(two, "import pdb; pdb.set_trace()\nx = 1"))
+
+
+# --- names, sources, streams ---
+
+
+def test_await_outside_a_function(two):
+    run = runs(
+        two, "import asyncio\nasync def f(): return rank\nx = await f()\nawait asyncio.sleep(0.01)\nx + 1"
+    )
+    assert run.values == [1, 2]
+
+
+def test_a_semicolon_in_a_string_hides_nothing(two):
+    assert two.run("'a;#b'").values == ["a;#b"] * 2
+    assert two.run("1 + 1;  # quiet").values == [None] * 2
+
+
+def test_a_loop_over_rank_does_not_outlive_its_cell(two):
+    two.notes.clear()
+    runs(two, "for rank in range(7): pass")
+    assert two.run("rank").values == [0, 1]
+    assert any("another value" in note and "`rank`" in note for note in two.notes)
+
+
+@pytest.mark.parametrize(
+    "what", ["sys.stdout = None", "sys.stdout.close()", "sys.stderr = 3", "sys.stdout = 'x'"]
+)
+def test_a_broken_stdout_is_mended_for_the_next_cell(two, what):
+    pids = two.pids
+    two.run(f"import sys; {what}")
+    assert two.run("print('heard')").ranks[0].stdout == "heard\n" and two.pids == pids
+
+
+def test_stdout_and_stderr_keep_their_order(two):
+    from rankcell.draw import page
+
+    run = two.run(
+        "import sys\nfor i in range(3):\n    print('out', i)\n    print('err', i, file=sys.stderr)", only=[0]
+    )
+    text = page.as_text(run)
+    assert [line.strip() for line in text.splitlines()[1:]] == [
+        "out 0",
+        "err 0",
+        "out 1",
+        "err 1",
+        "out 2",
+        "err 2",
+    ]
+
+
+def test_output_between_two_cells_is_shown_with_the_next(two):
+    two.run("import threading\ngo = threading.Event()")
+    two.run(
+        "t = threading.Thread(target=lambda: (go.wait(), print('late', flush=True)))\nt.start()", only=[0]
+    )
+    two.run("threading.Timer(0.1, go.set).start()", only=[0])
+    two.run("rank", only=[1])  # what rank 0 says during a cell of others is kept too
+    wait_for(lambda: (two._mailbox.pump(0.05), two._mailbox.parts[0].stdout)[1])
+    run = two.run("from IPython.display import HTML, display\nprint('now'); display(HTML('x'))", only=[0])
+    assert run.ranks[0].stdout == "late\nnow\n" and run.ranks[0].displays[0].stdout_offset == 9
+
+
+def test_a_flood_shows_its_head_and_its_tail(two):
+    run = two.run("for i in range(700_000): print('line', i)", only=[0])
+    text = run.ranks[0].stdout
+    assert text.startswith("line 0\nline 1\n") and text.endswith("line 699999\n")
+    assert "MB of output were not kept" in text and len(text) < 4 << 20
+
+
+def test_many_displays_keep_the_newest(two):
+    run = two.run(
+        "from IPython.display import display, Markdown\nfor i in range(1000): display(Markdown(str(i)))",
+        only=[0],
+    )
+    shown = run.ranks[0].displays
+    assert len(shown) <= 300 and shown[-1].data["text/markdown"] == "999"
+
+
+def test_threads_that_display_do_not_mix_their_messages(two):
+    pids = two.pids
+    run = two.run(
+        """
+import threading
+from IPython.display import HTML, display
+threads = [threading.Thread(target=lambda i=i: display(HTML(str(i) * 300_000))) for i in range(6)]
+[t.start() for t in threads]; [t.join() for t in threads];
+""",
+        only=[0],
+    )
+    assert (
+        sorted(d.data["text/html"][0] for d in run.ranks[0].displays) == list("012345") and two.pids == pids
+    )
+
+
+def test_completion_runs_none_of_the_learner_s_code(two):
+    two.run(
+        "class A:\n    @property\n    def p(self): raise ValueError\n    def q(self): pass\na = A(); net = torch.nn.Linear(2, 2)"
+    )
+    assert two.complete("a.p.") == [] and two.complete("a.q") == ["a.q"]
+    assert "net.weight" in two.complete("net.we") and "net.weight.shape" in two.complete("net.weight.sha")
+    error = fails(two, "if rank == 1: dist.barrier()", Deadlock)  # rank 0's control thread lives
+    assert "rank 0 finished" in str(error)
+
+
+def test_a_rank_that_does_not_read_makes_nobody_deaf(two):
+    """Bytes that a stopped rank does not take wait here; Ctrl-C works meanwhile."""
+    os.kill(two.pids[1], signal.SIGSTOP)
+    pid = two.pids[1]
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(2.0, lambda: os.kill(pid, signal.SIGCONT) if pid in two.pids else None).start()
+    with pytest.raises(RanksInterrupted):
+        two.run("len(big)", push={"big": bytes(30 << 20)})
+    works(two)
+
+
+def test_a_stop_does_not_wait_for_a_cell_in_another_thread():
+    ranks = rankcell.Ranks(2, device="cpu")
+    ended = []
+
+    def cell():
+        try:
+            ranks.run("import time; time.sleep(1000)")
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it must end
+            ended.append(error)
+
+    thread = threading.Thread(target=cell, daemon=True)
+    thread.start()
+    wait_for(lambda: ranks._mailbox.parts and any(p.runs for p in ranks._mailbox.parts.values()))
+    start = time.monotonic()
+    ranks.stop()
+    assert time.monotonic() - start < 20
+    thread.join(20)
+    assert ended
