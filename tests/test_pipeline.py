@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from rankcell import models, schedules
 from rankcell.parallel.pipeline import Pipeline, split_gpt, weight_jobs
@@ -272,3 +273,166 @@ def test_a_stage_whose_output_has_another_shape_is_named(four):
 
     with pytest.raises(RankError, match=r"0F0 computed torch.float64 \(2, 12, 16\), and stage 1 expects"):
         four.run(wrong_shape)
+
+
+# Stages that are not a plain stack of layers
+
+
+class Masked(nn.Linear):
+    """A weight that is computed: pruned by a mask, and used a second time outside of F.linear."""
+
+    def forward(self, x):
+        weight = self.weight * (torch.arange(36).view(6, 6) % 3 > 0)
+        return F.linear(x, weight, self.bias) + 0.1 * x @ weight
+
+
+class LoRA(nn.Linear):
+    """A frozen weight with a merged update of rank 2, used twice."""
+
+    def __init__(self, seed):
+        super().__init__(6, 6, dtype=torch.float64)
+        models.initialise(self, seed=seed).requires_grad_(False)
+        numbers = torch.randn(2, 2, 6, generator=models.generator(seed, "update"), dtype=torch.float64)
+        self.a, self.b = (nn.Parameter(part.clone()) for part in 0.3 * numbers)
+
+    def forward(self, x):
+        weight = self.weight + self.b.T @ self.a
+        return F.linear(torch.tanh(F.linear(x, weight)), weight, self.bias)
+
+
+class Gated(nn.Linear):
+    """A weight that depends on what arrives: its gradient is part of the gradient of the input."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight * torch.sigmoid(x.mean(0)))
+
+
+class Gram(nn.Linear):
+    """What arrives, or comes out of another layer, in the place of a weight."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        return F.linear(F.linear(x, hidden), hidden.T)
+
+
+class Vector(nn.Linear):
+    """A layer on a vector without samples."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x)) + super().forward(self.bias)
+
+
+def plain(seed, kind=nn.Linear):
+    return models.initialise(kind(6, 6, dtype=torch.float64), seed=seed)
+
+
+class Recompute(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Cut(nn.Module):
+    """The gradient ends here, and nothing can be trained."""
+
+    def forward(self, x):
+        return x.detach() * 2
+
+
+def weight_norm(seed):
+    return nn.utils.parametrizations.weight_norm(plain(seed))
+
+
+def deep(seed, kind=nn.Linear):
+    return nn.Sequential(plain(seed, kind), nn.Tanh(), plain(seed + 9, kind), nn.Tanh())
+
+
+KINDS = {
+    "weight_norm": lambda s: nn.Sequential(weight_norm(s), nn.Tanh()),
+    "mask": lambda s: plain(s, Masked),
+    "merged LoRA": LoRA,
+    "weight of the input": lambda s: plain(s, Gated),
+    "input as weight": lambda s: plain(s, Gram),
+    "vector": lambda s: plain(s, Vector),
+    "checkpoint": lambda s: Recompute(deep(s), False),
+    "reentrant checkpoint": lambda s: Recompute(deep(s), True) if s else deep(s),  # tokens need no gradient
+    "checkpoint of a mask": lambda s: Recompute(deep(s, Masked), False),
+    "checkpoint of weight_norm": lambda s: nn.Sequential(Recompute(weight_norm(s), False), nn.Tanh()),
+    "frozen first": lambda s: deep(s).requires_grad_(s > 0),
+    "frozen first two": lambda s: deep(s).requires_grad_(s > 1),
+    "first without parameters": lambda s: deep(s) if s else nn.Tanh(),
+    "gradient ends at stage 2": lambda s: Cut() if s == 2 else deep(s),
+}
+
+
+def apart(ours, theirs):
+    """The largest difference of two gradients, of which none or both may be missing."""
+    if ours is None or theirs is None:  # a frozen weight has none; an unused one may have zeros
+        return max(0.0 if g is None else g.abs().max().item() for g in (ours, theirs))
+    return (ours - theirs).abs().max().item()
+
+
+def unusual(kind, make):
+    """Largest difference from the dense run, one micro-batch after the other, of three steps of AdamW:
+    gradients, and weights at the end.
+    """
+    dense, plan = nn.Sequential(*[KINDS[kind](s) for s in range(4)]), make(4, 5)
+    parts = [KINDS[kind](s) for s in range(4)]
+    pipe = Pipeline(parts, plan, F.mse_loss, between=(6,), dtype=torch.float64)
+    pairs = [(dense, dense[dist.get_rank()]), (pipe, pipe.stages[dist.get_rank()])]
+    # where the gradient ends the dense model has none and the stages before get zeros, which would decay
+    how = {"lr": 1e-2, "weight_decay": 0.0 if kind.startswith("gradient ends") else 0.01}
+    optimizers = [torch.optim.AdamW([*m.parameters(), torch.zeros(1)], **how) for m, _ in pairs]
+    x, y = (t.double() for t in models.regression(13, 6, 6))
+    worst = 0.0
+    for _ in range(3):
+        for part, target in zip(x.tensor_split(5), y.tensor_split(5), strict=True):
+            (F.mse_loss(dense(part), target) * len(part) / len(x)).backward()
+        pipe.step(x, y)
+        mine = zip(pairs[1][1].parameters(), pairs[0][1].parameters(), strict=True)
+        worst = max([worst, *(apart(p.grad, q.grad) for p, q in mine)])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    mine = zip(pairs[1][1].parameters(), pairs[0][1].parameters(), strict=True)
+    return max([worst, *(apart(p.detach(), q.detach()) for p, q in mine)])
+
+
+@pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unusual_stages_get_the_gradients_of_the_dense_run(four, kind, make):
+    assert max(four.run(unusual, args=(kind, make)).values) < 1e-12
+
+
+class Two(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+def refused(kind):
+    """What a rank says to a stage that gives a tuple, or to a step without gradients."""
+    stages = [plain(s, Two if kind == "tuple" and s == 0 else nn.Linear) for s in range(4)]
+    pipe = Pipeline(stages, schedules.gpipe(4, 2), F.mse_loss, between=(6,))
+    x = torch.zeros(4, 6, dtype=torch.float64)
+    if kind == "tuple" and dist.get_rank():  # the others would wait for the first
+        return ""
+    try:
+        with torch.set_grad_enabled(kind == "tuple"):
+            pipe.step(x, x)
+    except (TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_two_outputs_and_a_step_without_gradients_are_refused(four):
+    assert four.run(refused, args=("tuple",)).values[0] == (
+        "TypeError: Stage 0 gave a tuple, and a stage gives one tensor. Let it return one, for example the "
+        "values joined with torch.cat."
+    )
+    for said in four.run(refused, args=("no_grad",)).values:
+        assert said == (
+            "RuntimeError: `step` finds gradients, and they are switched off here. Leave torch.no_grad, or "
+            "call `evaluate`."
+        )

@@ -111,7 +111,13 @@ class Pipeline:
 
         Raises:
             ValueError: the batch has fewer samples than the schedule has micro-batches.
+            RuntimeError: gradients are switched off.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "`step` finds gradients, and they are switched off here. Leave torch.no_grad, or call "
+                "`evaluate`."
+            )
         m = self.schedule.n_microbatches
         if len(inputs) < m or len(targets) != len(inputs):
             raise ValueError(
@@ -175,7 +181,7 @@ class _Step:
         self.here: dict[Action, Tensor] = {}  # what stages of this same rank computed
         self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a buffer lives until its send is waited for
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
-        self.jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}  # weight gradients put off
+        self.later: dict[tuple[int, int], _WeightsLater] = {}  # weight gradients put off
         self.losses: list[Tensor] = []
         self.peak = 0
 
@@ -189,7 +195,7 @@ class _Step:
             arrived = self._take(action)
             with pipeline.span(str(action)):
                 result = compute[action.kind](action, arrived)
-            self.peak = max(self.peak, len(self.kept.keys() | self.jobs.keys()))
+            self.peak = max(self.peak, len(self.kept.keys() | self.later.keys()))
             self._pass_on(action, result)
             if pipeline._last[action.stage] == action and not _shared(pipeline.stages[action.stage]):
                 self._complete(action.stage)
@@ -271,13 +277,15 @@ class _Step:
     def _forward(self, action: Action, arrived: Tensor | None) -> Tensor:
         stage, _, j = action
         x = self.inputs[j] if arrived is None else arrived.requires_grad_()
-        module = self.pipeline.stages[stage]
         if (stage, j) in self.pipeline._split:
-            self.jobs[stage, j] = []
-            with _WeightsLater(self.jobs[stage, j]):
-                out = module(x)
-        else:
-            out = module(x)
+            self.later[stage, j] = _WeightsLater()
+        with self.later.get((stage, j), nullcontext()):
+            out = self.pipeline.stages[stage](x)
+        if not isinstance(out, Tensor):
+            raise TypeError(
+                f"Stage {stage} gave a {type(out).__name__}, and a stage gives one tensor. Let it return one, "
+                f"for example the values joined with torch.cat."
+            )
         if stage == self.pipeline.schedule.n_stages - 1:
             # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
             out = self.pipeline.loss(out, self.targets[j]) * (len(self.inputs[j]) / self.samples)
@@ -287,13 +295,21 @@ class _Step:
 
     def _backward(self, action: Action, arrived: Tensor | None) -> Tensor | None:
         """Both halves, or for "I" all but the products that only a weight's gradient needs."""
-        x, out = self.kept.pop((action.stage, action.microbatch))
-        torch.autograd.backward(out, arrived)
-        return None if x is None else x.grad
+        place = action.stage, action.microbatch
+        x, out = self.kept.pop(place)
+        later = self.later.get(place)
+        if out.requires_grad:  # not where all that led to it is frozen
+            grad = torch.ones_like(out) if arrived is None else arrived  # the loss has none
+            if later is None:
+                torch.autograd.backward(out, grad)
+            else:
+                later.run_backward([out], [grad])
+        if x is None:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad  # the stage before waits for it
 
     def _weights(self, action: Action, arrived: None) -> None:
-        for job in self.jobs.pop((action.stage, action.microbatch)):
-            job()
+        self.later.pop((action.stage, action.microbatch)).run()
 
     def _complete(self, stage: int) -> None:
         if self.pipeline.on_gradients is not None:
@@ -365,11 +381,18 @@ def weight_jobs() -> list[Callable[[], None]] | None:
 
 
 class _WeightsLater(TorchFunctionMode):
-    """Inside, the backward of each F.linear computes the gradient of its input only, and leaves a job."""
+    """Inside, the backward of each F.linear computes the gradient of its input only, and leaves a job.
 
-    def __init__(self, jobs: list[Callable[[], None]]) -> None:
+    A weight that is computed, for example masked or normalised, is cut off from what it was computed from: a
+    leaf stands in for it and collects its gradient, and `run` takes that further. So this object is that of
+    one micro-batch, entered in its forward and in both halves of its backward, where a checkpoint computes
+    the forward again.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.jobs = jobs
+        self.jobs: list[Callable[[], None]] = []
+        self.computed: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a weight, and what stands in for it
 
     def __enter__(self) -> "_WeightsLater":
         self.token = _JOBS.set(self.jobs)
@@ -384,8 +407,54 @@ class _WeightsLater(TorchFunctionMode):
             return self._linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def run(self) -> None:
+        """Compute the gradients that were put off."""
+        while self.jobs:
+            self.jobs.pop(0)()
+        found = [(weight, leaf.grad) for weight, leaf in self.computed.values() if leaf.grad is not None]
+        self.computed = {}
+        if found:  # together: they may come from the same parameters
+            self.run_backward(*zip(*found, strict=True))
+            self.run()  # a layer that computed a weight has left its own job
+
+    def run_backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """`torch.autograd.backward`, inside this. What computed weights came from is kept for `run`."""
+        with self:
+            # torch.autograd.backward would leave every mode first, and then a checkpoint would compute its
+            # forward again with torch's own F.linear and find that it does not save the same tensors
+            torch.autograd.Variable._execution_engine.run_backward(
+                tuple(tensors), tuple(grads), bool(self.computed), False, (),
+                allow_unreachable=True, accumulate_grad=True,
+            )  # fmt: skip
+
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _Linear.apply(input, weight, bias, self.jobs)
+        learnt = [t for t in (weight, bias) if t is not None and t.requires_grad]
+        if not learnt or not all(map(_is_of_parameters_only, learnt)):
+            return F.linear(input, weight, bias)
+        return _Linear.apply(input, self._leaf(weight), None if bias is None else self._leaf(bias), self.jobs)
+
+    def _leaf(self, weight: Tensor) -> Tensor:
+        if weight.is_leaf:
+            return weight
+        return self.computed.setdefault(id(weight), (weight, weight.detach().requires_grad_()))[1]
+
+
+def _is_of_parameters_only(tensor: Tensor) -> bool:
+    """Whether a weight is a parameter or computed from parameters. If it depends on what came into the
+    stage, its gradient is part of what the stage before waits for and cannot be put off.
+    """
+    if tensor.grad_fn is None:
+        return isinstance(tensor, nn.Parameter)
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter):
+            return False
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    return True
 
 
 class _Linear(torch.autograd.Function):
@@ -394,23 +463,24 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, jobs: list) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.jobs = bias, jobs
+        ctx.leaves, ctx.jobs = (weight, bias), jobs
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        bias = ctx.bias
+        saved, weight = ctx.saved_tensors
+        x = saved.detach()  # the job needs its numbers, not what it was computed from
+        leaves = ctx.leaves  # a checkpoint saves copies; the gradients belong to these
 
         def job() -> None:
-            rows = grad.flatten(0, -2)  # (samples, out)
+            rows = grad.reshape(-1, grad.shape[-1])  # (samples, out)
             found = []
-            if weight.requires_grad:
-                found.append((weight, rows.T @ x.flatten(0, -2)))
-            if bias is not None and bias.requires_grad:
-                found.append((bias, rows.sum(0)))
-            if found:  # on leaves this adds to `.grad`, and calls their hooks
-                torch.autograd.backward(*map(list, zip(*found, strict=True)))
+            if leaves[0].requires_grad:
+                found.append((leaves[0], rows.T @ x.reshape(-1, x.shape[-1])))
+            if leaves[1] is not None and leaves[1].requires_grad:
+                found.append((leaves[1], rows.sum(0)))
+            # on leaves this adds to `.grad`, and calls their hooks
+            torch.autograd.backward(*map(list, zip(*found, strict=True)))
 
         ctx.jobs.append(job)
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
