@@ -1,5 +1,7 @@
 """The pipeline engine on real ranks: loss, every gradient and the weights of the dense run, all schedules."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -436,3 +438,74 @@ def test_two_outputs_and_a_step_without_gradients_are_refused(four):
             "RuntimeError: `step` finds gradients, and they are switched off here. Leave torch.no_grad, or "
             "call `evaluate`."
         )
+
+
+# Evaluation
+
+
+def evaluation(name, m, options):
+    """Differences of loss and outputs from the dense run, whether a step before and after is undisturbed, and
+    what was kept.
+    """
+    plan = schedules.SCHEDULES[name](4, m, *options)
+    dense = models.GPT(VOCAB, WIDTH, n_heads=2, n_layers=8, context=LENGTH, dropout=0.5, dtype=torch.float64)
+    pipe = Pipeline(
+        split_gpt(copy.deepcopy(dense), plan.n_stages), plan, models.cross_entropy, between=(LENGTH, WIDTH)
+    )
+    stage = pipe.stages[max(pipe.stages)]
+    calls = []
+    stage.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    dense.eval()
+    worst, rows = 0.0, []
+    for size in (11, 3):  # 3: fewer than micro-batches
+        x, y = models.batch(TOKENS, size, size=size, length=LENGTH)
+        with torch.no_grad():
+            logits = dense(x)
+        loss, out = pipe.evaluate(x, y), pipe.evaluate(x)
+        last = plan.n_stages - 1 in pipe.stages
+        assert (loss is None) == (out is None) == (not last)
+        if last:
+            worst = max(worst, abs(loss - models.cross_entropy(logits, y)).item())
+            worst = max(worst, (out - logits).abs().max().item())
+            assert not loss.requires_grad and not out.requires_grad
+        rows.append(len(calls))
+    quiet = all(p.grad is None for p in pipe.parameters()) and not any(calls) and stage.training
+    pipe.step(x.repeat(3, 1), y.repeat(3, 1))
+    return worst, rows, quiet, all(p.grad is not None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize(("name", "options"), ALL, ids=[name for name, _ in ALL])
+def test_evaluation_gives_loss_and_outputs_of_the_dense_model_and_no_gradients(four, name, options):
+    for worst, calls, quiet, trains in four.run(evaluation, args=(name, 6, options)).values:
+        assert worst < 1e-12 and quiet and trains
+        assert calls == [2 * 6, 2 * 6 + 2 * 3]  # the forwards of one stage, with and without targets
+
+
+def bad_evaluations():
+    pipe = Pipeline([nn.Linear(2, 2) for _ in range(4)], schedules.gpipe(4, 2), F.mse_loss, between=(2,))
+    forwards = schedules.forward_only(pipe.schedule)
+    other = Pipeline([nn.Linear(2, 2) for _ in range(4)], forwards, F.mse_loss, between=(2,))
+    x, found = torch.zeros(4, 2), []
+    for call in (
+        lambda: pipe.evaluate(x, x[1:]),
+        lambda: pipe.evaluate(x[:0]),
+        lambda: other.step(x, x),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    return [*found, other.evaluate(x) is not None]
+
+
+def test_evaluations_that_cannot_be(four):
+    for rank, said in enumerate(four.run(bad_evaluations).values):
+        assert said == [
+            "4 inputs cannot be evaluated with 3 targets. Give at least one input, and one target for each "
+            "or none at all.",
+            "0 inputs cannot be evaluated with no targets. Give at least one input, and one target for each "
+            "or none at all.",
+            "This schedule has forwards only, and `step` trains. Call `evaluate`, or give the pipeline a "
+            "schedule with backwards.",
+            rank == 3,
+        ]

@@ -11,6 +11,7 @@ from rankcell.schedules import (
     actions_of,
     bubble_fraction,
     bubble_overhead,
+    forward_only,
     gpipe,
     idle_seconds,
     idle_share,
@@ -195,3 +196,19 @@ def test_bad_numbers():
         idle_share([])
     with pytest.raises(ValueError, match="There is no closed form for 'naive'"):
         idle_seconds("naive", 4)
+
+
+def test_forward_only_is_an_evaluation_with_the_stages_in_their_places():
+    for make, p, m, options in ((one_f_one_b, 4, 8, ()), (interleaved, 2, 5, (3,)), (zero_bubble, 4, 4, ())):
+        plan = make(p, m, *options)
+        evaluation = validate(forward_only(plan))
+        assert not evaluation.trains and plan.trains and peak_in_flight(evaluation) == [0] * p
+        homes = [{a.stage for a in rank} for rank in plan.actions]
+        assert [{a.stage for a in rank} for rank in evaluation.actions] == homes
+        assert len(rounds(evaluation)) == plan.n_stages * m
+        assert rounds(forward_only(plan, 2)).keys() == {a for a in rounds(evaluation) if a.microbatch < 2}
+    # the first micro-batch passes the other p - 1 stages, and nothing else is waited for
+    assert length(predict(forward_only(one_f_one_b(4, 8)))) == 8 + 4 - 1
+    assert length(predict(forward_only(interleaved(4, 8, 2)))) == 2 * 8 + 4 - 1
+    with pytest.raises(ScheduleError, match="0B1 is missing"):  # some backwards are not enough
+        validate(schedule("mine", [["0F0", "0F1", "0B0"]]))

@@ -75,6 +75,11 @@ class Schedule:
         return -(-self.n_stages // max(self.n_ranks, 1))
 
     @property
+    def trains(self) -> bool:
+        """Whether it has any backward. Without one it evaluates, see `forward_only`."""
+        return any(a.kind != "F" for rank in self.actions for a in rank)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether any backward comes in two halves."""
         return any(a.kind in "IW" for rank in self.actions for a in rank)
@@ -153,8 +158,7 @@ def interleaved(n_ranks: int, n_microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
-    """1F1B with each backward in two halves: I, for which the stage before waits, and W, for which nobody
-    does.
+    """1F1B with backwards in two halves: I, for which the stage before waits, and W, for which nobody does.
 
     Rank r puts each W off by r micro-batches, and the Ws fill the gaps at the end. Every rank keeps at most p
     micro-batches, as rank 0 of 1F1B does. This is ZB-H1: Qi et al., https://arxiv.org/abs/2401.10241, section
@@ -174,6 +178,18 @@ def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
         actions += [Action(rank, "W", j) for j in range(done, n_microbatches)]
         lists.append(actions)
     return schedule("zero bubble", lists)
+
+
+def forward_only(plan: Schedule, n_microbatches: int | None = None) -> Schedule:
+    """The forwards of a schedule, each rank's in its order: for an evaluation, which has no backward.
+
+    Args:
+        plan: any schedule that can run. Its stages stay on their ranks.
+        n_microbatches: how many micro-batches go through, by default and at most those of `plan`.
+    """
+    m = plan.n_microbatches if n_microbatches is None else n_microbatches
+    lists = ([a for a in actions if a.kind == "F" and a.microbatch < m] for actions in plan.actions)
+    return schedule(f"{plan.name}, forward only", lists)
 
 
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
@@ -285,10 +301,10 @@ def _complete(plan: Schedule) -> None:
                     f"{homes[action.stage]}.\n{as_text(plan, marked=[action])}"
                 )
             seen[action] = rank
-    microbatches = range(plan.n_microbatches)
+    microbatches, trains = range(plan.n_microbatches), plan.trains
     for stage in range(plan.n_stages):
         for j in microbatches:
-            if missing := _missing(stage, j, seen):
+            if missing := _missing(stage, j, seen, trains):
                 raise ScheduleError(f"{missing} is missing.\n{as_text(plan, marked=())}")
             if all(Action(stage, kind, j) in seen for kind in "BI"):
                 both = [Action(stage, "B", j), Action(stage, "I", j)]
@@ -298,9 +314,11 @@ def _complete(plan: Schedule) -> None:
                 )
 
 
-def _missing(stage: int, j: int, seen: Mapping[Action, int]) -> str:
+def _missing(stage: int, j: int, seen: Mapping[Action, int], trains: bool) -> str:
     if Action(stage, "F", j) not in seen:
         return str(Action(stage, "F", j))
+    if not trains:
+        return ""
     if Action(stage, "B", j) in seen and Action(stage, "W", j) not in seen:
         return ""
     if Action(stage, "I", j) not in seen:
@@ -429,9 +447,7 @@ def _in_order(plan: Schedule) -> Iterator[Action]:
 
 
 def actions_of(events: Iterable[Event]) -> list[tuple[Action, Event]]:
-    """The events that are actions of a pipeline, with their actions, in order of time; the others are left
-    out.
-    """
+    """The events that are actions of a pipeline, with their actions, in order of time; no others."""
     found = []
     for event in events:
         if event.kind == "comm":
@@ -492,8 +508,10 @@ def peak_in_flight(plan: Schedule) -> list[int]:
     """By rank, how many micro-batches' activations it holds at most: those with a forward whose backward is
     not over.
 
-    With several chunks each chunk's share of a micro-batch counts as one.
+    With several chunks each chunk's share of a micro-batch counts as one. An evaluation keeps none.
     """
+    if not plan.trains:
+        return [0] * plan.n_ranks
     peaks = []
     for actions in plan.actions:
         held = most = 0

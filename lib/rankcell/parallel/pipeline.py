@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..schedules import Action, Schedule, needs, rounds
+from ..schedules import Action, Schedule, forward_only, needs, rounds
 
 Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
 
@@ -66,7 +66,6 @@ class Pipeline:
         on_gradients: Callable[[int], None] | None = None,
     ) -> None:
         self.group = process_group or dist.group.WORLD
-        self.rank = dist.get_rank(self.group)
         self.schedule, self.loss, self.between = schedule, loss, between
         self.span, self.on_gradients = span, on_gradients
         if dist.get_world_size(self.group) != schedule.n_ranks:
@@ -74,18 +73,15 @@ class Pipeline:
                 f"The schedule is for {schedule.n_ranks} ranks, and the process group has "
                 f"{dist.get_world_size(self.group)}. Make one of them fit the other."
             )
-        self.rounds = rounds(schedule)  # raises if the schedule cannot run
-        self.homes = {a.stage: rank for rank, actions in enumerate(schedule.actions) for a in actions}
+        self.route = _Route(schedule, dist.get_rank(self.group))  # raises if the schedule cannot run
         self.stages = self._own(stages)
         first = next(self.parameters(), None)
         self.dtype = dtype or (torch.get_default_dtype() if first is None else first.dtype)
         self.device = torch.device("cpu") if first is None else first.device
-        # Posted early, a message moves as soon as it is there. Only gloo allows it: see `_all_messages`.
+        # Posted early, a message moves as soon as it is there. Only gloo allows it: see `_Route.messages`.
         self._ahead = 2 if dist.get_backend(self.group) == "gloo" else 0
         self.peak = 0  # micro-batches whose activations this rank held at most in the last step
-        self._split = {(a.stage, a.microbatch) for a in self.rounds if a.kind == "I"}
-        self._messages = self._all_messages()
-        self._last = {s: [a for a in schedule.actions[self.rank] if a.stage == s][-1] for s in self.stages}
+        self._evaluations: dict[int, _Route] = {}  # by number of micro-batches
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""
@@ -124,7 +120,43 @@ class Pipeline:
                 f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches. "
                 f"Give at least one sample to each, and one target for each input."
             )
-        return _Step(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
+        if not self.schedule.trains:
+            raise ValueError(
+                "This schedule has forwards only, and `step` trains. Call `evaluate`, or give the pipeline a "
+                "schedule with backwards."
+            )
+        return _Step(self, self.route, inputs.tensor_split(m), targets.tensor_split(m)).run()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """The loss of the batch without training, or without targets the outputs of the last stage for it,
+        in order. On the rank of the last stage; None on the others.
+
+        Forwards only, in the order of the schedule (`schedules.forward_only`): nothing is kept for a backward
+        and gradients stay as they are. The stages are in evaluation mode meanwhile, so there is no dropout.
+        The batch may be smaller than the number of micro-batches: then each sample is one.
+
+        Raises:
+            ValueError: there are no inputs, or another number of targets.
+        """
+        if not len(inputs) or (targets is not None and len(targets) != len(inputs)):
+            raise ValueError(
+                f"{len(inputs)} inputs cannot be evaluated with "
+                f"{'no' if targets is None else len(targets)} targets. Give at least one input, and one "
+                f"target for each or none at all."
+            )
+        m = min(self.schedule.n_microbatches, len(inputs))
+        if m not in self._evaluations:
+            self._evaluations[m] = _Route(forward_only(self.schedule, m), self.route.rank)
+        before = [(part, part.training) for module in self.stages.values() for part in module.modules()]
+        try:
+            for module in self.stages.values():
+                module.eval()
+            cut = None if targets is None else targets.tensor_split(m)
+            return _Step(self, self._evaluations[m], inputs.tensor_split(m), cut).run()
+        finally:
+            for part, training in before:
+                part.training = training
 
     def shape(self, stage: int, inputs: Tensor) -> tuple[int, ...]:
         """The shape of what `stage` receives for the micro-batch of the first stage's `inputs`."""
@@ -132,14 +164,8 @@ class Pipeline:
             return tuple(self.between(stage, inputs))
         return (len(inputs), *self.between)
 
-    def user(self, action: Action) -> int | None:
-        """The stage that needs what `action` computes; None if nobody but its own stage does."""
-        if action.kind == "F":
-            return action.stage + 1 if action.stage + 1 < self.schedule.n_stages else None
-        return action.stage - 1 if action.kind in "BI" and action.stage else None
-
     def _own(self, stages: Sequence[nn.Module] | Mapping[int, nn.Module]) -> dict[int, nn.Module]:
-        mine = sorted(stage for stage, rank in self.homes.items() if rank == self.rank)
+        mine = self.route.stages
         if not isinstance(stages, Mapping):
             if len(stages) != self.schedule.n_stages:
                 raise ValueError(
@@ -148,14 +174,41 @@ class Pipeline:
                 )
             return {stage: stages[stage] for stage in mine}
         if sorted(stages) != mine:
-            raise ValueError(f"Rank {self.rank} runs the stages {mine} and got {sorted(stages)}.")
+            raise ValueError(f"Rank {self.route.rank} runs the stages {mine} and got {sorted(stages)}.")
         return {stage: stages[stage] for stage in mine}
 
-    def _key(self, action: Action) -> tuple[int, int]:
+
+class _Route:
+    """A schedule as one rank sees it: where each action runs, when, and what comes here from others.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.rank, self.actions, self.n_stages = rank, schedule.actions[rank], schedule.n_stages
+        self.trains = schedule.trains
+        self.rounds = rounds(schedule)
+        self.homes = {a.stage: rank for rank, actions in enumerate(schedule.actions) for a in actions}
+        self.stages = sorted(stage for stage, home in self.homes.items() if home == rank)
+        self.split = {(a.stage, a.microbatch) for a in self.rounds if a.kind == "I"}
+        self.last = {s: [a for a in self.actions if a.stage == s][-1] for s in self.stages}
+        self.messages = self._messages()
+
+    def user(self, action: Action) -> Action | None:
+        """The action of another stage that takes what `action` computes; None if its own stage keeps it."""
+        stage, kind, j = action
+        if kind == "F" and stage + 1 < self.n_stages:
+            return Action(stage + 1, "F", j)
+        if kind in "BI" and stage:
+            return Action(stage - 1, "I" if (stage - 1, j) in self.split else "B", j)
+        return None
+
+    def key(self, action: Action) -> tuple[int, int]:
         """A place in one order of all actions that respects what each needs, and that all ranks know."""
         return self.rounds[action], self.homes[action.stage]
 
-    def _all_messages(self) -> list[Action]:
+    def _messages(self) -> list[Action]:
         """The actions on other ranks whose results come here, in the order in which they are sent.
 
         Both ends of a pair post what they exchange in this one order: also where a backend, as nccl does,
@@ -165,45 +218,61 @@ class Pipeline:
         found = []
         for action in self.rounds:
             user = self.user(action)
-            if user is not None and self.homes[user] == self.rank != self.homes[action.stage]:
+            if user is not None and self.homes[user.stage] == self.rank != self.homes[action.stage]:
                 found.append(action)
-        return sorted(found, key=self._key)
+        return sorted(found, key=self.key)
 
 
 class _Step:
     """One batch on its way through the pipeline: what has arrived, what is kept, what is on its way."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.pipeline, self.inputs, self.targets = pipeline, inputs, targets
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        route: _Route,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor] | None,
+    ) -> None:
+        self.pipeline, self.route, self.inputs, self.targets = pipeline, route, inputs, targets
         self.samples = sum(map(len, inputs))
-        self.coming = deque(pipeline._messages)
+        self.coming = deque(route.messages)
         self.posted: dict[Action, tuple[dist.Work, Tensor]] = {}  # receives, with their buffers
         self.here: dict[Action, Tensor] = {}  # what stages of this same rank computed
         self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a buffer lives until its send is waited for
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
         self.later: dict[tuple[int, int], _WeightsLater] = {}  # weight gradients put off
-        self.losses: list[Tensor] = []
+        self.results: dict[
+            int, Tensor
+        ] = {}  # by micro-batch, the last stage's: shares of the loss, or outputs
         self.peak = 0
 
     def run(self) -> Tensor | None:
         """Execute this rank's list of actions."""
-        pipeline = self.pipeline
-        before = self._set_shared_aside()
+        pipeline, route = self.pipeline, self.route
+        before = self._set_shared_aside() if route.trains else []
         compute = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
-        for action in pipeline.schedule.actions[pipeline.rank]:
+        for action in route.actions:
             self._ask_for_what_comes(action)
             arrived = self._take(action)
             with pipeline.span(str(action)):
                 result = compute[action.kind](action, arrived)
             self.peak = max(self.peak, len(self.kept.keys() | self.later.keys()))
             self._pass_on(action, result)
-            if pipeline._last[action.stage] == action and not _shared(pipeline.stages[action.stage]):
+            ends = route.trains and route.last[action.stage] == action
+            if ends and not _shared(pipeline.stages[action.stage]):
                 self._complete(action.stage)
         for work, _ in self.sent.values():
             work.wait()
-        self._add_shared(before)
-        pipeline.peak = self.peak
-        return torch.stack(self.losses).sum() if self.losses else None
+        if route.trains:
+            self._add_shared(before)
+            pipeline.peak = self.peak
+        return self._result()
+
+    def _result(self) -> Tensor | None:
+        in_order = [result for _, result in sorted(self.results.items())]
+        if not in_order:
+            return None
+        return torch.cat(in_order) if self.targets is None else torch.stack(in_order).sum()
 
     # Messages
 
@@ -211,23 +280,23 @@ class _Step:
         """Post the receive of each message that is earlier in the order of all ranks than this action, and of
         a few later ones where the backend allows it.
         """
-        pipeline = self.pipeline
-        turn, rank = pipeline._key(action)
+        pipeline, route = self.pipeline, self.route
+        turn, rank = route.key(action)
         until = turn + pipeline._ahead, rank
-        while self.coming and pipeline._key(self.coming[0]) < until:
+        while self.coming and route.key(self.coming[0]) < until:
             producer = self.coming.popleft()
             boundary = producer.stage + (producer.kind == "F")  # the later of the two stages
             shape = pipeline.shape(boundary, self.inputs[producer.microbatch])
             buffer = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
-            source = pipeline.homes[producer.stage]
+            source = route.homes[producer.stage]
             work = dist.irecv(buffer, group=pipeline.group, group_src=source)
             self.posted[producer] = work, buffer
 
     def _take(self, action: Action) -> Tensor | None:
         """What another stage computed for this action; waits until it is here. None if it needs nothing."""
         stage, _, j = action
-        split = (stage + 1, j) in self.pipeline._split
-        for producer in needs(action, self.pipeline.schedule.n_stages, split=split):
+        split = (stage + 1, j) in self.route.split
+        for producer in needs(action, self.route.n_stages, split=split):
             if producer.stage == stage:
                 continue
             if producer.stage > stage and (old := self.sent.pop(Action(stage, "F", j), None)):
@@ -241,56 +310,58 @@ class _Step:
 
     def _pass_on(self, action: Action, result: Tensor | None) -> None:
         """Start to send the result to the stage that needs it, and go on."""
-        pipeline, user = self.pipeline, self.pipeline.user(action)
+        pipeline, route, user = self.pipeline, self.route, self.route.user(action)
         if user is None or result is None:
             return
-        if pipeline.homes[user] == pipeline.rank:
+        if route.homes[user.stage] == route.rank:
             self.here[action] = result
             return
-        shape = pipeline.shape(max(action.stage, user), self.inputs[action.microbatch])
+        shape = pipeline.shape(max(action.stage, user.stage), self.inputs[action.microbatch])
         if tuple(result.shape) != shape or result.dtype != pipeline.dtype:
             raise ValueError(
-                f"{action} computed {result.dtype} {tuple(result.shape)}, and stage {user} expects "
+                f"{action} computed {result.dtype} {tuple(result.shape)}, and stage {user.stage} expects "
                 f"{pipeline.dtype} {shape}. Make `between` and `dtype` say what the stages do."
             )
         result = result.contiguous()
-        work = dist.isend(result, group=pipeline.group, group_dst=pipeline.homes[user])
+        work = dist.isend(result, group=pipeline.group, group_dst=route.homes[user.stage])
         self.sent[action] = work, result
         self._let_go(action)
 
     def _let_go(self, now: Action) -> None:
-        """Wait for old sends of gradients, so that their buffers do not pile up over the micro-batches.
+        """Wait for old sends, so that their buffers do not pile up over the micro-batches.
 
         Only for those that are used in an earlier round than `now`: waiting for a later one could be for
-        ever. A send of activations is waited for when their gradient comes back.
+        ever. In training a send of activations is waited for when their gradient comes back.
         """
-        pipeline = self.pipeline
-        gradients = [action for action in self.sent if action.kind != "F"]
-        for action in gradients[: -2 * pipeline.schedule.n_ranks]:
-            stage, j = action.stage - 1, action.microbatch
-            user = Action(stage, "I" if (stage, j) in pipeline._split else "B", j)
-            if pipeline.rounds[user] < pipeline.rounds[now]:
+        route = self.route
+        old = [action for action in self.sent if action.kind != "F" or not route.trains]
+        for action in old[: -2 * self.pipeline.schedule.n_ranks]:
+            if route.rounds[route.user(action)] < route.rounds[now]:
                 self.sent.pop(action)[0].wait()
 
     # Computing
 
     def _forward(self, action: Action, arrived: Tensor | None) -> Tensor:
         stage, _, j = action
-        x = self.inputs[j] if arrived is None else arrived.requires_grad_()
-        if (stage, j) in self.pipeline._split:
+        if arrived is not None and self.route.trains:
+            arrived.requires_grad_()
+        if (stage, j) in self.route.split:
             self.later[stage, j] = _WeightsLater()
         with self.later.get((stage, j), nullcontext()):
-            out = self.pipeline.stages[stage](x)
+            out = self.pipeline.stages[stage](self.inputs[j] if arrived is None else arrived)
         if not isinstance(out, Tensor):
             raise TypeError(
-                f"Stage {stage} gave a {type(out).__name__}, and a stage gives one tensor. Let it return one, "
-                f"for example the values joined with torch.cat."
+                f"Stage {stage} gave a {type(out).__name__}, and a stage gives one tensor. Let it return "
+                f"one, for example the values joined with torch.cat."
             )
-        if stage == self.pipeline.schedule.n_stages - 1:
-            # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
-            out = self.pipeline.loss(out, self.targets[j]) * (len(self.inputs[j]) / self.samples)
-            self.losses.append(out.detach())
-        self.kept[stage, j] = (None if arrived is None else x), out
+        if stage == self.route.n_stages - 1:
+            if self.targets is not None:
+                # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
+                share = len(self.inputs[j]) / self.samples
+                out = self.pipeline.loss(out, self.targets[j]) * share
+            self.results[j] = out.detach()
+        if self.route.trains:
+            self.kept[stage, j] = arrived, out
         return out.detach()
 
     def _backward(self, action: Action, arrived: Tensor | None) -> Tensor | None:
@@ -341,11 +412,11 @@ class _Step:
         for low, high, stage, parameter in pairs:
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
             parameter.grad = mine
-            other = pipeline.homes[high if stage == low else low]
-            if other != pipeline.rank:
+            other = self.route.homes[high if stage == low else low]
+            if other != self.route.rank:
                 theirs = torch.empty_like(mine)
                 ends = [(dist.isend, mine, "group_dst"), (dist.irecv, theirs, "group_src")]
-                ends = ends if pipeline.rank < other else ends[::-1]  # one order for both
+                ends = ends if self.route.rank < other else ends[::-1]  # one order for both
                 works = [post(x, group=pipeline.group, **{end: other}) for post, x, end in ends]
                 for work in works:
                     work.wait()
