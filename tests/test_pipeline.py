@@ -18,9 +18,9 @@ VOCAB, WIDTH, LENGTH = 29, 16, 12
 TOKENS = torch.arange(400) * 7919 % VOCAB
 
 
-def gpt(n_layers=4, tied=True):
+def gpt(n_layers=4, tied=True, kind=models.GPT):
     shape = dict(n_heads=2, n_layers=n_layers, context=LENGTH, tied=tied)
-    return models.GPT(VOCAB, WIDTH, **shape, dtype=torch.float64)
+    return kind(VOCAB, WIDTH, **shape, dtype=torch.float64)
 
 
 def a_group(size):
@@ -30,12 +30,12 @@ def a_group(size):
     return [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
 
 
-def differences(name, size, m, n_layers, options=(), *, rows=11, tied=True, steps=3):
+def differences(name, size, m, n_layers, options=(), *, rows=11, tied=True, steps=3, kind=models.GPT):
     """Largest difference from the dense run: of the losses, the gradients of each step, the last weights."""
-    dense, group = gpt(n_layers, tied), a_group(size)
+    dense, group = gpt(n_layers, tied, kind), a_group(size)
     reference = torch.optim.AdamW(dense.parameters(), lr=1e-2)
     plan = schedules.SCHEDULES[name](size, m, *options)
-    stages = split_gpt(gpt(n_layers, tied), plan.n_stages)
+    stages = split_gpt(gpt(n_layers, tied, kind), plan.n_stages)
     pipe = Pipeline(stages, plan, models.cross_entropy, between=(LENGTH, WIDTH), process_group=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
@@ -88,6 +88,28 @@ def test_loss_gradients_and_weights_are_those_of_the_dense_run(four, name, optio
 def test_uneven_stages_and_a_head_of_its_own(four, name, m, layers, options):
     for worst, *_ in four.run(differences, args=(name, 2, m, layers, options), kwargs={"tied": False}).values:
         assert max(worst.values()) < 1e-9, worst
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "options"), [("interleaved", (2,)), ("zero bubble", ())])
+def test_a_llama_in_stages(four, name, options, tied):
+    how = {"kind": models.Llama, "tied": tied}
+    for worst, *_ in four.run(differences, args=(name, 2, 3, 4, options), kwargs=how).values:
+        assert max(worst.values()) < 1e-9, worst
+
+
+def test_stages_are_the_models_own_parts_under_their_names():
+    model = gpt(n_layers=5)
+    stages = split_gpt(model, 2)
+    assert [type(stage) for stage in stages] == [models.GPT] * 2
+    names = [set(stage.state_dict()) for stage in stages]
+    assert names[0] | names[1] == set(model.state_dict()) and not names[0] & names[1]
+    assert len(stages[0].blocks) == 3 and next(iter(stages[1].blocks)) is model.blocks[3]
+    assert model.head.weight is model.token_embedding.weight  # the model itself is as it was
+    tokens = TOKENS[:LENGTH][None]
+    assert torch.equal(stages[1](stages[0](tokens)), model(tokens))
+    stages[0].register_forward_hook(lambda *_: None)
+    assert not stages[1]._forward_hooks and not model._forward_hooks
 
 
 def one_rank(chunks):

@@ -2,7 +2,7 @@
 
 `Pipeline` holds the stages of this rank and runs its list of actions. Activations and gradients travel in
 asynchronous sends and receives, which are posted in an order that both ends share, so that nothing can stand
-still whatever the schedule. `split_gpt` cuts a GPT into stages.
+still whatever the schedule. `split_gpt` cuts a GPT or Llama into stages.
 
 What it does not do: a stage takes one tensor and gives one tensor, each with the samples in its first dim.
 There is no automatic mixed precision, and no running ahead with old weights (no weight stashing): all
@@ -241,9 +241,8 @@ class _Step:
         self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a buffer lives until its send is waited for
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
         self.later: dict[tuple[int, int], _WeightsLater] = {}  # weight gradients put off
-        self.results: dict[
-            int, Tensor
-        ] = {}  # by micro-batch, the last stage's: shares of the loss, or outputs
+        # of the last stage, by micro-batch: shares of the loss, or outputs
+        self.results: dict[int, Tensor] = {}
         self.peak = 0
 
     def run(self) -> Tensor | None:
@@ -560,53 +559,14 @@ class _Linear(torch.autograd.Function):
 # Cutting a GPT into stages
 
 
-class GPTStage(nn.Module):
-    """Some blocks of a GPT; the first stage also embeds, the last one also computes the logits.
+def split_gpt(model: nn.Module, n_stages: int) -> list[nn.Module]:
+    """The stages of a GPT or Llama in order; blocks are shared out evenly, the first stages get one more
+    where it does not work out.
 
-    Its parameters have the names that they have in the whole model. `shared` holds the copy of a tied
-    embedding: on the first and on the last stage, under the number of the other.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[int], stage: int, n_stages: int) -> None:
-        super().__init__()
-        self.first, self.last = stage == 0, stage == n_stages - 1
-        self.shared: dict[int, nn.Parameter] = {}
-        tied = model.head.weight is model.token_embedding.weight
-        if self.first:
-            self.token_embedding, self.position_embedding = model.token_embedding, model.position_embedding
-            self.dropout = model.dropout
-            self.context = model.context
-        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in blocks})
-        if self.last:
-            self.norm, self.head = model.norm, model.head
-        # the model's own methods: a stage computes what the model computes
-        self._embed, self._unembed = type(model).embed, type(model).unembed
-        if hasattr(model, "group"):  # `parallel.tensor`'s, divided inside each stage
-            self.group, self.sequence_parallel = model.group, model.sequence_parallel
-        if tied and n_stages > 1:
-            if self.first:
-                self.shared[n_stages - 1] = self.token_embedding.weight
-            if self.last:
-                self.head = copy.copy(model.head)  # the same kind of layer, with a weight of its own
-                self.head._parameters = dict(model.head._parameters)
-                self.head.weight = nn.Parameter(model.head.weight.detach().clone())
-                self.shared[0] = self.head.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens or activations in, activations or logits out."""
-        if self.first:
-            x = self._embed(self, x)
-        for block in self.blocks.values():
-            x = block(x)
-        return self._unembed(self, x) if self.last else x
-
-
-def split_gpt(model: nn.Module, n_stages: int) -> list[GPTStage]:
-    """The stages of a GPT in order, with the model's own parameters; blocks are shared out evenly, the first
-    stages get one more where it does not work out.
-
-    A tied head becomes a copy of the embedding, and the pipeline keeps both equal. Count it once where you
-    add up over ranks, for example in the norm of all gradients.
+    Each stage is a model of the same class that has some of the model's own parts, under their names, and
+    None in place of the others: the first stage embeds, the last one computes the logits. A tied head becomes
+    a copy of the embedding, and the pipeline keeps both equal; `shared` of a stage says with which other
+    stage. Count it once where you add up over ranks, for example in the norm of all gradients.
 
     Raises:
         ValueError: there are more stages than blocks.
@@ -614,5 +574,33 @@ def split_gpt(model: nn.Module, n_stages: int) -> list[GPTStage]:
     n = len(model.blocks)
     if not 1 <= n_stages <= n:
         raise ValueError(f"{n} blocks cannot be cut into {n_stages} stages. Choose from 1 to {n}.")
-    cuts = torch.arange(n).tensor_split(n_stages)
-    return [GPTStage(model, blocks.tolist(), stage, n_stages) for stage, blocks in enumerate(cuts)]
+    stages = []
+    for stage, numbers in enumerate(torch.arange(n).tensor_split(n_stages)):
+        part = _shallow(model)
+        part.blocks = nn.ModuleList()
+        for number in numbers.tolist():
+            part.blocks.add_module(str(number), model.blocks[number])
+        first, last = stage == 0, stage == n_stages - 1
+        if not first:
+            part.token_embedding = part.position_embedding = None
+        if not last:
+            part.norm = part.head = None
+        stages.append(part)
+    if n_stages > 1 and model.head.weight is model.token_embedding.weight:
+        _untie(stages[0], stages[-1], n_stages)
+    return stages
+
+
+def _untie(first: nn.Module, last: nn.Module, n_stages: int) -> None:
+    """Give the last stage a copy of the embedding as its head, and note on both who has the other one."""
+    head = last.head = _shallow(last.head)
+    head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
+    first.shared = {n_stages - 1: first.token_embedding.weight}
+    last.shared = {0: head.weight}
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """A module of the same class with the same parts and parameters, in lists and with hooks of its own."""
+    found = copy.copy(module)
+    vars(found).update({name: held.copy() for name, held in vars(found).items() if isinstance(held, dict)})
+    return found
