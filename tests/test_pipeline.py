@@ -34,7 +34,7 @@ def differences(name, size, m, n_layers, options=(), *, rows=11, tied=True, step
     """Largest difference from the dense run: of the losses, the gradients of each step, the last weights."""
     dense, group = gpt(n_layers, tied, kind), a_group(size)
     reference = torch.optim.AdamW(dense.parameters(), lr=1e-2)
-    plan = schedules.SCHEDULES[name](size, m, *options)
+    plan = PLANS[name](size, m, *options)
     stages = split_gpt(gpt(n_layers, tied, kind), plan.n_stages)
     pipe = Pipeline(stages, plan, models.cross_entropy, between=(LENGTH, WIDTH), process_group=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
@@ -64,15 +64,17 @@ def differences(name, size, m, n_layers, options=(), *, rows=11, tied=True, step
 
 
 ALL = [("naive", ()), ("GPipe", ()), ("1F1B", ()), ("interleaved", (2,)), ("zero bubble", ())]
+ALL += [("ZB-V", ()), ("DualPipeV", ())]
+PLANS = {**schedules.SCHEDULES, **schedules.V_SCHEDULES}
 
 
 @pytest.mark.parametrize("m", [2, 5, 8])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("name", "options"), ALL, ids=[name for name, _ in ALL])
 def test_loss_gradients_and_weights_are_those_of_the_dense_run(four, name, options, size, m):
-    layers = 8 if options else 4
+    layers = 8 if options or name in schedules.V_SCHEDULES else 4
     run = four.run(differences, args=(name, size, m, layers, options))
-    peaks = schedules.peak_in_flight(schedules.SCHEDULES[name](size, m, *options))
+    peaks = schedules.peak_in_flight(PLANS[name](size, m, *options))
     keys = set()
     for rank, (worst, peak, names) in enumerate(run.values):
         assert max(worst.values()) < 1e-9, worst
@@ -83,7 +85,13 @@ def test_loss_gradients_and_weights_are_those_of_the_dense_run(four, name, optio
 
 @pytest.mark.parametrize(
     ("name", "m", "layers", "options"),
-    [("interleaved", 7, 6, (3,)), ("1F1B", 3, 5, ()), ("zero bubble", 1, 3, ())],
+    [
+        ("interleaved", 7, 6, (3,)),
+        ("1F1B", 3, 5, ()),
+        ("zero bubble", 1, 3, ()),
+        ("ZB-V", 3, 5, ()),
+        ("DualPipeV", 1, 5, ()),
+    ],
 )
 def test_uneven_stages_and_a_head_of_its_own(four, name, m, layers, options):
     for worst, *_ in four.run(differences, args=(name, 2, m, layers, options), kwargs={"tied": False}).values:
@@ -469,7 +477,7 @@ def evaluation(name, m, options):
     """Differences of loss and outputs from the dense run, whether a step before and after is undisturbed, and
     what was kept.
     """
-    plan = schedules.SCHEDULES[name](4, m, *options)
+    plan = PLANS[name](4, m, *options)
     dense = models.GPT(VOCAB, WIDTH, n_heads=2, n_layers=8, context=LENGTH, dropout=0.5, dtype=torch.float64)
     pipe = Pipeline(
         split_gpt(copy.deepcopy(dense), plan.n_stages), plan, models.cross_entropy, between=(LENGTH, WIDTH)

@@ -590,7 +590,6 @@ class ContextParallel(nn.Module):
         def places(local_length: int) -> Tensor:
             return positions(local_length * world_size, rank, world_size, layout=layout)
 
-        self._positions = places
         for block in module.blocks:
             block.attention = ContextAttention(block.attention, attend, places)
 
@@ -609,7 +608,8 @@ class ContextParallel(nn.Module):
                 f"{length} tokens on all ranks are more than the context of {self.module.context}. "
                 f"Cut the sequence."
             )
-        x = self.module.embed(tokens, self._positions(tokens.shape[-1]).to(tokens.device))
+        where = positions(length, self.rank, self.world_size, layout=self.layout).to(tokens.device)
+        x = self.module.embed(tokens, where)
         for block in self.module.blocks:
             x = block(x, documents)
         return self.module.unembed(x)
