@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import rankcell
 from rankcell import models
 from rankcell.parallel.transformer import tensor_parallel
+from rankcell.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +173,7 @@ def test_new_layers_are_drawn_whole_from_the_first_rank(four):
         layers = [
             tp.ColumnParallelLinear(400, 100),
             tp.RowParallelLinear(400, 100),
-            tp.VocabParallelEmbedding(100, 400),
+            VocabParallelEmbedding(100, 400),
         ]
         torch.manual_seed(0)
         whole = [nn.Linear(400, 100), nn.Linear(400, 100), nn.Embedding(100, 400)]
@@ -272,7 +273,7 @@ def test_embedding_equals_dense(world, vocab, sequence):
         tokens = torch.arange(8).view(2, 4) * 3 % vocab
         factor = drawn(2, 4, 3, name="loss")
         (dense(tokens) * factor).sum().backward()
-        layer = tp.VocabParallelEmbedding.from_embedding(dense, sequence_parallel=sequence)
+        layer = VocabParallelEmbedding.from_embedding(dense, sequence_parallel=sequence)
         y = layer(tokens)
         y = tp.gather_from_group(y, 1) if sequence else y
         (y * factor).sum().backward()
@@ -288,15 +289,13 @@ def test_cross_entropy_equals_torchs(world, vocab, reduction):
     def run():
         import torch.distributed as dist
 
-        from rankcell.parallel import tensor as tp
-
         rank, n = dist.get_rank(), dist.get_world_size()
         logits = (100 * drawn(2, 4, vocab)).requires_grad_()  # would overflow without the largest taken off
         targets = torch.arange(8).view(2, 4) * 3 % vocab
         targets[0, 1] = -100
         dense = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
         mine = logits.detach().tensor_split(n, -1)[rank].clone().requires_grad_()
-        ours = tp.vocab_parallel_cross_entropy(mine, targets, vocab=vocab, reduction=reduction)
+        ours = vocab_parallel_cross_entropy(mine, targets, vocab=vocab, reduction=reduction)
         factor = drawn(2, 4, name="factor") if reduction == "none" else torch.tensor(1.0)
         (dense.view(factor.shape) * factor).sum().backward()
         (ours * factor).sum().backward()
@@ -314,7 +313,7 @@ def test_gradcheck_of_cross_entropy_across_ranks(world, smoothing):
         logits, targets = drawn(3, 8).requires_grad_(), torch.tensor([7, 0, 3])
         how = {"reduction": "none", "label_smoothing": smoothing}
         return torch.autograd.gradcheck(
-            lambda x: tp.vocab_parallel_cross_entropy(tp.split_to_group(x), targets, **how), logits
+            lambda x: vocab_parallel_cross_entropy(tp.split_to_group(x), targets, **how), logits
         )
 
     assert all(world.run(run, args=(smoothing,)).values)
@@ -327,8 +326,6 @@ def test_label_smoothing_equals_torchs_and_sends_one_number_more(world, vocab, r
     def run():
         import torch.distributed as dist
 
-        from rankcell.parallel import tensor as tp
-
         rank, n = dist.get_rank(), dist.get_world_size()
         logits = (10 * drawn(2, 4, vocab)).requires_grad_()
         targets = torch.arange(8).view(2, 4) * 3 % vocab
@@ -336,7 +333,7 @@ def test_label_smoothing_equals_torchs_and_sends_one_number_more(world, vocab, r
         how = {"reduction": reduction, "label_smoothing": smoothing}
         dense = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **how)
         mine = logits.detach().tensor_split(n, -1)[rank].clone().requires_grad_()
-        ours = tp.vocab_parallel_cross_entropy(mine, targets, vocab=vocab, **how)
+        ours = vocab_parallel_cross_entropy(mine, targets, vocab=vocab, **how)
         factor = drawn(2, 4, name="factor") if reduction == "none" else torch.tensor(1.0)
         (dense.view(factor.shape) * factor).sum().backward()
         (ours * factor).sum().backward()
@@ -351,10 +348,9 @@ def test_label_smoothing_equals_torchs_and_sends_one_number_more(world, vocab, r
 
 def test_cross_entropy_in_bfloat16_sums_in_float32(two):
     def run():
-        from rankcell.parallel import tensor as tp
 
         logits = torch.zeros(1, 500, dtype=torch.bfloat16, requires_grad=True)
-        loss = tp.vocab_parallel_cross_entropy(logits, torch.tensor([3]))
+        loss = vocab_parallel_cross_entropy(logits, torch.tensor([3]))
         loss.backward()
         return loss.item(), logits.grad.dtype
 
@@ -690,7 +686,7 @@ model = tensor_parallel(models.GPT(49, 16, context=8, n_layers=3), sequence_para
             r"A tensor of shape \(4,\) has no dim -2 that ranks could share.",
         ),
         (
-            "tp.vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), label_smoothing=2)",
+            "vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), label_smoothing=2)",
             "Label smoothing is a share from 0 to 1, not 2.",
         ),
         (
@@ -700,22 +696,22 @@ model = tensor_parallel(models.GPT(49, 16, context=8, n_layers=3), sequence_para
         ),
         ("tp.split_to_group(torch.ones(3, 5), 1)", r"5 \(dim 1 of a tensor of shape \(3, 5\)\) cannot be"),
         ("tp.reduce_scatter(torch.ones(3, 5), 0)", r"3 \(dim 0 of a tensor of shape \(3, 5\)\) cannot be"),
-        ("tp.VocabParallelEmbedding(1, 5)", "A vocabulary of 1 is too small for 2 ranks. Use fewer ranks."),
+        ("VocabParallelEmbedding(1, 5)", "A vocabulary of 1 is too small for 2 ranks. Use fewer ranks."),
         (
-            "tp.VocabParallelEmbedding(7, 5)(torch.tensor([0, 7]))",
+            "VocabParallelEmbedding(7, 5)(torch.tensor([0, 7]))",
             r"There is no token 7 in a vocabulary of 7 \(0 to 6\). Look at where the tokens come from.",
         ),
         (
-            "tp.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, -1]))",
+            "vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, -1]))",
             r"There is no target -1 in a vocabulary of 8",
         ),
         (
-            "tp.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), vocab=9)",
+            "vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), vocab=9)",
             r"Rank 1 of 2 holds 4 of 9 logits, but got 4|Rank 0 of 2 holds 5 of 9 logits, but got 4. Give it "
             r"its part",
         ),
         (
-            "tp.vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), reduction='max')",
+            "vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), reduction='max')",
             'There is no reduction \'max\'. Choose "mean", "sum" or "none".',
         ),
         (
@@ -738,5 +734,6 @@ def test_errors_say_what_to_do(two, source, message):
     with pytest.raises(rankcell.RankError, match=message):
         two.run(
             "from rankcell import models\nfrom rankcell.parallel import tensor as tp\n"
-            "from rankcell.parallel.transformer import tensor_parallel\n" + source
+            "from rankcell.parallel.transformer import tensor_parallel\n"
+            "from rankcell.parallel.vocabulary import *\n" + source
         )

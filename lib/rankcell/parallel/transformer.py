@@ -1,7 +1,8 @@
 """The tensor-parallel twins of the course's models: GPT, Llama, their blocks, attention and MLPs.
 
 `tensor_parallel` turns a dense model into its twin over a group of ranks, from the layers of
-`parallel.tensor`. Parts keep their names, so `tensor.full_state_dict` gives back what the dense model has.
+`parallel.tensor` and `parallel.vocabulary`. Parts keep their names, so `tensor.full_state_dict` gives back
+what the dense model has.
 
 What it does not do: it knows no models but those of `rankcell.models`, and no documents in a sequence.
 """
@@ -24,12 +25,11 @@ from .tensor import (
     ReplicatedNorm,
     RowParallelLinear,
     SlicedLinear,
-    VocabParallelEmbedding,
     columns,
     copy_to_group,
     gather_from_group,
-    vocab_parallel_cross_entropy,
 )
+from .vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
 class ParallelMLP(nn.Module):
