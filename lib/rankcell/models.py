@@ -254,7 +254,7 @@ class Block(nn.Module):
         initialise(self, seed=seed)
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), documents))
+        x = x + self.dropout(self.attention(self.attention_norm(x), documents=documents))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -286,7 +286,7 @@ class LlamaBlock(nn.Module):
         initialise(self, seed=seed)
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), documents)
+        x = x + self.attention(self.attention_norm(x), documents=documents)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -308,7 +308,7 @@ class Decoder(nn.Module):
         if self.token_embedding is not None:
             x = self.embed(x)
         for block in self.blocks:
-            x = block(x, documents)
+            x = block(x, documents=documents)
         return x if self.head is None else self.unembed(x)
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:

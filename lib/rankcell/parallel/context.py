@@ -611,7 +611,7 @@ class ContextParallel(nn.Module):
         where = positions(length, self.rank, self.world_size, layout=self.layout).to(tokens.device)
         x = self.module.embed(tokens, where)
         for block in self.module.blocks:
-            x = block(x, documents)
+            x = block(x, documents=documents)
         return self.module.unembed(x)
 
     def share_of_mean(self, losses: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ asynchronous sends and receives, which are posted in an order that both ends sha
 still whatever the schedule. `split_gpt` cuts a GPT or Llama into stages.
 
 What it does not do: a stage takes one tensor and gives one tensor, each with the samples in its first dim.
-There is no automatic mixed precision, and no running ahead with old weights (no weight stashing): all
-micro-batches of a step see the same weights. Tested with gloo.
+Where a stage does not pass the gradient on, those before it get zeros, not None. There is no automatic mixed
+precision, and no running ahead with old weights (no weight stashing): all micro-batches of a step see the
+same weights. Tested with gloo.
 """
 
 import copy
@@ -41,7 +42,8 @@ class Pipeline:
         between: shape of what one stage sends to the next for one sample, for example (length, d_model).
             If it is not always the same: a function of the receiving stage and the first stage's inputs of
             the micro-batch, that gives the whole shape.
-        dtype: of what is sent, by default that of this rank's first parameter.
+        dtype: of what is sent, by default that of this rank's first parameter, or torch's default dtype if it
+            has none. All ranks need the same.
         process_group: the ranks of the pipeline, by default all. Rank r of the group runs `actions[r]`.
         span: called with the name of each action around its computing, for example `rankcell.span`.
         on_gradients: called with the number of a stage as soon as its gradients are complete, so that
@@ -51,6 +53,7 @@ class Pipeline:
     >>> optimizer = torch.optim.AdamW(pipeline.parameters())
     >>> loss = pipeline.step(x, y)  # gradients are in .grad
     >>> optimizer.step()
+    >>> pipeline.evaluate(x, y)  # the loss without gradients
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Pipeline:
         self.stages = self._own(stages)
         first = next(self.parameters(), None)
         self.dtype = dtype or (torch.get_default_dtype() if first is None else first.dtype)
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = None if first is None else first.device
         # Posted early, a message moves as soon as it is there. Only gloo allows it: see `_Route.messages`.
         self._ahead = 2 if dist.get_backend(self.group) == "gloo" else 0
         self.peak = 0  # micro-batches whose activations this rank held at most in the last step
@@ -286,7 +289,8 @@ class _Step:
             producer = self.coming.popleft()
             boundary = producer.stage + (producer.kind == "F")  # the later of the two stages
             shape = pipeline.shape(boundary, self.inputs[producer.microbatch])
-            buffer = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
+            device = pipeline.device or self.inputs[0].device
+            buffer = torch.empty(shape, dtype=pipeline.dtype, device=device)
             source = route.homes[producer.stage]
             work = dist.irecv(buffer, group=pipeline.group, group_src=source)
             self.posted[producer] = work, buffer
