@@ -646,6 +646,22 @@ model = tensor_parallel(models.GPT(49, 16, context=8, n_layers=3), sequence_para
     assert sorted(counts[True]["all_reduce"]) == sorted(small)
 
 
+@pytest.mark.parametrize("n_kv_heads", [1, 2])
+def test_a_llama_sends_no_more_than_the_gpt_but_for_shared_key_value_heads(two, n_kv_heads):
+    """Gate and up travel together. Two ranks with one key/value head sum the gradients of its weights."""
+    two.run(f"""
+from rankcell import models
+from rankcell.parallel.transformer import tensor_parallel
+x, y = models.batch(models.encode(models.text()), 0, size=2, length=8)
+model = tensor_parallel(models.Llama(49, 16, n_kv_heads={n_kv_heads}, context=8, n_layers=3))
+""")
+    events = two.run("model(x, y).backward()").ranks[0].events
+    whole, token, shared = 2 * 8 * 16 * 4, 2 * 8 * 4, 4 * 16 * 4  # a head of 4, weights without bias
+    expected = [token, 2 * token] + [whole] * (4 * 3 + 2) + [shared] * (2 * 3 if n_kv_heads == 1 else 0)
+    assert {e.op for e in events} == {"all_reduce"}
+    assert sorted(e.nbytes for e in events) == sorted(expected)
+
+
 # Errors
 
 

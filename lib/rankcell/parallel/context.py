@@ -432,8 +432,9 @@ def bytes_sent(method: str, block: int, world_size: int, *, kv_block: int | None
 
     `block` is the bytes of one rank's queries: batch * heads * length / W * d_head * bytes per number.
     `kv_block` is that of its keys, and of its values, by default the same; with fewer key/value heads it is
-    smaller. The gradients of the ring travel in the dtype they are summed in; the formula is for float32 and
-    float64, where that is the dtype of the keys. Document numbers are left out.
+    smaller; where an all-to-all has fewer of those than ranks, give the bytes of one head per rank. The
+    gradients of the ring travel in the dtype they are summed in; the formula is for float32 and float64,
+    where that is the dtype of the keys. Document numbers are left out.
 
         bytes_sent("ring", 100, 4)               # {"forward": 600, "backward": 1400}
         bytes_sent("ring", 100, 4, kv_block=25)  # {"forward": 150, "backward": 350}
