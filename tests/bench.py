@@ -355,7 +355,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, PrepareModuleInput, RowwiseParallel, loss_parallel, parallelize_module)
 from rankcell import models
-from rankcell.parallel.tensor import tensor_parallel
+from rankcell.parallel.transformer import tensor_parallel
 
 tokens = models.encode(models.text())
 

@@ -19,9 +19,11 @@ TOKENS = torch.arange(400) * 7919 % VOCAB
 MAX_NORM = 0.5  # below the norm of every step, so that the clipping is seen
 
 
-def gpt(tied=True, seed=0):
-    shape = dict(n_heads=2, n_layers=3, context=LENGTH, tied=tied, seed=seed)
-    return models.GPT(VOCAB, WIDTH, **shape, dtype=torch.float64)
+def gpt(tied=True, seed=0, llama=False):
+    shape = dict(n_heads=2, n_layers=3, context=LENGTH, tied=tied, seed=seed, dtype=torch.float64)
+    if llama:  # one key/value head, which two ranks of tp share
+        return models.Llama(VOCAB, WIDTH, n_kv_heads=1, **shape)
+    return models.GPT(VOCAB, WIDTH, **shape)
 
 
 def rows(x, model, *, uneven=False):
@@ -31,9 +33,9 @@ def rows(x, model, *, uneven=False):
     return x.split(cuts)[model.place("dp")] if n > 1 else x
 
 
-def dense_run(steps, tied=True):
+def dense_run(steps, tied=True, llama=False):
     """Losses, gradients of each step, norms and, after each step, a copy of the weights."""
-    model = gpt(tied)
+    model = gpt(tied, llama=llama)
     optimizer, story = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(steps):
         x, y = models.batch(TOKENS, step, size=ROWS, length=LENGTH)
@@ -57,10 +59,10 @@ def a_mesh(axes):
     return init_device_mesh("cpu", shape, mesh_dim_names=("copy", *axes))[tuple(axes)]
 
 
-def build(axes, make=None, tied=True, **options):
+def build(axes, make=None, tied=True, llama=False, **options):
     if make == "zero":
         options["zero"] = True
-    model = MeshParallel(gpt(tied), a_mesh(axes), **options)
+    model = MeshParallel(gpt(tied, llama=llama), a_mesh(axes), **options)
     if make == "sharded":
         optimizer = ShardedOptimizer(
             model.parameters(), torch.optim.AdamW, lr=1e-2, process_group=model.groups["dp"]
@@ -87,10 +89,10 @@ def apart(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def differences(axes, make=None, tied=True, uneven=False, **options):
+def differences(axes, make=None, tied=True, uneven=False, llama=False, **options):
     """Largest difference from the dense run: of losses, gradients and norms of three steps, last weights."""
-    dense = dense_run(3, tied)
-    model, optimizer = build(axes, make, tied, **options)
+    dense = dense_run(3, tied, llama)
+    model, optimizer = build(axes, make, tied, llama, **options)
     ours = train(model, optimizer, range(3), uneven=uneven)
     worst = {"loss": 0.0, "gradient": 0.0, "norm": 0.0}
     for (loss, grads, norm), (loss_d, grads_d, norm_d, _) in zip(ours, dense, strict=True):
@@ -113,6 +115,12 @@ LAYOUTS = {
     "zero tp": ({"dp": 2, "tp": 2}, {"zero": True}),
     "zero": ({"dp": 4}, {"zero": True}),
     "sharded states, pp": ({"pp": 2, "dp": 2}, {"make": "sharded"}),
+    "Llama, pp tp": ({"pp": 2, "tp": 2}, {"llama": True}),
+    "Llama, not tied, pp tp, sequence parallel": (
+        {"pp": 2, "tp": 2},
+        {"llama": True, "tied": False, "sequence_parallel": True},
+    ),
+    "Llama, zero tp": ({"dp": 2, "tp": 2}, {"llama": True, "zero": True}),
     "not tied": ({"pp": 2, "tp": 2}, {"tied": False}),
     "uneven rows": ({"dp": 2, "tp": 2}, {"uneven": True}),
     "uneven rows, zero": ({"dp": 2, "tp": 2}, {"uneven": True, "zero": True}),

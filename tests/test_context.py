@@ -19,7 +19,6 @@ from rankcell.parallel.context import (
     share_of_mean,
     split,
     sum_gradients,
-    unsplit,
 )
 
 pytestmark = pytest.mark.slow
@@ -27,21 +26,33 @@ pytestmark = pytest.mark.slow
 METHODS = ("ring_attention", "all_to_all_attention")
 
 
-def dense_attention(query, key, value, causal):
+def dense_attention(query, key, value, causal, documents=None):
     """Written out, with all scores at once."""
+    key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    if documents is not None:
+        apart = documents[:, None, :, None] != documents[:, None, None, :]
+        scores = scores.masked_fill(apart, -math.inf)
     return scores.softmax(-1) @ value
 
 
-def whole(length=16, heads=4, d_head=3, dtype=torch.float64, scale=1.0):
+def whole(length=16, heads=4, d_head=3, dtype=torch.float64, scale=1.0, kv_heads=None):
     """Query, key, value and a gradient for the output, the same on every rank."""
-    shape = (2, heads, length, d_head)
+    numbers = {"query": heads, "key": kv_heads or heads, "value": kv_heads or heads, "grad": heads}
     return [
-        scale * torch.randn(shape, generator=models.generator(0, n), dtype=torch.float64).to(dtype)
-        for n in ("query", "key", "value", "grad")
+        scale
+        * torch.randn((2, n, length, d_head), generator=models.generator(0, name), dtype=torch.float64).to(
+            dtype
+        )
+        for name, n in numbers.items()
     ]
+
+
+DOCUMENTS = torch.tensor(
+    [[0] * 3 + [1] * 6 + [2] * 1 + [0] * 2 + [-1] * 4, [5] * 9 + [7] * 7]  # the 0 comes back; -1 is padding
+)
 
 
 # Layouts
@@ -49,10 +60,11 @@ def whole(length=16, heads=4, d_head=3, dtype=torch.float64, scale=1.0):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_split_and_unsplit(layout, n):
+def test_split_gives_each_position_to_one_rank(layout, n):
     x = torch.arange(2 * 16 * 3).view(2, 16, 3)
     parts = split(x, n, dim=1, layout=layout)
-    assert torch.equal(unsplit(parts, dim=1, layout=layout), x)
+    held = torch.cat([positions(16, rank, n, layout=layout) for rank in range(n)])
+    assert held.sort().values.tolist() == list(range(16))
     for rank, part in enumerate(parts):
         assert torch.equal(part, x[:, positions(16, rank, n, layout=layout)])
 
@@ -160,20 +172,23 @@ def a_group(size):
     return [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
 
 
-def largest_difference(size, dtype=torch.float64, scale=1.0):
+def largest_difference(size, dtype=torch.float64, scale=1.0, kv_heads=None, documents=None):
     """Of outputs and gradients to the dense ones, for both methods and layouts, causal and not."""
     group = a_group(size)
     rank, worst = dist.get_rank(group), {}
     for causal in (True, False):
-        tensors = [t.requires_grad_() for t in whole(scale=scale)]
-        output = dense_attention(*tensors[:3], causal)
+        tensors = [t.requires_grad_() for t in whole(scale=scale, kv_heads=kv_heads)]
+        output = dense_attention(*tensors[:3], causal, documents)
         grads = torch.autograd.grad(output, tensors[:3], tensors[3])
         for layout in LAYOUTS:
             take = lambda t, layout=layout: split(t.detach(), size, dim=2, layout=layout)[rank]
             expected = [take(t) for t in (output, *grads)]
             for method in METHODS:
                 *mine, grad = (take(t).to(dtype).requires_grad_() for t in tensors)
-                out = getattr(context, method)(*mine, causal=causal, layout=layout, process_group=group)
+                how = {"causal": causal, "layout": layout, "process_group": group}
+                if documents is not None:
+                    how["documents"] = split(documents, size, layout=layout)[rank]
+                out = getattr(context, method)(*mine, **how)
                 got = [out, *torch.autograd.grad(out, mine, grad)]
                 assert all(g.dtype == dtype for g in got)
                 worst[method, layout, causal] = max(
@@ -185,6 +200,22 @@ def largest_difference(size, dtype=torch.float64, scale=1.0):
 @pytest.mark.parametrize("size", [2, 4])
 def test_forward_and_backward_equal_dense_attention(four, size):
     for worst in four.run(largest_difference, args=(size,)).values:
+        assert len(worst) == 8 and max(worst.values()) < 1e-12, worst
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_fewer_key_value_heads(four, size, kv_heads):
+    for worst in four.run(largest_difference, args=(size,), kwargs={"kv_heads": kv_heads}).values:
+        assert len(worst) == 8 and max(worst.values()) < 1e-12, worst
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_documents_and_padding(four, size, kv_heads):
+    """Also where a query sees nothing of the first blocks that come."""
+    how = {"kv_heads": kv_heads, "documents": DOCUMENTS}
+    for worst in four.run(largest_difference, args=(size,), kwargs=how).values:
         assert len(worst) == 8 and max(worst.values()) < 1e-12, worst
 
 
@@ -229,18 +260,21 @@ def test_only_some_inputs_need_a_gradient(four):
 # What it sends
 
 
+@pytest.mark.parametrize("kv_heads", [8, 4])
 @pytest.mark.parametrize(("method", "messages"), [("ring", 3 + 3 + 4), ("all_to_all", 4)])
-def test_bytes_by_formula(four, method, messages):
-    def step(method):
-        tensors = [split(t, 4, dim=2)[dist.get_rank()] for t in whole(64, dtype=torch.float32)]
+def test_bytes_by_formula(four, method, messages, kv_heads):
+    def step(method, kv_heads):
+        tensors = whole(64, heads=8, dtype=torch.float32, kv_heads=kv_heads)
+        tensors = [split(t, 4, dim=2)[dist.get_rank()] for t in tensors]
         query, key, value, grad = (t.requires_grad_() for t in tensors)
         out = getattr(context, f"{method}_attention")(query, key, value)
         torch.autograd.grad(out, (query, key, value), grad)
-        return query.nbytes
+        return query.nbytes, key.nbytes
 
-    run = four.run(step, args=(method,))
-    block = run.values[0]
-    formula = sum(context.bytes_sent(method, block, 4).values())
+    run = four.run(step, args=(method, kv_heads))
+    block, kv_block = run.values[0]
+    assert kv_block == block * kv_heads / 8
+    formula = sum(context.bytes_sent(method, block, 4, kv_block=kv_block).values())
     for r in run.ranks:
         sent = [e for e in r.events if e.op in ("send", "all_to_all")]
         assert len(sent) == messages
@@ -256,6 +290,7 @@ def test_bytes_by_formula(four, method, messages):
 def test_formulas():
     assert context.bytes_sent("ring", 100, 4) == {"forward": 600, "backward": 1400}
     assert context.bytes_sent("all_to_all", 100, 4) == {"forward": 300, "backward": 300}
+    assert context.bytes_sent("ring", 100, 4, kv_block=25) == {"forward": 150, "backward": 350}
     for method in ("ring", "all_to_all"):
         assert set(context.bytes_sent(method, 100, 1).values()) == {0}
     with pytest.raises(ValueError, match="There is no method 'star'"):
@@ -265,24 +300,39 @@ def test_formulas():
 # A model
 
 
-def train(options=None, size=1, steps=4):
-    """Losses, first gradients and last weights of the tiny GPT, on its own or over `size` ranks."""
+NUMBERS = torch.tensor([[0] * 7 + [1] * 9] * 3 + [[0] * 4 + [1] * 9 + [-1] * 3])  # documents of the batch
+
+
+def train(kind="gpt", options=None, size=1, steps=4, packed=False):
+    """Losses, first gradients and last weights of the tiny GPT or Llama, on its own or over `size` ranks.
+    Packed with documents, the padding counts for nothing in the loss.
+    """
     group = a_group(size) if size > 1 else None
-    gpt = models.GPT(29, 16, n_heads=4, n_layers=2, context=16, dtype=torch.float64)
+    shape = dict(n_heads=4, n_layers=2, context=16, dtype=torch.float64)
+    if kind == "gpt":
+        gpt = models.GPT(29, 16, **shape)
+    else:
+        gpt = models.Llama(29, 16, n_kv_heads=int(kind), **shape)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-2)
     model = ContextParallel(gpt, process_group=group, **options) if size > 1 else gpt
     losses, first = [], None
     for step in range(steps):
         x, y = models.batch(torch.arange(400) * 7919 % 29, step, size=4, length=16)
+        documents = NUMBERS if packed else None
         optimizer.zero_grad()
         if size > 1:
-            logits, y = model(model.split(x)), model.split(y)
-            loss = model.share_of_mean(F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none"))
+            x, y = model.split(x), model.split(y)
+            documents = model.split(NUMBERS) if packed else None
+        each = F.cross_entropy(model(x, documents).flatten(0, 1), y.flatten(), reduction="none")
+        if packed:
+            each = each[documents.flatten() >= 0]
+        if size > 1:
+            loss = model.share_of_mean(each)
             loss.backward()
             model.finish_gradient_synchronization()
             dist.all_reduce(loss := loss.detach().clone(), group=group)
         else:
-            loss = models.cross_entropy(model(x), y)
+            loss = each.mean()
             loss.backward()
         first = first or {n: p.grad.clone() for n, p in gpt.named_parameters()}
         losses.append(loss.item())
@@ -294,12 +344,26 @@ def train(options=None, size=1, steps=4):
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gpt_trains_to_the_losses_of_one_process(four, size, method, layout):
-    run = four.run(train, args=({"method": method, "layout": layout}, size))
+    run = four.run(train, args=("gpt", {"method": method, "layout": layout}, size))
     losses, grads, weights = train()
     for theirs in run.values:
         torch.testing.assert_close(theirs[0], losses, rtol=0, atol=1e-9)
         torch.testing.assert_close(theirs[1], grads, rtol=0, atol=1e-9)
         torch.testing.assert_close(theirs[2], weights, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kind", "packed"), [("1", False), ("2", True), ("4", False), ("gpt", True)])
+def test_the_llama_and_packed_documents_train_as_one_process(four, size, method, layout, kind, packed):
+    """The positions of its rotations are those of the whole sequence; fewer and as many key/value heads."""
+    how = {"packed": packed, "steps": 3}
+    run = four.run(train, args=(kind, {"method": method, "layout": layout}, size), kwargs=how)
+    expected = train(kind, **how)
+    for theirs in run.values:
+        for ours, dense in zip(theirs, expected, strict=True):
+            torch.testing.assert_close(ours, dense, rtol=0, atol=1e-9)
 
 
 def test_data_parallel_times_context(four):
@@ -375,13 +439,15 @@ def told(f):
 
 def test_mistakes_are_told(four):
     def messages():
-        x = torch.zeros(1, 3, 3, 2)
+        x, z = torch.zeros(1, 3, 3, 2), torch.zeros(1, 12, 2, 2)
         gpt = lambda **options: models.GPT(9, 8, n_heads=2, context=8, **options)
         group = dist.new_group([0, 1])
         return {
             "odd": told(lambda: context.ring_attention(x, x, x)),
             "heads": told(lambda: context.all_to_all_attention(x, x, x, layout="contiguous")),
             "shapes": told(lambda: context.ring_attention(x, x[:, :2], x)),
+            "kv heads": told(lambda: context.all_to_all_attention(z[:, :12], z[:, :3], z[:, :3])),
+            "documents": told(lambda: context.ring_attention(z, z, z, documents=torch.zeros(1, 8))),
             "layout": told(lambda: context.ring_attention(x, x, x, layout="spiral")),
             "method": told(lambda: ContextParallel(gpt(), method="star")),
             "context": told(lambda: ContextParallel(gpt())(torch.zeros(1, 4, dtype=torch.long))),
@@ -396,8 +462,13 @@ def test_mistakes_are_told(four):
         "4 ranks. Pad it to 16.",
         "heads": "3 heads cannot be shared by 4 ranks, and the all-to-all shares heads. Use ring_attention, "
         "or a number of ranks that divides 3.",
-        "shapes": "Query, key and value need one shape, (batch, heads, length / W, d_head); they have "
-        "(1, 3, 3, 2), (1, 2, 3, 2), (1, 3, 3, 2).",
+        "shapes": "Query, key and value need one shape, (batch, heads, length / W, d_head), but key and "
+        "value may have fewer heads whose number divides that of the query; they have (1, 3, 3, 2), "
+        "(1, 2, 3, 2), (1, 3, 3, 2).",
+        "kv heads": "3 key/value heads cannot be shared by 4 ranks: neither number divides the other, and "
+        "the all-to-all shares heads. Use ring_attention, or another number of ranks.",
+        "documents": "The documents need one number for each of this rank's positions, (1, 2); they have "
+        "(1, 8). Cut them with `split`, as the tokens.",
         "layout": "There is no layout 'spiral'. Choose one of contiguous, zigzag.",
         "method": "There is no method 'star'. Choose one of ring, all_to_all.",
         "context": "16 tokens on all ranks are more than the context of 8. Cut the sequence.",

@@ -16,7 +16,7 @@ ALLOWED = {
     "hardware": set(),
     "cluster": set(),
     "notebooks": set(),
-    "parallel": {"schedules"},
+    "parallel": {"models", "schedules"},
     "schedules": {"results", "errors"},
     "simulate": {"results"},
     "errors": {"results"},

@@ -325,10 +325,12 @@ def test_six_n_d_is_the_formula_without_attention():
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "none"])
-def test_mlp_saved_bytes(activation):
+def test_an_mlp_keeps_input_hidden_units_output_and_target(activation):
+    """ReLU's backward needs only its result, which the next layer keeps anyway; GELU's its input as well."""
     model, (x, y) = MLP(6, 32, 3, activation=activation), models.regression(50)
     measured = kept(model, lambda: torch.nn.functional.mse_loss(model(x), y))
-    assert measured == models.mlp_saved_bytes(50, 6, 32, 3, activation=activation)
+    hidden = {"relu": 32, "gelu": 2 * 32, "none": 32}[activation]
+    assert measured == 50 * (6 + hidden + 3 + 3) * 4
 
 
 @pytest.mark.parametrize(("size", "length"), [(2, 12), (7, 5)])
@@ -357,3 +359,131 @@ def test_formulas_take_the_dimensions_of_the_model():
 def test_the_package_ships_the_text():
     pyproject = (models.files("rankcell").joinpath("../../pyproject.toml")).read_text("utf-8")
     assert re.search(r'\[tool\.setuptools\.package-data\]\nrankcell = \[.*"data/\*\.txt"', pyproject)
+
+
+# Built alone
+
+
+@pytest.mark.parametrize(
+    ("build", "n_heads"),
+    [
+        (lambda **o: models.Attention(16, 2, **o), 2),
+        (lambda **o: models.Block(16, 2, 32, **o), 2),
+        (lambda **o: models.LlamaBlock(16, 4, 2, 24, **o), 4),
+        (lambda **o: models.SwiGLU(16, 24, **o), 0),
+    ],
+)
+def test_a_part_built_alone_is_initialised(build, n_heads):
+    part = build(dtype=torch.float64)
+    again = models.initialise(build(dtype=torch.float64, seed=7))
+    for (name, p), q in zip(part.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q), name  # the numbers of seed 0, whatever was in the memory before
+        assert not torch.equal(p, dict(build(seed=1).named_parameters())[name].double()) or "norm" in name
+    assert part(torch.ones(1, 3, 16, dtype=torch.float64)).isfinite().all()
+
+
+# The Llama
+
+LLAMA = {"vocab": 29, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3, "context": 12}
+
+
+def by_hand(state, tokens, *, n_heads, n_kv_heads, base=10000.0):
+    """The logits of a Llama, written with complex rotations and loops over heads."""
+
+    def norm(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    def turned(x):  # one head: (length, d_head)
+        half = x.shape[-1] // 2
+        angles = torch.arange(len(x)).double()[:, None] / base ** (torch.arange(half).double() / half)
+        z = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([z.real, z.imag], -1)
+
+    x = state["token_embedding.weight"][tokens]  # (length, d_model)
+    for n in range(1 + max(int(k.split(".")[1]) for k in state if k.startswith("blocks"))):
+        w = {k.removeprefix(f"blocks.{n}."): v for k, v in state.items() if k.startswith(f"blocks.{n}.")}
+        y = norm(x, w["attention_norm.weight"])
+        query, key, value = (y @ w[f"attention.{k}.weight"].T for k in ("query", "key", "value"))
+        d, mixed = query.shape[-1] // n_heads, []
+        for h in range(n_heads):
+            g = h * n_kv_heads // n_heads
+            q, k = turned(query[:, h * d : h * d + d]), turned(key[:, g * d : g * d + d])
+            scores = (q @ k.T / d**0.5).masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
+            mixed.append(scores.softmax(-1) @ value[:, g * d : g * d + d])
+        x = x + torch.cat(mixed, -1) @ w["attention.output.weight"].T
+        y = norm(x, w["mlp_norm.weight"])
+        gate = y @ w["mlp.gate.weight"].T
+        x = x + (gate * gate.sigmoid() * (y @ w["mlp.up.weight"].T)) @ w["mlp.down.weight"].T
+    return norm(x, state["norm.weight"]) @ state["head.weight"].T
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_llama_is_what_its_papers_say(n_kv_heads):
+    dims = {**LLAMA, "n_kv_heads": n_kv_heads}
+    model, tokens = models.Llama(**dims, dtype=torch.float64), torch.arange(12) * 7 % 29
+    for p in model.parameters():  # also norms that are not 1
+        torch.nn.init.normal_(p, std=0.5, generator=models.generator(0, *p.shape))
+    expected = by_hand(model.state_dict(), tokens, n_heads=4, n_kv_heads=n_kv_heads)
+    torch.testing.assert_close(model(tokens[None])[0], expected, rtol=0, atol=1e-12)
+    assert not [name for name, _ in model.named_parameters() if "bias" in name]
+
+
+def test_llama_starts_as_the_gpt_does_and_does_not_look_ahead():
+    model = models.Llama(**LLAMA)
+    tokens = torch.arange(24).view(2, 12)
+    assert models.cross_entropy(model(tokens), tokens).item() == pytest.approx(math.log(29), abs=0.02)
+    other = tokens.clone()
+    other[0, 7] = 28
+    same = torch.isclose(model(tokens), model(other), atol=1e-7).all(-1)
+    assert same[0, :7].all() and not same[0, 7:].any() and same[1].all()
+    assert models.Llama(**LLAMA, tied=True).head.weight is not model.head.weight
+    assert parameters(model) - parameters(models.Llama(**LLAMA, tied=True)) == 29 * 16
+    # by hand: embedding and head, and per layer query and output, key and value, SwiGLU, two norms
+    layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 48 + 2 * 16
+    assert parameters(model) == 2 * 29 * 16 + 3 * layer + 16
+
+
+def test_rotations_see_only_how_far_apart_positions_are():
+    query, key = torch.randn(2, 5, 8, generator=models.generator(0, "rope"), dtype=torch.float64)
+    places = torch.tensor([3, 0, 7, 4, 11])
+    near = models.rotate(query, places) @ models.rotate(key, places).T
+    far = models.rotate(query, places + 100) @ models.rotate(key, places + 100).T
+    torch.testing.assert_close(near, far)
+    assert torch.equal(models.rotate(query, torch.zeros(5)), query)
+    quarter = models.rotate(torch.tensor([[1.0, 2.0]]), torch.tensor([math.pi / 2]))  # (1, 2) turned left
+    torch.testing.assert_close(quarter, torch.tensor([[-2.0, 1.0]]))
+    # the second of two pairs turns by base^(-1/2) per position
+    slow = models.rotate(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), torch.tensor([3.0]), base=100.0)
+    torch.testing.assert_close(slow, torch.tensor([[0.0, math.cos(0.3), 0.0, math.sin(0.3)]]))
+
+
+@pytest.mark.parametrize("build", [GPT, models.Llama])
+def test_documents_do_not_see_each_other(build):
+    """A sequence of two documents and padding: each Llama document as if it were alone, position apart."""
+    dims = LLAMA if build is models.Llama else DIMS
+    model, tokens = build(**dims, dtype=torch.float64), torch.arange(12)[None]
+    numbers = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3])
+    packed = model(tokens, numbers)
+    for part in (slice(0, 5), slice(5, 9)):
+        alone = tokens.clone()
+        alone[:, : part.start], alone[:, part.stop :] = 20, 21  # what stands around makes no difference
+        torch.testing.assert_close(model(alone, numbers)[:, part], packed[:, part])
+    if build is models.Llama:  # rotary positions are relative
+        torch.testing.assert_close(model(tokens[:, 5:9]), packed[:, 5:9])
+    assert not torch.allclose(model(tokens)[:, 5:9], packed[:, 5:9])
+
+
+def test_heads_that_do_not_fit():
+    with pytest.raises(
+        ValueError, match=r"4 query heads cannot share 3 key/value heads evenly\. Choose a div"
+    ):
+        models.Llama(**{**LLAMA, "n_kv_heads": 3})
+    with pytest.raises(ValueError, match=r"Rotary positions turn pairs of numbers, and a head has 3\."):
+        models.Llama(9, 12, n_heads=4)
+
+
+def test_a_llama_writes():
+    model = models.Llama(49, 16, n_layers=1, context=8)
+    assert len(models.sample(model, "The fox", characters=5)) == 12
+    with pytest.raises(ValueError, match=r"13 tokens are more than the context of 12\."):
+        models.Llama(**LLAMA)(torch.zeros(1, 13, dtype=torch.long))

@@ -1,10 +1,13 @@
 """The pipeline engine on real ranks: loss, every gradient and the weights of the dense run, all schedules."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from rankcell import models, schedules
 from rankcell.parallel.pipeline import Pipeline, split_gpt, weight_jobs
@@ -15,9 +18,9 @@ VOCAB, WIDTH, LENGTH = 29, 16, 12
 TOKENS = torch.arange(400) * 7919 % VOCAB
 
 
-def gpt(n_layers=4, tied=True):
+def gpt(n_layers=4, tied=True, kind=models.GPT):
     shape = dict(n_heads=2, n_layers=n_layers, context=LENGTH, tied=tied)
-    return models.GPT(VOCAB, WIDTH, **shape, dtype=torch.float64)
+    return kind(VOCAB, WIDTH, **shape, dtype=torch.float64)
 
 
 def a_group(size):
@@ -27,12 +30,12 @@ def a_group(size):
     return [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
 
 
-def differences(name, size, m, n_layers, options=(), *, rows=11, tied=True, steps=3):
+def differences(name, size, m, n_layers, options=(), *, rows=11, tied=True, steps=3, kind=models.GPT):
     """Largest difference from the dense run: of the losses, the gradients of each step, the last weights."""
-    dense, group = gpt(n_layers, tied), a_group(size)
+    dense, group = gpt(n_layers, tied, kind), a_group(size)
     reference = torch.optim.AdamW(dense.parameters(), lr=1e-2)
-    plan = schedules.SCHEDULES[name](size, m, *options)
-    stages = split_gpt(gpt(n_layers, tied), plan.n_stages)
+    plan = PLANS[name](size, m, *options)
+    stages = split_gpt(gpt(n_layers, tied, kind), plan.n_stages)
     pipe = Pipeline(stages, plan, models.cross_entropy, between=(LENGTH, WIDTH), process_group=group)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
@@ -61,15 +64,17 @@ def differences(name, size, m, n_layers, options=(), *, rows=11, tied=True, step
 
 
 ALL = [("naive", ()), ("GPipe", ()), ("1F1B", ()), ("interleaved", (2,)), ("zero bubble", ())]
+ALL += [("ZB-V", ()), ("DualPipeV", ())]
+PLANS = {**schedules.SCHEDULES, **schedules.V_SCHEDULES}
 
 
 @pytest.mark.parametrize("m", [2, 5, 8])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("name", "options"), ALL, ids=[name for name, _ in ALL])
 def test_loss_gradients_and_weights_are_those_of_the_dense_run(four, name, options, size, m):
-    layers = 8 if options else 4
+    layers = 8 if options or name in schedules.V_SCHEDULES else 4
     run = four.run(differences, args=(name, size, m, layers, options))
-    peaks = schedules.peak_in_flight(schedules.SCHEDULES[name](size, m, *options))
+    peaks = schedules.peak_in_flight(PLANS[name](size, m, *options))
     keys = set()
     for rank, (worst, peak, names) in enumerate(run.values):
         assert max(worst.values()) < 1e-9, worst
@@ -80,11 +85,39 @@ def test_loss_gradients_and_weights_are_those_of_the_dense_run(four, name, optio
 
 @pytest.mark.parametrize(
     ("name", "m", "layers", "options"),
-    [("interleaved", 7, 6, (3,)), ("1F1B", 3, 5, ()), ("zero bubble", 1, 3, ())],
+    [
+        ("interleaved", 7, 6, (3,)),
+        ("1F1B", 3, 5, ()),
+        ("zero bubble", 1, 3, ()),
+        ("ZB-V", 3, 5, ()),
+        ("DualPipeV", 1, 5, ()),
+    ],
 )
 def test_uneven_stages_and_a_head_of_its_own(four, name, m, layers, options):
     for worst, *_ in four.run(differences, args=(name, 2, m, layers, options), kwargs={"tied": False}).values:
         assert max(worst.values()) < 1e-9, worst
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "options"), [("interleaved", (2,)), ("zero bubble", ())])
+def test_a_llama_in_stages(four, name, options, tied):
+    how = {"kind": models.Llama, "tied": tied}
+    for worst, *_ in four.run(differences, args=(name, 2, 3, 4, options), kwargs=how).values:
+        assert max(worst.values()) < 1e-9, worst
+
+
+def test_stages_are_the_models_own_parts_under_their_names():
+    model = gpt(n_layers=5)
+    stages = split_gpt(model, 2)
+    assert [type(stage) for stage in stages] == [models.GPT] * 2
+    names = [set(stage.state_dict()) for stage in stages]
+    assert names[0] | names[1] == set(model.state_dict()) and not names[0] & names[1]
+    assert len(stages[0].blocks) == 3 and next(iter(stages[1].blocks)) is model.blocks[3]
+    assert model.head.weight is model.token_embedding.weight  # the model itself is as it was
+    tokens = TOKENS[:LENGTH][None]
+    assert torch.equal(stages[1](stages[0](tokens)), model(tokens))
+    stages[0].register_forward_hook(lambda *_: None)
+    assert not stages[1]._forward_hooks and not model._forward_hooks
 
 
 def one_rank(chunks):
@@ -272,3 +305,237 @@ def test_a_stage_whose_output_has_another_shape_is_named(four):
 
     with pytest.raises(RankError, match=r"0F0 computed torch.float64 \(2, 12, 16\), and stage 1 expects"):
         four.run(wrong_shape)
+
+
+# Stages that are not a plain stack of layers
+
+
+class Masked(nn.Linear):
+    """A weight that is computed: pruned by a mask, and used a second time outside of F.linear."""
+
+    def forward(self, x):
+        weight = self.weight * (torch.arange(36).view(6, 6) % 3 > 0)
+        return F.linear(x, weight, self.bias) + 0.1 * x @ weight
+
+
+class LoRA(nn.Linear):
+    """A frozen weight with a merged update of rank 2, used twice."""
+
+    def __init__(self, seed):
+        super().__init__(6, 6, dtype=torch.float64)
+        models.initialise(self, seed=seed).requires_grad_(False)
+        numbers = torch.randn(2, 2, 6, generator=models.generator(seed, "update"), dtype=torch.float64)
+        self.a, self.b = (nn.Parameter(part.clone()) for part in 0.3 * numbers)
+
+    def forward(self, x):
+        weight = self.weight + self.b.T @ self.a
+        return F.linear(torch.tanh(F.linear(x, weight)), weight, self.bias)
+
+
+class Gated(nn.Linear):
+    """A weight that depends on what arrives: its gradient is part of the gradient of the input."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight * torch.sigmoid(x.mean(0)))
+
+
+class Gram(nn.Linear):
+    """What arrives, or comes out of another layer, in the place of a weight."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        return F.linear(F.linear(x, hidden), hidden.T)
+
+
+class Vector(nn.Linear):
+    """A layer on a vector without samples."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x)) + super().forward(self.bias)
+
+
+def plain(seed, kind=nn.Linear):
+    return models.initialise(kind(6, 6, dtype=torch.float64), seed=seed)
+
+
+class Recompute(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Cut(nn.Module):
+    """The gradient ends here, and nothing can be trained."""
+
+    def forward(self, x):
+        return x.detach() * 2
+
+
+def weight_norm(seed):
+    return nn.utils.parametrizations.weight_norm(plain(seed))
+
+
+def deep(seed, kind=nn.Linear):
+    return nn.Sequential(plain(seed, kind), nn.Tanh(), plain(seed + 9, kind), nn.Tanh())
+
+
+KINDS = {
+    "weight_norm": lambda s: nn.Sequential(weight_norm(s), nn.Tanh()),
+    "mask": lambda s: plain(s, Masked),
+    "merged LoRA": LoRA,
+    "weight of the input": lambda s: plain(s, Gated),
+    "input as weight": lambda s: plain(s, Gram),
+    "vector": lambda s: plain(s, Vector),
+    "checkpoint": lambda s: Recompute(deep(s), False),
+    "reentrant checkpoint": lambda s: Recompute(deep(s), True) if s else deep(s),  # tokens need no gradient
+    "checkpoint of a mask": lambda s: Recompute(deep(s, Masked), False),
+    "checkpoint of weight_norm": lambda s: nn.Sequential(Recompute(weight_norm(s), False), nn.Tanh()),
+    "frozen first": lambda s: deep(s).requires_grad_(s > 0),
+    "frozen first two": lambda s: deep(s).requires_grad_(s > 1),
+    "first without parameters": lambda s: deep(s) if s else nn.Tanh(),
+    "gradient ends at stage 2": lambda s: Cut() if s == 2 else deep(s),
+}
+
+
+def apart(ours, theirs):
+    """The largest difference of two gradients, of which none or both may be missing."""
+    if ours is None or theirs is None:  # a frozen weight has none; an unused one may have zeros
+        return max(0.0 if g is None else g.abs().max().item() for g in (ours, theirs))
+    return (ours - theirs).abs().max().item()
+
+
+def unusual(kind, make):
+    """Largest difference from the dense run, one micro-batch after the other, of three steps of AdamW:
+    gradients, and weights at the end.
+    """
+    dense, plan = nn.Sequential(*[KINDS[kind](s) for s in range(4)]), make(4, 5)
+    parts = [KINDS[kind](s) for s in range(4)]
+    pipe = Pipeline(parts, plan, F.mse_loss, between=(6,), dtype=torch.float64)
+    pairs = [(dense, dense[dist.get_rank()]), (pipe, pipe.stages[dist.get_rank()])]
+    # where the gradient ends the dense model has none and the stages before get zeros, which would decay
+    how = {"lr": 1e-2, "weight_decay": 0.0 if kind.startswith("gradient ends") else 0.01}
+    optimizers = [torch.optim.AdamW([*m.parameters(), torch.zeros(1)], **how) for m, _ in pairs]
+    x, y = (t.double() for t in models.regression(13, 6, 6))
+    worst = 0.0
+    for _ in range(3):
+        for part, target in zip(x.tensor_split(5), y.tensor_split(5), strict=True):
+            (F.mse_loss(dense(part), target) * len(part) / len(x)).backward()
+        pipe.step(x, y)
+        mine = zip(pairs[1][1].parameters(), pairs[0][1].parameters(), strict=True)
+        worst = max([worst, *(apart(p.grad, q.grad) for p, q in mine)])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    mine = zip(pairs[1][1].parameters(), pairs[0][1].parameters(), strict=True)
+    return max([worst, *(apart(p.detach(), q.detach()) for p, q in mine)])
+
+
+@pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unusual_stages_get_the_gradients_of_the_dense_run(four, kind, make):
+    assert max(four.run(unusual, args=(kind, make)).values) < 1e-12
+
+
+class Two(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+def refused(kind):
+    """What a rank says to a stage that gives a tuple, or to a step without gradients."""
+    stages = [plain(s, Two if kind == "tuple" and s == 0 else nn.Linear) for s in range(4)]
+    pipe = Pipeline(stages, schedules.gpipe(4, 2), F.mse_loss, between=(6,))
+    x = torch.zeros(4, 6, dtype=torch.float64)
+    if kind == "tuple" and dist.get_rank():  # the others would wait for the first
+        return ""
+    try:
+        with torch.set_grad_enabled(kind == "tuple"):
+            pipe.step(x, x)
+    except (TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_two_outputs_and_a_step_without_gradients_are_refused(four):
+    assert four.run(refused, args=("tuple",)).values[0] == (
+        "TypeError: Stage 0 gave a tuple, and a stage gives one tensor. Let it return one, for example the "
+        "values joined with torch.cat."
+    )
+    for said in four.run(refused, args=("no_grad",)).values:
+        assert said == (
+            "RuntimeError: `step` finds gradients, and they are switched off here. Leave torch.no_grad, or "
+            "call `evaluate`."
+        )
+
+
+# Evaluation
+
+
+def evaluation(name, m, options):
+    """Differences of loss and outputs from the dense run, whether a step before and after is undisturbed, and
+    what was kept.
+    """
+    plan = PLANS[name](4, m, *options)
+    dense = models.GPT(VOCAB, WIDTH, n_heads=2, n_layers=8, context=LENGTH, dropout=0.5, dtype=torch.float64)
+    pipe = Pipeline(
+        split_gpt(copy.deepcopy(dense), plan.n_stages), plan, models.cross_entropy, between=(LENGTH, WIDTH)
+    )
+    stage = pipe.stages[max(pipe.stages)]
+    calls = []
+    stage.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    dense.eval()
+    worst, rows = 0.0, []
+    for size in (11, 3):  # 3: fewer than micro-batches
+        x, y = models.batch(TOKENS, size, size=size, length=LENGTH)
+        with torch.no_grad():
+            logits = dense(x)
+        loss, out = pipe.evaluate(x, y), pipe.evaluate(x)
+        last = plan.n_stages - 1 in pipe.stages
+        assert (loss is None) == (out is None) == (not last)
+        if last:
+            worst = max(worst, abs(loss - models.cross_entropy(logits, y)).item())
+            worst = max(worst, (out - logits).abs().max().item())
+            assert not loss.requires_grad and not out.requires_grad
+        rows.append(len(calls))
+    quiet = all(p.grad is None for p in pipe.parameters()) and not any(calls) and stage.training
+    pipe.step(x.repeat(3, 1), y.repeat(3, 1))
+    return worst, rows, quiet, all(p.grad is not None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize(("name", "options"), ALL, ids=[name for name, _ in ALL])
+def test_evaluation_gives_loss_and_outputs_of_the_dense_model_and_no_gradients(four, name, options):
+    for worst, calls, quiet, trains in four.run(evaluation, args=(name, 6, options)).values:
+        assert worst < 1e-12 and quiet and trains
+        assert calls == [2 * 6, 2 * 6 + 2 * 3]  # the forwards of one stage, with and without targets
+
+
+def bad_evaluations():
+    pipe = Pipeline([nn.Linear(2, 2) for _ in range(4)], schedules.gpipe(4, 2), F.mse_loss, between=(2,))
+    forwards = schedules.forward_only(pipe.schedule)
+    other = Pipeline([nn.Linear(2, 2) for _ in range(4)], forwards, F.mse_loss, between=(2,))
+    x, found = torch.zeros(4, 2), []
+    for call in (
+        lambda: pipe.evaluate(x, x[1:]),
+        lambda: pipe.evaluate(x[:0]),
+        lambda: other.step(x, x),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    return [*found, other.evaluate(x) is not None]
+
+
+def test_evaluations_that_cannot_be(four):
+    for rank, said in enumerate(four.run(bad_evaluations).values):
+        assert said == [
+            "4 inputs cannot be evaluated with 3 targets. Give at least one input, and one target for each "
+            "or none at all.",
+            "0 inputs cannot be evaluated with no targets. Give at least one input, and one target for each "
+            "or none at all.",
+            "This schedule has forwards only, and `step` trains. Call `evaluate`, or give the pipeline a "
+            "schedule with backwards.",
+            rank == 3,
+        ]

@@ -1,16 +1,19 @@
 """Schedules by arithmetic: every action once and in order, bubbles and peaks by formula, clear refusals."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from rankcell.schedules import (
     SCHEDULES,
+    V_SCHEDULES,
     Action,
     ScheduleError,
     actions_of,
     bubble_fraction,
     bubble_overhead,
+    forward_only,
     gpipe,
     idle_seconds,
     idle_share,
@@ -25,6 +28,7 @@ from rankcell.schedules import (
     rounds,
     schedule,
     validate,
+    zb_v,
     zero_bubble,
 )
 
@@ -32,7 +36,13 @@ SIZES = [(p, m) for p in range(1, 7) for m in (*range(1, p + 2), 2 * p, 2 * p + 
 EVERY = [
     *((name, p, m, ()) for name in SCHEDULES if name != "interleaved" for p, m in SIZES),
     *(("interleaved", p, m, (v,)) for p, m in SIZES for v in (1, 2, 3, 4)),
+    *((name, p, m, ()) for name in V_SCHEDULES for p, m in SIZES),
 ]
+
+
+def home(name, stage, p):
+    """The rank on which a stage lives."""
+    return min(stage, 2 * p - 1 - stage) if name in V_SCHEDULES else stage % p
 
 
 def test_an_action_is_written_as_torch_writes_it():
@@ -47,18 +57,19 @@ def test_an_action_is_written_as_torch_writes_it():
 
 def test_every_schedule_runs_and_keeps_the_order_of_what_each_action_needs():
     for name, p, m, options in EVERY:
-        plan = SCHEDULES[name](p, m, *options)
+        plan = {**SCHEDULES, **V_SCHEDULES}[name](p, m, *options)
         when = rounds(plan)
         events = predict(plan, forward=1.0, backward=2.5, send=0.25)
         found = {action: event for action, event in actions_of(events)}
-        stages = p * (options[0] if options else 1)
-        each = 3 if plan.splits_backward else 2
-        assert len(found) == len(when) == stages * m * each
+        stages = p * (2 if name in V_SCHEDULES else options[0] if options else 1)
+        halves = {(a.stage, a.microbatch) for a in found if a.kind == "I"}
+        assert len(found) == len(when) == 2 * stages * m + len(halves)
         assert (plan.n_ranks, plan.n_stages, plan.n_microbatches) == (p, stages, m)
         for action, event in found.items():
-            assert event.rank == action.stage % p and event.predicted
-            for before in needs(action, stages, split=plan.splits_backward):
-                far = before.stage % p != event.rank
+            assert event.rank == home(name, action.stage, p) and event.predicted
+            split = (action.stage + 1, action.microbatch) in halves
+            for before in needs(action, stages, split=split):
+                far = home(name, before.stage, p) != event.rank
                 assert found[before].end + (0.25 if far else 0.0) <= event.start + 1e-9
                 assert when[before] < when[action]
         for rank in range(p):
@@ -86,6 +97,47 @@ def test_the_bubble_is_that_of_the_formulas():
                 events = predict(zero_bubble(p, m), forward=forward, backward=backward)
                 idle = length(events) - m * (forward + backward)
                 assert idle == pytest.approx(idle_seconds("zero bubble", p, forward, backward))
+
+
+def test_a_v_idles_only_until_the_first_forward_and_after_the_last_gradient():
+    for name, make in V_SCHEDULES.items():
+        for p in range(1, 9):
+            for m in (2 * p, 2 * p + 1, 5 * p):
+                plan = make(p, m)  # a chunk takes 1 forward, 1 for I and 1 for W: a rank 2, 2 and 2
+                events = predict(plan, forward=1.0, backward=2.0)
+                assert length(events) - 2 * 3 * m == idle_seconds(name, p, 2.0, 4.0) == p - 1
+                assert idle_share(events) == pytest.approx((p - 1) / (6 * m + p - 1))
+                most = 2 * p if name == "ZB-V" else 2 * p + 1
+                assert set(peak_in_flight(plan)) <= {most - 1, most} and max(peak_in_flight(plan)) == most
+            assert max(peak_in_flight(make(p, 1))) == 2  # one micro-batch is on both ways at the last rank
+    plan = zb_v(4, 8)
+    for rank, actions in enumerate(plan.actions):  # and a rank's own time is without a gap
+        mine = sorted((e for e in predict(plan) if e.rank == rank), key=lambda e: e.start)
+        assert mine[0].start == rank and mine[-1].end == rank + 6 * 8 == rank + len(actions)
+
+
+def test_torch_accepts_the_schedules_and_has_the_same_lists_in_a_v():
+    from torch.distributed.pipelining import schedules as theirs
+
+    for name, make in {**SCHEDULES, **V_SCHEDULES}.items():
+        for p, m in ((1, 1), (2, 4), (3, 4), (4, 8), (4, 13)):
+            plan = make(p, m)
+            lists = {
+                rank: [theirs._Action.from_str(str(a)) for a in actions]
+                for rank, actions in enumerate(plan.actions)
+            }
+            theirs._validate_schedule(lists, p, plan.n_stages, m)
+            if name not in V_SCHEDULES:
+                continue
+            kind = {"ZB-V": theirs.ScheduleZBVZeroBubble, "DualPipeV": theirs.ScheduleDualPipeV}[name]
+            maker = SimpleNamespace(pp_group_size=p, _n_microbatches=m, _num_stages=2 * p, num_stages=2 * p)
+            for rank, actions in enumerate(plan.actions if m >= 2 * p else ()):
+                found = [a for a in kind._calculate_single_rank_operations(maker, rank) if a is not None]
+                found = [str(part) for a in found for part in (a.sub_actions or [a])]
+                # of gradients that nobody waits for, ours has the oldest first
+                order = lambda texts: [t for t in texts if "W" not in t]
+                assert order(found) == order([str(a) for a in actions])
+                assert sorted(found) == sorted(str(a) for a in actions)
 
 
 def test_zero_bubble_against_table_2_of_its_paper():
@@ -195,3 +247,19 @@ def test_bad_numbers():
         idle_share([])
     with pytest.raises(ValueError, match="There is no closed form for 'naive'"):
         idle_seconds("naive", 4)
+
+
+def test_forward_only_is_an_evaluation_with_the_stages_in_their_places():
+    for make, p, m, options in ((one_f_one_b, 4, 8, ()), (interleaved, 2, 5, (3,)), (zero_bubble, 4, 4, ())):
+        plan = make(p, m, *options)
+        evaluation = validate(forward_only(plan))
+        assert not evaluation.trains and plan.trains and peak_in_flight(evaluation) == [0] * p
+        homes = [{a.stage for a in rank} for rank in plan.actions]
+        assert [{a.stage for a in rank} for rank in evaluation.actions] == homes
+        assert len(rounds(evaluation)) == plan.n_stages * m
+        assert rounds(forward_only(plan, 2)).keys() == {a for a in rounds(evaluation) if a.microbatch < 2}
+    # the first micro-batch passes the other p - 1 stages, and nothing else is waited for
+    assert length(predict(forward_only(one_f_one_b(4, 8)))) == 8 + 4 - 1
+    assert length(predict(forward_only(interleaved(4, 8, 2)))) == 2 * 8 + 4 - 1
+    with pytest.raises(ScheduleError, match="0B1 is missing"):  # some backwards are not enough
+        validate(schedule("mine", [["0F0", "0F1", "0B0"]]))

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import rankcell
 from rankcell import models
+from rankcell.parallel.transformer import tensor_parallel
+from rankcell.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +173,7 @@ def test_new_layers_are_drawn_whole_from_the_first_rank(four):
         layers = [
             tp.ColumnParallelLinear(400, 100),
             tp.RowParallelLinear(400, 100),
-            tp.VocabParallelEmbedding(100, 400),
+            VocabParallelEmbedding(100, 400),
         ]
         torch.manual_seed(0)
         whole = [nn.Linear(400, 100), nn.Linear(400, 100), nn.Embedding(100, 400)]
@@ -209,11 +211,42 @@ def test_frozen_weights_and_inputs_without_gradient(two):
     assert b == d == 32
 
 
-def test_autocast(two):
+def test_a_single_vector(two):
+    """Without a batch, as nn.Linear takes it too."""
+
     def run():
         from rankcell.parallel import tensor as tp
 
-        mlp = tp.tensor_parallel(models.MLP(8, 16, 8))
+        up, down = nn.Linear(6, 8).double(), nn.Linear(8, 5).double()
+        for i, p in enumerate((*up.parameters(), *down.parameters())):
+            p.data = drawn(*p.shape, name=i)
+        column = tp.ColumnParallelLinear.from_linear(up)
+        row = tp.RowParallelLinear.from_linear(down)
+        x, x2 = (drawn(6).requires_grad_() for _ in range(2))
+        down(up(x)).square().sum().backward()
+        y = row(column(x2))
+        y.square().sum().backward()
+        rank = 0 if column.group.rank == 0 else 1
+        return [
+            torch.equal(y, y.flatten()),
+            *(
+                torch.allclose(ours, dense, atol=1e-12, rtol=0)
+                for ours, dense in (
+                    (x2.grad, x.grad),
+                    (column.weight.grad, up.weight.grad.chunk(2, 0)[rank]),
+                    (row.weight.grad, down.weight.grad.chunk(2, 1)[rank]),
+                    (row.bias.grad, down.bias.grad),
+                )
+            ),
+        ]
+
+    assert two.run(run).values == [[True] * 5] * 2
+
+
+def test_autocast(two):
+    def run():
+
+        mlp = tensor_parallel(models.MLP(8, 16, 8))
         x = torch.ones(4, 8, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = mlp(x)
@@ -240,7 +273,7 @@ def test_embedding_equals_dense(world, vocab, sequence):
         tokens = torch.arange(8).view(2, 4) * 3 % vocab
         factor = drawn(2, 4, 3, name="loss")
         (dense(tokens) * factor).sum().backward()
-        layer = tp.VocabParallelEmbedding.from_embedding(dense, sequence_parallel=sequence)
+        layer = VocabParallelEmbedding.from_embedding(dense, sequence_parallel=sequence)
         y = layer(tokens)
         y = tp.gather_from_group(y, 1) if sequence else y
         (y * factor).sum().backward()
@@ -256,15 +289,13 @@ def test_cross_entropy_equals_torchs(world, vocab, reduction):
     def run():
         import torch.distributed as dist
 
-        from rankcell.parallel import tensor as tp
-
         rank, n = dist.get_rank(), dist.get_world_size()
         logits = (100 * drawn(2, 4, vocab)).requires_grad_()  # would overflow without the largest taken off
         targets = torch.arange(8).view(2, 4) * 3 % vocab
         targets[0, 1] = -100
         dense = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
         mine = logits.detach().tensor_split(n, -1)[rank].clone().requires_grad_()
-        ours = tp.vocab_parallel_cross_entropy(mine, targets, vocab=vocab, reduction=reduction)
+        ours = vocab_parallel_cross_entropy(mine, targets, vocab=vocab, reduction=reduction)
         factor = drawn(2, 4, name="factor") if reduction == "none" else torch.tensor(1.0)
         (dense.view(factor.shape) * factor).sum().backward()
         (ours * factor).sum().backward()
@@ -274,24 +305,52 @@ def test_cross_entropy_equals_torchs(world, vocab, reduction):
     assert max(map(max, world.run(run).values)) < 1e-12
 
 
-def test_gradcheck_of_cross_entropy_across_ranks(world):
-    def run():
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradcheck_of_cross_entropy_across_ranks(world, smoothing):
+    def run(smoothing):
         from rankcell.parallel import tensor as tp
 
         logits, targets = drawn(3, 8).requires_grad_(), torch.tensor([7, 0, 3])
+        how = {"reduction": "none", "label_smoothing": smoothing}
         return torch.autograd.gradcheck(
-            lambda x: tp.vocab_parallel_cross_entropy(tp.split_to_group(x), targets, reduction="none"), logits
+            lambda x: vocab_parallel_cross_entropy(tp.split_to_group(x), targets, **how), logits
         )
 
-    assert all(world.run(run).values)
+    assert all(world.run(run, args=(smoothing,)).values)
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+@pytest.mark.parametrize("vocab", [8, 7])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_label_smoothing_equals_torchs_and_sends_one_number_more(world, vocab, reduction, smoothing):
+    def run():
+        import torch.distributed as dist
+
+        rank, n = dist.get_rank(), dist.get_world_size()
+        logits = (10 * drawn(2, 4, vocab)).requires_grad_()
+        targets = torch.arange(8).view(2, 4) * 3 % vocab
+        targets[0, 1] = -100
+        how = {"reduction": reduction, "label_smoothing": smoothing}
+        dense = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **how)
+        mine = logits.detach().tensor_split(n, -1)[rank].clone().requires_grad_()
+        ours = vocab_parallel_cross_entropy(mine, targets, vocab=vocab, **how)
+        factor = drawn(2, 4, name="factor") if reduction == "none" else torch.tensor(1.0)
+        (dense.view(factor.shape) * factor).sum().backward()
+        (ours * factor).sum().backward()
+        error = (ours - dense.view(ours.shape)).abs().max().item()
+        return error, (mine.grad - logits.grad.tensor_split(n, -1)[rank]).abs().max().item()
+
+    result = world.run(run)
+    assert max(map(max, result.values)) < 1e-12
+    sent = [e.nbytes for e in result.ranks[0].events if e.op == "all_reduce"]
+    assert sent == [8 * 8, 3 * 8 * 8]  # the largest; then exponentials, the target's and all logits
 
 
 def test_cross_entropy_in_bfloat16_sums_in_float32(two):
     def run():
-        from rankcell.parallel import tensor as tp
 
         logits = torch.zeros(1, 500, dtype=torch.bfloat16, requires_grad=True)
-        loss = tp.vocab_parallel_cross_entropy(logits, torch.tensor([3]))
+        loss = vocab_parallel_cross_entropy(logits, torch.tensor([3]))
         loss.backward()
         return loss.item(), logits.grad.dtype
 
@@ -303,13 +362,26 @@ def test_cross_entropy_in_bfloat16_sums_in_float32(two):
 
 
 def train_both(
-    sequence_parallel, tied=True, vocab=49, process_group=None, steps=STEPS, clip=None, n_layers=2
+    sequence_parallel,
+    tied=True,
+    vocab=49,
+    process_group=None,
+    steps=STEPS,
+    clip=None,
+    n_layers=2,
+    n_kv_heads=None,
 ):
-    """Largest difference of losses and gradients over some steps, and both state dicts at the end."""
+    """Largest difference of losses and gradients over some steps, and both state dicts at the end: of a GPT,
+    or with `n_kv_heads` of a Llama with 8 query heads.
+    """
     from rankcell.parallel import tensor as tp
 
-    dense = models.GPT(vocab, 16, n_heads=4, context=8, n_layers=n_layers, tied=tied, dtype=torch.float64)
-    twin = tp.tensor_parallel(dense, process_group, sequence_parallel=sequence_parallel)
+    shape = dict(context=8, n_layers=n_layers, tied=tied, dtype=torch.float64)
+    if n_kv_heads is None:
+        dense = models.GPT(vocab, 16, n_heads=4, **shape)
+    else:
+        dense = models.Llama(vocab, 16, n_heads=8, n_kv_heads=n_kv_heads, **shape)
+    twin = tensor_parallel(dense, process_group, sequence_parallel=sequence_parallel)
     assert (twin.head.weight is twin.token_embedding.weight) == tied
     pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (dense, twin)]
     tokens, worst = models.encode(models.text()) % vocab, 0.0
@@ -340,6 +412,38 @@ def test_gpt_trains_as_the_dense_model(world, sequence_parallel, tied, vocab):
     for worst, whole, dense in world.run(train_both, args=(sequence_parallel, tied, vocab)).values:
         assert worst < 1e-12
         assert_same_numbers(whole, dense, atol=1e-6)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4, 8])
+def test_llama_trains_as_the_dense_model(world, sequence_parallel, n_kv_heads):
+    """Fewer, as many and more key/value heads than ranks; also the norm of all gradients."""
+    how = {"n_kv_heads": n_kv_heads, "tied": n_kv_heads == 2, "clip": 0.1}
+    for worst, whole, dense in world.run(train_both, args=(sequence_parallel,), kwargs=how).values:
+        assert worst < 1e-12
+        assert_same_numbers(whole, dense, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_grouped_query_attention_alone(four, bias, sequence_parallel):
+    def run(bias, sequence_parallel):
+        from rankcell.parallel import tensor as tp
+
+        how = {"n_kv_heads": 2, "bias": bias, "rope_base": 100.0, "dtype": torch.float64}
+        dense = models.Attention(16, 8, **how)
+        twin = tensor_parallel(dense, sequence_parallel=sequence_parallel)
+        x = drawn(2, 4, 16)
+        dense(x).square().sum().backward()
+        y = twin(tp.split_to_group(x, 1) if sequence_parallel else x)
+        y = tp.gather_from_group(y, 1) if sequence_parallel else y
+        y.square().sum().backward()
+        found = tp.full_state_dict(twin, {name: p.grad for name, p in twin.named_parameters()})
+        return found, {name: p.grad for name, p in dense.named_parameters()}, tp.sharded_dims(twin)
+
+    for found, expected, dims in four.run(run, args=(bias, sequence_parallel)).values:
+        assert_same_numbers(found, expected, atol=1e-12)
+        assert dims["query.weight"] == 0 and dims["key.weight"] is None  # 2 heads, 4 ranks: all hold both
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -386,7 +490,7 @@ def test_data_parallel_times_tensor_parallel(four):
         dense = models.GPT(49, 16, context=8, dtype=torch.float64)
         wrapped = {}
         for kind in (DDP, FSDP):
-            twin = tp.tensor_parallel(dense, tensor_groups[rank // 2], sequence_parallel=True)
+            twin = tensor_parallel(dense, tensor_groups[rank // 2], sequence_parallel=True)
             wrapped[kind] = twin, kind(twin, process_group=data_groups[rank % 2])
         models_and = [(dense, torch.optim.AdamW(dense.parameters(), lr=1e-2))]
         models_and += [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for _, m in wrapped.values()]
@@ -416,7 +520,7 @@ def test_a_single_block_and_gradients_that_add_up(two, sequence_parallel):
         from rankcell.parallel import tensor as tp
 
         dense = nn.Sequential(*models.GPT(9, 16, dtype=torch.float64).blocks)
-        twin = tp.tensor_parallel(dense, sequence_parallel=sequence_parallel)
+        twin = tensor_parallel(dense, sequence_parallel=sequence_parallel)
         for step in range(2):  # two backwards before a step
             x = drawn(2, 4, 16, name=step)
             dense(x).square().sum().backward()
@@ -435,7 +539,7 @@ def test_states_go_in_and_out(two):
         from rankcell.parallel import tensor as tp
 
         first, other = (models.GPT(7, 8, n_heads=2, context=4, n_layers=1, seed=seed) for seed in (0, 1))
-        twin = tp.tensor_parallel(first)
+        twin = tensor_parallel(first)
         twin.load_state_dict(tp.local_state_dict(twin, other.state_dict()))
         dims = tp.sharded_dims(twin)
         copied = copy.deepcopy(twin)  # process groups cannot be copied; modules can
@@ -452,12 +556,10 @@ def test_checkpointed_blocks_give_the_same_gradients(two):
     def run():
         from torch.utils.checkpoint import checkpoint
 
-        from rankcell.parallel import tensor as tp
-
         dense = models.GPT(9, 16, n_layers=1, dropout=0.1, dtype=torch.float64)
         gradients = []
         for recompute in (False, True):
-            block = tp.tensor_parallel(dense.blocks[0], sequence_parallel=True)
+            block = tensor_parallel(dense.blocks[0], sequence_parallel=True)
             torch.manual_seed(0)
             x = drawn(2, 4, 16).requires_grad_()
             y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
@@ -475,7 +577,7 @@ def test_dropout_is_the_ranks_own_where_they_hold_other_things_and_shared_where_
         torch.manual_seed(0)
         own = tp.ParallelDropout(0.5)
         mask = own(torch.ones(64))
-        gpt = tp.tensor_parallel(models.GPT(9, 16, dropout=0.5, context=8))
+        gpt = tensor_parallel(models.GPT(9, 16, dropout=0.5, context=8))
         out = gpt(torch.arange(8)[None])
         own.eval()
         return mask, out.detach(), torch.equal(own(torch.ones(3)), torch.ones(3))
@@ -487,12 +589,11 @@ def test_dropout_is_the_ranks_own_where_they_hold_other_things_and_shared_where_
 
 def test_sequence_parallel_keeps_a_part_of_what_a_block_saves(two):
     def run():
-        from rankcell.parallel import tensor as tp
 
         dense = models.GPT(9, 32, n_heads=4, n_layers=1).blocks[0]
 
         def saved(sequence_parallel):
-            block, seen = tp.tensor_parallel(dense, sequence_parallel=sequence_parallel), {}
+            block, seen = tensor_parallel(dense, sequence_parallel=sequence_parallel), {}
             mine = {p.untyped_storage().data_ptr() for p in block.parameters()}
             x = torch.randn(2, 8 // (2 if sequence_parallel else 1), 32, requires_grad=True)
 
@@ -521,7 +622,7 @@ def test_sequence_parallel_keeps_a_part_of_what_a_block_saves(two):
 def test_communication_of_a_step(two):
     prepare = """
 from rankcell import models
-from rankcell.parallel.tensor import tensor_parallel
+from rankcell.parallel.transformer import tensor_parallel
 x, y = models.batch(models.encode(models.text()), 0, size=2, length=8)
 model = tensor_parallel(models.GPT(49, 16, context=8, n_layers=3), sequence_parallel={})
 """
@@ -545,6 +646,22 @@ model = tensor_parallel(models.GPT(49, 16, context=8, n_layers=3), sequence_para
     assert sorted(counts[True]["all_reduce"]) == sorted(small)
 
 
+@pytest.mark.parametrize("n_kv_heads", [1, 2])
+def test_a_llama_sends_no_more_than_the_gpt_but_for_shared_key_value_heads(two, n_kv_heads):
+    """Gate and up travel together. Two ranks with one key/value head sum the gradients of its weights."""
+    two.run(f"""
+from rankcell import models
+from rankcell.parallel.transformer import tensor_parallel
+x, y = models.batch(models.encode(models.text()), 0, size=2, length=8)
+model = tensor_parallel(models.Llama(49, 16, n_kv_heads={n_kv_heads}, context=8, n_layers=3))
+""")
+    events = two.run("model(x, y).backward()").ranks[0].events
+    whole, token, shared = 2 * 8 * 16 * 4, 2 * 8 * 4, 4 * 16 * 4  # a head of 4, weights without bias
+    expected = [token, 2 * token] + [whole] * (4 * 3 + 2) + [shared] * (2 * 3 if n_kv_heads == 1 else 0)
+    assert {e.op for e in events} == {"all_reduce"}
+    assert sorted(e.nbytes for e in events) == sorted(expected)
+
+
 # Errors
 
 
@@ -558,17 +675,35 @@ model = tensor_parallel(models.GPT(49, 16, context=8, n_layers=3), sequence_para
         ),
         ("tp.RowParallelLinear(5, 4)", r"5 \(input features of a row-parallel layer\) cannot be shared"),
         (
-            "tp.tensor_parallel(models.GPT(9, 9, n_heads=3, d_hidden=8))",
+            "tensor_parallel(models.GPT(9, 9, n_heads=3, d_hidden=8))",
             r"3 \(attention heads\) cannot be shared evenly by 2 ranks",
         ),
         (
             "gpt = models.GPT(9, 8, context=8)\n"
-            "tp.tensor_parallel(gpt, sequence_parallel=True)(torch.zeros(1, 5).long())",
+            "tensor_parallel(gpt, sequence_parallel=True)(torch.zeros(1, 5).long())",
             r"5 \(tokens of a sequence\) cannot be shared evenly by 2 ranks",
         ),
         (
-            "tp.tensor_parallel(models.GPT(9, 8, context=8))(torch.zeros(1, 9).long())",
+            "tensor_parallel(models.GPT(9, 8, context=8))(torch.zeros(1, 9).long())",
             "9 tokens are more than the context of 8. Cut the sequence.",
+        ),
+        (
+            "tensor_parallel(models.Attention(24, 12, n_kv_heads=3))",
+            "3 key/value heads cannot be shared by 2 ranks: neither number divides the other. Choose a group "
+            "whose size divides 3, or is a multiple of it.",
+        ),
+        (
+            "tp.ColumnParallelLinear(4, 4, sequence_parallel=True)(torch.ones(4))",
+            r"A tensor of shape \(4,\) has no dim -2 that ranks could share. Sequence parallelism shares the "
+            r"dim before the last: give it \(length, features\) or more.",
+        ),
+        (
+            "tp.RowParallelLinear(8, 4, sequence_parallel=True)(torch.ones(4))",
+            r"A tensor of shape \(4,\) has no dim -2 that ranks could share.",
+        ),
+        (
+            "vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), label_smoothing=2)",
+            "Label smoothing is a share from 0 to 1, not 2.",
         ),
         (
             "tp.RowParallelLinear(8, 4)(torch.ones(1, 8))",
@@ -577,32 +712,33 @@ model = tensor_parallel(models.GPT(49, 16, context=8, n_layers=3), sequence_para
         ),
         ("tp.split_to_group(torch.ones(3, 5), 1)", r"5 \(dim 1 of a tensor of shape \(3, 5\)\) cannot be"),
         ("tp.reduce_scatter(torch.ones(3, 5), 0)", r"3 \(dim 0 of a tensor of shape \(3, 5\)\) cannot be"),
-        ("tp.VocabParallelEmbedding(1, 5)", "A vocabulary of 1 is too small for 2 ranks. Use fewer ranks."),
+        ("VocabParallelEmbedding(1, 5)", "A vocabulary of 1 is too small for 2 ranks. Use fewer ranks."),
         (
-            "tp.VocabParallelEmbedding(7, 5)(torch.tensor([0, 7]))",
+            "VocabParallelEmbedding(7, 5)(torch.tensor([0, 7]))",
             r"There is no token 7 in a vocabulary of 7 \(0 to 6\). Look at where the tokens come from.",
         ),
         (
-            "tp.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, -1]))",
+            "vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, -1]))",
             r"There is no target -1 in a vocabulary of 8",
         ),
         (
-            "tp.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), vocab=9)",
+            "vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), vocab=9)",
             r"Rank 1 of 2 holds 4 of 9 logits, but got 4|Rank 0 of 2 holds 5 of 9 logits, but got 4. Give it "
             r"its part",
         ),
         (
-            "tp.vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), reduction='max')",
+            "vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), reduction='max')",
             'There is no reduction \'max\'. Choose "mean", "sum" or "none".',
         ),
         (
-            "tp.tensor_parallel(models.GPT(9, 8, seed=rank))",
+            "tensor_parallel(models.GPT(9, 8, seed=rank))",
             "The ranks of this group hold different models: .* of .* parameters differ, first "
             "token_embedding.weight. Build it from the same seed on all ranks, or broadcast it first.",
         ),
         (
-            "tp.tensor_parallel(torch.nn.Conv1d(2, 2, 1).requires_grad_(False).to('meta'))",
-            "tensor_parallel knows GPT, Block, Attention, MLP and lists of them, not Conv1d. Build it from",
+            "tensor_parallel(torch.nn.Conv1d(2, 2, 1).requires_grad_(False).to('meta'))",
+            "tensor_parallel knows GPT and Llama of rankcell.models, their blocks, attention and MLPs, and "
+            "lists of them, not Conv1d. Build it from ColumnParallelLinear and RowParallelLinear.",
         ),
         (
             "g = dist.new_group([0])\nif rank == 1: tp.ColumnParallelLinear(4, 4, process_group=g)",
@@ -612,4 +748,8 @@ model = tensor_parallel(models.GPT(49, 16, context=8, n_layers=3), sequence_para
 )
 def test_errors_say_what_to_do(two, source, message):
     with pytest.raises(rankcell.RankError, match=message):
-        two.run("from rankcell import models\nfrom rankcell.parallel import tensor as tp\n" + source)
+        two.run(
+            "from rankcell import models\nfrom rankcell.parallel import tensor as tp\n"
+            "from rankcell.parallel.transformer import tensor_parallel\n"
+            "from rankcell.parallel.vocabulary import *\n" + source
+        )

@@ -166,12 +166,6 @@ def tree_all_reduce(nbytes: float, n: int, link: Link) -> float:
     return 2 * tree_broadcast(nbytes, n, link)
 
 
-def scatter_broadcast(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for a broadcast of a long array: scatter it down a tree, then all-gather it in a ring."""
-    scatter = _doublings(n) * link.alpha + (n - 1) / n * link.beta * nbytes
-    return scatter + ring_all_gather(nbytes, n, link)
-
-
 def halving_reduce_scatter(nbytes: float, n: int, link: Link) -> float:
     """Seconds for recursive halving: partners exchange half of the array, then a quarter, ... ; n = 2^k."""
     return _doublings(n, exact=True) * link.alpha + (n - 1) / n * link.beta * nbytes

@@ -1,6 +1,7 @@
-"""The two models that the lessons train and split, their data, and what they cost by formula.
+"""The models that the lessons train and split, their data, and what they cost by formula.
 
-A two-layer MLP with a small regression problem, and a tiny GPT with a text that ships with the course.
+A two-layer MLP with a small regression problem; a tiny GPT with a text that ships with the course; and a
+Llama of the same size, which is that GPT with the parts that most models have today.
 Nothing here draws from torch's global random numbers: every weight and every batch comes from a generator of
 its own, made from a seed and a name. So any rank can build the whole model, or any part of it, and the batch
 of any other rank, and all agree. This module does not communicate or train, and needs only torch.
@@ -11,7 +12,7 @@ unless you say otherwise, no dropout.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -54,7 +55,7 @@ def initialise(module: nn.Module, *, seed: int = 0, prefix: str = "") -> nn.Modu
                 if id(parameter) in done:
                     continue
                 done.add(id(parameter))
-                if isinstance(part, nn.LayerNorm):
+                if isinstance(part, (nn.LayerNorm, nn.RMSNorm)):
                     parameter.fill_(1.0 if name == "weight" else 0.0)
                     continue
                 full_name = prefix + (f"{path}.{name}" if path else name)
@@ -70,7 +71,7 @@ def _std(part: nn.Module, path: str, name: str) -> float:
     if isinstance(part, nn.Linear):
         return part.in_features**-0.5
     raise TypeError(
-        f"initialise knows Linear, Embedding and LayerNorm, not the {type(part).__name__} at {path}."
+        f"initialise knows Linear, Embedding, LayerNorm and RMSNorm, not the {type(part).__name__} at {path}."
     )
 
 
@@ -112,61 +113,227 @@ class MLP(nn.Module):
         return self.down(self.activation(self.up(x)))
 
 
+class SwiGLU(nn.Module):
+    """The MLP of a Llama: down(silu(gate(x)) * up(x)), without biases: `(..., d_model)` -> the same shape.
+
+    From https://arxiv.org/abs/2002.05202 (2020), section 2, where it is called FFN_SwiGLU.
+    """
+
+    def __init__(self, d_model: int, d_hidden: int, *, seed: int = 0, **where) -> None:
+        super().__init__()
+        self.gate = _linear(d_model, d_hidden, bias=False, **where)
+        self.up = _linear(d_model, d_hidden, bias=False, **where)
+        self.down = _linear(d_hidden, d_model, bias=False, **where)
+        initialise(self, seed=seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Attention(nn.Module):
     """Causal attention by heads, written out: `(batch, length, d_model)` -> the same shape.
 
     Query, key and value are layers of their own, and head `i` is columns `i * d_head` to `(i + 1) * d_head`
     of each output. The number of heads is read off the width of those outputs, so a rank that holds fewer
     columns computes fewer heads with this same code.
+
+    Args:
+        n_kv_heads: heads of key and value, by default `n_heads`. With fewer, each serves as many query heads
+            in a row: grouped-query attention, https://arxiv.org/abs/2305.13245 (2023).
+        rope_base: rotate queries and keys by their positions, see `rotate`; None leaves them as they are.
     """
 
-    def __init__(self, d_model: int, n_heads: int, *, dropout: float = 0.0, **where) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        rope_base: float | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        seed: int = 0,
+        **where,
+    ) -> None:
         super().__init__()
         if d_model % n_heads:
             raise ValueError(
                 f"{n_heads} heads do not divide d_model = {d_model}. Choose a divisor of {d_model}."
             )
-        self.d_head = d_model // n_heads
-        self.query = _linear(d_model, d_model, **where)
-        self.key = _linear(d_model, d_model, **where)
-        self.value = _linear(d_model, d_model, **where)
-        self.output = _linear(d_model, d_model, **where)
+        n_kv_heads = n_kv_heads or n_heads
+        if n_heads % n_kv_heads:
+            raise ValueError(
+                f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly. "
+                f"Choose a divisor of {n_heads}."
+            )
+        self.d_head, self.rope_base = d_model // n_heads, rope_base
+        if rope_base is not None and self.d_head % 2:
+            raise ValueError(
+                f"Rotary positions turn pairs of numbers, and a head has {self.d_head}. "
+                f"Choose heads of an even width."
+            )
+        self.query = _linear(d_model, d_model, bias=bias, **where)
+        self.key = _linear(d_model, n_kv_heads * self.d_head, bias=bias, **where)
+        self.value = _linear(d_model, n_kv_heads * self.d_head, bias=bias, **where)
+        self.output = _linear(d_model, d_model, bias=bias, **where)
         self.dropout = nn.Dropout(dropout)
+        initialise(self, seed=seed)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """With `documents`, `(batch, length)`, a position sees its own document only."""
         query, key, value = (self.heads(layer(x)) for layer in (self.query, self.key, self.value))
-        scores = query @ key.transpose(-2, -1) / math.sqrt(self.d_head)  # (batch, heads, length, length)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-        weights = self.dropout(scores.masked_fill(future, -math.inf).softmax(-1))
-        return self.output((weights @ value).transpose(1, 2).flatten(2))
+        if self.rope_base is not None:
+            places = torch.arange(x.shape[-2], device=x.device)
+            query, key = (rotate(t, places, base=self.rope_base) for t in (query, key))
+        mixed = causal_attention(query, key, value, self.dropout, documents)
+        return self.output(mixed.transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor) -> Tensor:
         """`(batch, length, heads * d_head)` seen as `(batch, heads, length, d_head)`."""
         return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
 
 
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: Callable[[Tensor], Tensor],
+    documents: Tensor | None = None,
+) -> Tensor:
+    """What each position mixes from the values up to itself: `(batch, heads, length, d_head)`.
+
+    Keys and values may have fewer heads. With `documents`, `(batch, length)`, only positions of the same
+    number see each other; padding gets a number of its own.
+    """
+    key, value = (repeat_heads(t, query.shape[1]) for t in (key, value))
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # (batch, heads, length, length)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+    if documents is not None:
+        hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
+    return dropout(scores.masked_fill(hidden, -math.inf).softmax(-1)) @ value
+
+
+def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+    """`(..., kv_heads, length, d_head)` -> `(..., n_heads, length, d_head)`: each head as often in a row as
+    it has query heads to serve.
+    """
+    times = n_heads // x.shape[-3]
+    return x if times == 1 else x.repeat_interleave(times, -3)
+
+
+def rotate(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
+    """Rotary positions: `(..., length, d_head)` with each pair of numbers turned by an angle that grows with
+    the position.
+
+    Pair i is x[i] and x[i + d_head/2], and its angle position * base^(-2i/d_head). A product of a query and
+    a key then depends on how far apart they are, so it is enough that every rank knows which `positions`,
+    `(length,)`, it holds. From https://arxiv.org/abs/2104.09864 (RoFormer, 2021), section 3.2, which pairs
+    neighbours instead; Llama's weights in Hugging Face's layout are paired as here.
+    """
+    half = x.shape[-1] // 2
+    exact = torch.promote_types(x.dtype, torch.float32)  # 16 bits do not tell large positions apart
+    speeds = base ** (-torch.arange(half, device=x.device, dtype=exact) / half)
+    angles = positions.to(exact)[:, None] * speeds  # (length, d_head / 2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
 class Block(nn.Module):
     """One layer of the GPT: norm, attention, add; norm, MLP, add."""
 
-    def __init__(self, d_model: int, n_heads: int, d_hidden: int, *, dropout: float = 0.0, **where) -> None:
+    def __init__(
+        self, d_model: int, n_heads: int, d_hidden: int, *, dropout: float = 0.0, seed: int = 0, **where
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d_model, **where)
         self.attention = Attention(d_model, n_heads, dropout=dropout, **where)
         self.mlp_norm = nn.LayerNorm(d_model, **where)
         self.mlp = MLP(d_model, d_hidden, d_model, activation="gelu", **where)
         self.dropout = nn.Dropout(dropout)
+        initialise(self, seed=seed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), documents=documents))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class GPT(nn.Module):
+class LlamaBlock(nn.Module):
+    """One layer of the Llama: norm, attention, add; norm, SwiGLU, add. No biases.
+
+    An RMSNorm divides by the root of the mean square, sqrt(mean(x²) + eps), and multiplies by a weight: a
+    LayerNorm without its mean and bias. https://arxiv.org/abs/1910.07467 (2019).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        d_hidden: int,
+        *,
+        rope_base: float = 10000.0,
+        eps: float = 1e-5,
+        seed: int = 0,
+        **where,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(d_model, eps=eps, **where)
+        how = {"n_kv_heads": n_kv_heads, "rope_base": rope_base, "bias": False}
+        self.attention = Attention(d_model, n_heads, **how, **where)
+        self.mlp_norm = nn.RMSNorm(d_model, eps=eps, **where)
+        self.mlp = SwiGLU(d_model, d_hidden, **where)
+        initialise(self, seed=seed)
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), documents=documents)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """What GPT and Llama have in common: tokens `(batch, length)` -> logits `(batch, length, vocab)`.
+
+    Its parts are `token_embedding`, `blocks`, `norm` and `head`, and `context` is the longest sequence it
+    can read, in tokens. `embed`, `blocks` and `unembed` are the places to cut it into stages. A stage of a
+    pipeline is a model without some of its parts: where there is no embedding it takes what the stage before
+    computed, where there is no head it gives that on.
+    """
+
+    context: int
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """With `documents`, `(batch, length)`, a position sees its own document only; positions still count
+        from the start of the sequence.
+        """
+        if self.token_embedding is not None:
+            x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, documents=documents)
+        return x if self.head is None else self.unembed(x)
+
+    def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What enters the first block: `(batch, length)` -> `(batch, length, d_model)`.
+
+        `positions`, `(length,)`, are those of the tokens, by default 0, 1, 2, ... They matter where the model
+        adds something for them (GPT), and not where its attention rotates (Llama).
+        """
+        length = tokens.shape[-1]
+        if length > self.context:
+            raise ValueError(
+                f"{length} tokens are more than the context of {self.context}. Cut the sequence."
+            )
+        return self.token_embedding(tokens)
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """What leaves the last block as logits: `(batch, length, d_model)` -> `(batch, length, vocab)`."""
+        return self.head(self.norm(x))
+
+
+class GPT(Decoder):
     """A decoder-only transformer: tokens `(batch, length)` -> logits `(batch, length, vocab)`.
 
     Token and position embedding, `n_layers` blocks, a final norm and a head without bias. With `tied` the
-    weight of the head *is* the token embedding: one Parameter with two names. `embed`, `blocks` and `unembed`
-    are the places to cut it into stages.
+    weight of the head *is* the token embedding: one Parameter with two names.
     """
 
     def __init__(
@@ -187,6 +354,7 @@ class GPT(nn.Module):
         super().__init__()
         where = {"device": device or torch.get_default_device(), "dtype": dtype}
         d_hidden = d_hidden or 4 * d_model
+        self.context = context
         self.token_embedding = nn.utils.skip_init(nn.Embedding, vocab, d_model, **where)
         self.position_embedding = nn.utils.skip_init(nn.Embedding, context, d_model, **where)
         self.dropout = nn.Dropout(dropout)
@@ -199,30 +367,51 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
         initialise(self, seed=seed)
 
-    @property
-    def context(self) -> int:
-        """The longest sequence it can read, in tokens."""
-        return self.position_embedding.num_embeddings
+    def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = super().embed(tokens)
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        return self.dropout(x + self.position_embedding(positions))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.unembed(x)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """What enters the first block: `(batch, length)` -> `(batch, length, d_model)`."""
-        length = tokens.shape[-1]
-        if length > self.context:
-            raise ValueError(
-                f"{length} tokens are more than the context of {self.context}. Cut the sequence."
-            )
-        positions = torch.arange(length, device=tokens.device)
-        return self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+class Llama(Decoder):
+    """The GPT with the parts of a Llama: RMSNorm, rotary positions, SwiGLU, fewer key/value heads, no biases.
 
-    def unembed(self, x: Tensor) -> Tensor:
-        """What leaves the last block as logits: `(batch, length, d_model)` -> `(batch, length, vocab)`."""
-        return self.head(self.norm(x))
+    Its shape is that of https://arxiv.org/abs/2307.09288 (Llama 2, 2023), section 2.2, only smaller. The head
+    is a weight of its own unless `tied`. `d_hidden` is by default 8/3 of `d_model` rounded up to a multiple
+    of 8, which makes three matrices as many numbers as the GPT's two.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        d_model: int = 64,
+        *,
+        n_heads: int = 4,
+        n_kv_heads: int = 2,
+        n_layers: int = 2,
+        context: int = 32,
+        d_hidden: int | None = None,
+        tied: bool = False,
+        rope_base: float = 10000.0,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where = {"device": device or torch.get_default_device(), "dtype": dtype}
+        d_hidden = d_hidden or -(-d_model // 3) * 8
+        self.context = context
+        self.token_embedding = nn.utils.skip_init(nn.Embedding, vocab, d_model, **where)
+        self.blocks = nn.ModuleList(
+            LlamaBlock(d_model, n_heads, n_kv_heads, d_hidden, rope_base=rope_base, **where)
+            for _ in range(n_layers)
+        )
+        self.norm = nn.RMSNorm(d_model, eps=1e-5, **where)
+        self.head = _linear(d_model, vocab, bias=False, **where)
+        if tied:
+            self.head.weight = self.token_embedding.weight
+        initialise(self, seed=seed)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -341,18 +530,6 @@ def mlp_flops(samples: int, d_in: int, d_hidden: int, d_out: int) -> dict[str, i
     """
     first, second = 2 * samples * d_in * d_hidden, 2 * samples * d_hidden * d_out
     return {"forward": first + second, "backward": first + 2 * second}
-
-
-def mlp_saved_bytes(
-    samples: int, d_in: int, d_hidden: int, d_out: int, *, activation: str = "relu", itemsize: int = 4
-) -> int:
-    """Bytes that autograd keeps from the forward of an MLP under the mean squared error, parameters left out.
-
-    The input x, the hidden activations, the output and the target. ReLU's backward needs only its result,
-    which the next layer keeps anyway; GELU's needs its input as well.
-    """
-    hidden = {"relu": 1, "gelu": 2, "none": 1}[activation] * d_hidden
-    return itemsize * samples * (d_in + hidden + 2 * d_out)
 
 
 def gpt_parameters(

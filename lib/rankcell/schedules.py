@@ -2,13 +2,15 @@
 
 An action is written as torch.distributed.pipelining writes it: "1F0" is stage 1, forward, micro-batch 0. The
 kinds are F (forward), B (backward), and the two halves of B in a zero-bubble schedule: I (gradient of the
-input) and W (gradient of the weights). With several chunks per rank, stage s lives on rank s mod p.
+input) and W (gradient of the weights). With several chunks per rank, stage s lives on rank s mod p; or, in a
+V, stages 0 to p - 1 live on the ranks from first to last, and p to 2p - 1 from last to first.
 
 Nothing here starts a process, needs torch or sends anything: `rankcell.parallel.pipeline` executes the
 lists. Sending costs a fixed number of seconds here, none unless you say so, and links are never busy.
 """
 
 import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,6 +75,11 @@ class Schedule:
     def chunks(self) -> int:
         """How many stages each rank has: v."""
         return -(-self.n_stages // max(self.n_ranks, 1))
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has any backward. Without one it evaluates, see `forward_only`."""
+        return any(a.kind != "F" for rank in self.actions for a in rank)
 
     @property
     def splits_backward(self) -> bool:
@@ -153,8 +160,7 @@ def interleaved(n_ranks: int, n_microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
-    """1F1B with each backward in two halves: I, for which the stage before waits, and W, for which nobody
-    does.
+    """1F1B with backwards in two halves: I, for which the stage before waits, and W, for which nobody does.
 
     Rank r puts each W off by r micro-batches, and the Ws fill the gaps at the end. Every rank keeps at most p
     micro-batches, as rank 0 of 1F1B does. This is ZB-H1: Qi et al., https://arxiv.org/abs/2401.10241, section
@@ -176,6 +182,105 @@ def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
     return schedule("zero bubble", lists)
 
 
+def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
+    """ZB-V: two chunks per rank in a V, down to the last rank and back, and backwards in two halves.
+
+    Stages s and 2p - 1 - s live on rank s, so the first and the last stage, and with them the loss, are on
+    rank 0. Where F, I and W of a chunk take the same time t and m is at least 2p - 1, a rank idles for
+    (p - 1) t at the start of a step and at its end together, and never in between. It keeps at most 2p
+    chunks' shares, on every rank: as much as p whole micro-batches, the most that a rank of 1F1B keeps.
+
+    Qi et al., https://arxiv.org/abs/2401.10241, section 6 (2023). Their optimizer step begins on each rank as
+    soon as its own gradients are there, so that even the (p - 1) t are not lost; `Pipeline.step` ends first.
+    """
+    _check(n_ranks, n_microbatches)
+    p, n = n_ranks, max(n_microbatches, 2 * n_ranks - 1)  # with fewer, as if they were there
+    lists = []
+    for r in range(p):
+        phases = [
+            (2 * (p - r) - 1, "F0"),  # until the first micro-batch has come back to this rank
+            (r, "F1 F0"),
+            (p - r, "F1 I1 W"),  # until the first gradient has gone round
+            (n - 2 * p + 1 + r, "F0 I0 W F1 I1 W"),
+            (p - 1 - r, "I0 W F1 I1 W"),
+            (r, "I0 I1"),  # no forwards are left: first what others wait for
+            (p - r, "I0 W"),
+            (2 * r, "W"),
+        ]
+        lists.append(_in_a_v(r, p, n_microbatches, phases))
+    return schedule("ZB-V", lists)
+
+
+def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
+    """DualPipeV: the V of ZB-V in which a forward of one chunk stands next to a backward of the other.
+
+    The two belong to different micro-batches, and one can compute while the other communicates. In the list
+    they follow one another, and so they run here. Only the backwards at the ends come in halves. Where F, I
+    and W of a chunk take the same time t and m is at least 2p, as the authors ask, a rank idles for
+    (p - 1) t. It keeps at most 2p + 1 chunks' shares.
+
+    It is half of DualPipe, whose two directions would need every stage twice: DeepSeek-AI,
+    https://arxiv.org/abs/2412.19437, section 3.2.1 (2024), cut in half at
+    https://github.com/deepseek-ai/DualPipe (2025), where the steps below are listed.
+    """
+    _check(n_ranks, n_microbatches)
+    p, n = n_ranks, max(n_microbatches, 2 * n_ranks)  # with fewer, as if they were there
+    lists = []
+    for r in range(p):
+        in_turns = ["B1", "B0"] * (r + 1)
+        in_turns[r + 1 :] = [name.replace("B", "I") for name in in_turns[r + 1 :]]
+        phases = [
+            (2 * (p - 1 - r), "F0"),
+            (r + 1, "F0 F1"),
+            (p - 1 - r, "I1 W F1"),
+            (n - 2 * p + r + 1, "F0 B1 F1 B0"),  # the pairs
+            (p - 1 - r, "B1 F1 B0"),
+            (1, " ".join(in_turns)),
+            (p - 1 - r, "W I0"),
+            (r + 1, "W"),
+        ]
+        lists.append(_in_a_v(r, p, n_microbatches, phases))
+    return schedule("DualPipeV", lists)
+
+
+def _in_a_v(rank: int, n_ranks: int, n_microbatches: int, phases: list[tuple[int, str]]) -> list[Action]:
+    """The list of a rank with two stages in a V: each phase repeats its actions so many times.
+
+    "F0" is the forward of the stage on the way down for its next micro-batch, "F1" of the one on the way
+    back; "W" is the oldest weight gradient that an "I" put off. Micro-batches that there are not are left
+    out.
+    """
+    stages = rank, 2 * n_ranks - 1 - rank
+    following: Counter[tuple[int, str]] = Counter()
+    put_off: deque[Action] = deque()
+    actions = []
+    for times, names in phases:
+        for name in names.split() * times:
+            if name == "W":
+                actions.append(put_off.popleft())
+                continue
+            kind, stage = name[0], stages[int(name[1])]
+            direction = stage, "F" if kind == "F" else "B"
+            actions.append(Action(stage, kind, following[direction]))
+            if kind == "I":
+                put_off.append(Action(stage, "W", following[direction]))
+            following[direction] += 1
+    return [action for action in actions if action.microbatch < n_microbatches]
+
+
+def forward_only(plan: Schedule, n_microbatches: int | None = None) -> Schedule:
+    """The forwards of a schedule, each rank's in its order: for an evaluation, which has no backward.
+
+    Args:
+        plan: any schedule that can run. Its stages stay on their ranks.
+        n_microbatches: how many micro-batches go through, by default and at most those of `plan`.
+    """
+    m = plan.n_microbatches if n_microbatches is None else n_microbatches
+    lists = ([a for a in actions if a.kind == "F" and a.microbatch < m] for actions in plan.actions)
+    return schedule(f"{plan.name}, forward only", lists)
+
+
+# Stage s lives on rank s mod p
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "naive": naive,
     "GPipe": gpipe,
@@ -183,6 +288,8 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zero bubble": zero_bubble,
 }
+# Stages s and 2p - 1 - s live on rank s
+V_SCHEDULES: Mapping[str, Callable[..., Schedule]] = {"ZB-V": zb_v, "DualPipeV": dualpipe_v}
 
 
 def _in_turns(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
@@ -285,10 +392,10 @@ def _complete(plan: Schedule) -> None:
                     f"{homes[action.stage]}.\n{as_text(plan, marked=[action])}"
                 )
             seen[action] = rank
-    microbatches = range(plan.n_microbatches)
+    microbatches, trains = range(plan.n_microbatches), plan.trains
     for stage in range(plan.n_stages):
         for j in microbatches:
-            if missing := _missing(stage, j, seen):
+            if missing := _missing(stage, j, seen, trains):
                 raise ScheduleError(f"{missing} is missing.\n{as_text(plan, marked=())}")
             if all(Action(stage, kind, j) in seen for kind in "BI"):
                 both = [Action(stage, "B", j), Action(stage, "I", j)]
@@ -298,9 +405,11 @@ def _complete(plan: Schedule) -> None:
                 )
 
 
-def _missing(stage: int, j: int, seen: Mapping[Action, int]) -> str:
+def _missing(stage: int, j: int, seen: Mapping[Action, int], trains: bool) -> str:
     if Action(stage, "F", j) not in seen:
         return str(Action(stage, "F", j))
+    if not trains:
+        return ""
     if Action(stage, "B", j) in seen and Action(stage, "W", j) not in seen:
         return ""
     if Action(stage, "I", j) not in seen:
@@ -429,9 +538,7 @@ def _in_order(plan: Schedule) -> Iterator[Action]:
 
 
 def actions_of(events: Iterable[Event]) -> list[tuple[Action, Event]]:
-    """The events that are actions of a pipeline, with their actions, in order of time; the others are left
-    out.
-    """
+    """The events that are actions of a pipeline, with their actions, in order of time; no others."""
     found = []
     for event in events:
         if event.kind == "comm":
@@ -474,8 +581,14 @@ def bubble_overhead(n_ranks: int, n_microbatches: int, chunks: int = 1) -> float
 
 
 def idle_seconds(name: str, n_ranks: int, forward: float = 1.0, backward: float = 2.0) -> float:
-    """Seconds each rank idles in a step, of at least p micro-batches: (p-1)(F+B) for GPipe and 1F1B, and
-    (p-1)(F+B-2W) = (p-1)F for ZB-H1 if W is half of B, as long as no I is longer than F.
+    """Seconds each rank idles in a step, of at least p micro-batches, in a V of at least 2p.
+
+    (p-1)(F+B) for GPipe and 1F1B; (p-1)(F+B-2W) = (p-1)F for ZB-H1 if W is half of B, as long as no I is
+    longer than F; (p-1)F/2 for the two in a V if F, I and W take equally long: their chunks take half of F.
+
+    Args:
+        forward: seconds of the forward of one micro-batch on a rank, in all its stages.
+        backward: seconds of the whole backward.
 
     Raises:
         ValueError: there is no closed form here for that schedule.
@@ -485,6 +598,8 @@ def idle_seconds(name: str, n_ranks: int, forward: float = 1.0, backward: float 
         return (n_ranks - 1) * (forward + backward)
     if name == "zero bubble":
         return (n_ranks - 1) * forward
+    if name in V_SCHEDULES:
+        return (n_ranks - 1) * forward / 2
     raise ValueError(f"There is no closed form for {name!r} here. Use `predict`.")
 
 
@@ -492,8 +607,10 @@ def peak_in_flight(plan: Schedule) -> list[int]:
     """By rank, how many micro-batches' activations it holds at most: those with a forward whose backward is
     not over.
 
-    With several chunks each chunk's share of a micro-batch counts as one.
+    With several chunks each chunk's share of a micro-batch counts as one. An evaluation keeps none.
     """
+    if not plan.trains:
+        return [0] * plan.n_ranks
     peaks = []
     for actions in plan.actions:
         held = most = 0

@@ -2,7 +2,8 @@
 
 `ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online
 softmax; `all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors
-of one rank's positions, and both have a backward. `ContextParallel` runs a GPT of `rankcell.models` on them.
+of one rank's positions, and both have a backward; keys and values may have fewer heads, and a sequence may be
+made of several documents. `ContextParallel` runs a GPT or Llama of `rankcell.models` on them.
 
 What it does not do: it uses no fused kernel for the blocks of the ring, sends keys and values to ranks that
 will not look at them, has no dropout on the attention weights, and no backward of the backward. All ranks
@@ -11,6 +12,7 @@ need equally many positions, and must start from equal parameters: nothing is br
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from .. import models
+from ..models import repeat_heads, rotate
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -62,17 +67,6 @@ def split(x: Tensor, world_size: int, *, dim: int = -1, layout: str = "zigzag") 
     ]
 
 
-def unsplit(parts: Sequence[Tensor], *, dim: int = -1, layout: str = "zigzag") -> Tensor:
-    """The whole sequence from the parts of all ranks, in their order: what `split` has undone."""
-    world_size = len(parts)
-    own = len(pieces(0, world_size, layout=layout))
-    _count(parts[0].shape[dim] * world_size, world_size, layout)
-    cut: dict[int, Tensor] = {}
-    for rank, part in enumerate(parts):
-        cut.update(zip(pieces(rank, world_size, layout=layout), part.chunk(own, dim), strict=True))
-    return torch.cat([cut[p] for p in sorted(cut)], dim)
-
-
 def _check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"There is no layout {layout!r}. Choose one of {', '.join(LAYOUTS)}.")
@@ -92,13 +86,15 @@ def _count(length: int, world_size: int, layout: str) -> int:
 # What one block of keys does to one block of queries
 
 
-def _scores(query: Tensor, key: Tensor, triangle: bool) -> Tensor:
-    """`(..., queries, keys)`; with `triangle` query i sees the keys up to i of its own piece."""
+def _scores(query: Tensor, key: Tensor, triangle: bool, seen: Tensor | None) -> Tensor:
+    """`(..., queries, keys)`; with `triangle` query i sees the keys up to i of its own piece, and with `seen`
+    only those where that is true.
+    """
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if triangle:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)
-    return scores
+    return scores if seen is None else scores.masked_fill(~seen, -math.inf)
 
 
 class OnlineSoftmax:
@@ -106,7 +102,7 @@ class OnlineSoftmax:
 
     For each query: the largest score so far, the sum of exp(score - largest), and the sum of the values with
     the same factors. From https://arxiv.org/abs/1805.02867 (2018), section 3, with the values added as in
-    https://arxiv.org/abs/2112.05682 (2021). A query's first block must show it at least one key.
+    https://arxiv.org/abs/2112.05682 (2021). A query must see at least one key in all.
     """
 
     def __init__(self, query: Tensor) -> None:
@@ -115,12 +111,13 @@ class OnlineSoftmax:
         self.sum = torch.zeros_like(query[..., :1])
         self.values = torch.zeros_like(query)
 
-    def add(self, key: Tensor, value: Tensor, *, triangle: bool = False) -> None:
-        """See one more block: `(..., keys, d_head)` each."""
-        scores = _scores(self.query, key, triangle)
+    def add(self, key: Tensor, value: Tensor, *, triangle: bool = False, seen: Tensor | None = None) -> None:
+        """See one more block: `(..., keys, d_head)` each; of `seen`, `(..., queries, keys)`, what is true."""
+        scores = _scores(self.query, key, triangle, seen)
         largest = torch.maximum(self.largest, scores.amax(-1, keepdim=True))
-        old = torch.exp(self.largest - largest)  # what was summed had another largest score: rescale it
-        weights = torch.exp(scores - largest)
+        base = largest.masked_fill(largest == -math.inf, 0)  # where a query has seen no key yet
+        old = torch.exp(self.largest - base)  # what was summed had another largest score: rescale it
+        weights = torch.exp(scores - base)
         self.sum = self.sum * old + weights.sum(-1, keepdim=True)
         self.values = self.values * old + weights @ value
         self.largest = largest
@@ -143,6 +140,7 @@ def block_backward(
     correction: Tensor,
     *,
     triangle: bool = False,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one block of keys adds to the gradients of query, key and value.
 
@@ -150,7 +148,7 @@ def block_backward(
     derivative of softmax subtracts the mean of the incoming gradients, and that mean over *all* keys is known
     from the output. From https://arxiv.org/abs/2205.14135 (FlashAttention, 2022), appendix B.2.
     """
-    weights = torch.exp(_scores(query, key, triangle) - log_sum_exp)  # final ones: no rescaling here
+    weights = torch.exp(_scores(query, key, triangle, seen) - log_sum_exp)  # final ones: no rescaling here
     grad_scores = weights * (grad @ value.transpose(-2, -1) - correction) / math.sqrt(query.shape[-1])
     return grad_scores @ key, grad_scores.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ grad
 
@@ -202,11 +200,22 @@ def _pairs(rank: int, source: int, world_size: int, layout: str, causal: bool) -
 
 
 class _RingAttention(torch.autograd.Function):
-    """The two directions of `ring_attention`; saves the output and one number per query, no weights."""
+    """The two directions of `ring_attention`; saves the output and one number per query, no weights.
+
+    Queries are `(..., kv_heads, heads / kv_heads, positions, d_head)`, and keys and values have a 1 in that
+    place: each of their heads meets all queries that it serves. `documents` are all ranks', by rank.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, layout: str, causal: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Sequence[Tensor] | None,
+        ring: _Ring,
+        layout: str,
+        causal: bool,
     ) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)  # 16-bit sums would be too coarse
         own = len(pieces(0, ring.world_size, layout=layout))
@@ -216,22 +225,24 @@ class _RingAttention(torch.autograd.Function):
             if step < ring.world_size - 1:
                 coming, wait = ring.start(block)  # the next block travels while this one is used
             keys, values = (part.chunk(own, -2) for part in block.to(exact).unbind())
-            for i, j, triangle in _pairs(ring.rank, ring.source(step), ring.world_size, layout, causal):
-                state[i].add(keys[j], values[j], triangle=triangle)
+            source = ring.source(step)
+            for i, j, triangle in _pairs(ring.rank, source, ring.world_size, layout, causal):
+                seen = _same_document(documents, ring.rank, i, source, j, own)
+                state[i].add(keys[j], values[j], triangle=triangle, seen=seen)
             if step < ring.world_size - 1:
                 wait()
                 block = coming
         output = torch.cat([s.output() for s in state], -2)
         log_sum_exp = torch.cat([s.log_sum_exp() for s in state], -2)
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.how = ring, layout, causal
+        ctx.how = documents, ring, layout, causal
         return output.to(query.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
-        ring, layout, causal = ctx.how
+        documents, ring, layout, causal = ctx.how
         exact, own = output.dtype, len(pieces(0, ring.world_size, layout=layout))
         grad = grad.to(exact)
         correction = (grad * output).sum(-1, keepdim=True)
@@ -244,12 +255,14 @@ class _RingAttention(torch.autograd.Function):
             keys, values = (part.chunk(own, -2) for part in block.to(exact).unbind())
             here = torch.zeros_like(block, dtype=exact)  # what this rank adds to the block's gradients
             here_key, here_value = (part.chunk(own, -2) for part in here.unbind())
-            for i, j, triangle in _pairs(ring.rank, ring.source(step), ring.world_size, layout, causal):
+            source = ring.source(step)
+            for i, j, triangle in _pairs(ring.rank, source, ring.world_size, layout, causal):
                 q, g, lse, c = (part[i] for part in rows)
-                parts = block_backward(q, keys[j], values[j], g, lse, c, triangle=triangle)
+                seen = _same_document(documents, ring.rank, i, source, j, own)
+                parts = block_backward(q, keys[j], values[j], g, lse, c, triangle=triangle, seen=seen)
                 places = grad_query.chunk(own, -2)[i], here_key[j], here_value[j]
                 for place, part in zip(places, parts, strict=True):
-                    place += part
+                    place += part.sum_to_size(place.shape)  # over the query heads that a key served
             if so_far is not None:
                 wait_sum()  # the sum of the ranks before, which came while this rank computed
                 here += so_far
@@ -259,7 +272,30 @@ class _RingAttention(torch.autograd.Function):
                 block = coming
         wait_sum()
         grad_key, grad_value = so_far.to(key.dtype).unbind()
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None
+
+
+def _same_document(
+    documents: Sequence[Tensor] | None, rank: int, i: int, source: int, j: int, own: int
+) -> Tensor | None:
+    """Which keys of a piece each query of another sees: `(..., 1, 1, queries, keys)`. None if all."""
+    if documents is None:
+        return None
+    queries, keys = documents[rank].chunk(own, -1)[i], documents[source].chunk(own, -1)[j]
+    return (queries[..., :, None] == keys[..., None, :])[..., None, None, :, :]
+
+
+def _gather_documents(documents: Tensor, query: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """All ranks' document numbers, by rank: one all-gather of a number per position."""
+    expected = (*query.shape[:-3], query.shape[-2])
+    if tuple(documents.shape) != expected:
+        raise ValueError(
+            f"The documents need one number for each of this rank's positions, {expected}; they have "
+            f"{tuple(documents.shape)}. Cut them with `split`, as the tokens."
+        )
+    found = [torch.empty_like(documents) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, documents.contiguous(), group=group)
+    return found
 
 
 def ring_attention(
@@ -269,25 +305,32 @@ def ring_attention(
     *,
     causal: bool = True,
     layout: str = "zigzag",
+    documents: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over all ranks' positions: `(batch, heads, length / W, d_head)`.
 
     Keys and values go round the ring of the group in W - 1 steps, and each block is used while the next one
     travels. In the backward they go round again, with their gradients one step behind. No rank ever holds
-    more than two blocks, and scores of one block's size.
+    more than two blocks, and scores of one block's size. With fewer key/value heads the blocks are smaller.
 
     Args:
-        query, key, value: this rank's positions, in the order of `positions`; of one shape and dtype.
+        query, key, value: this rank's positions, in the order of `positions`; of one dtype. Key and value may
+            have fewer heads than the query, each for as many query heads in a row.
         layout: "zigzag" gives causal ranks equal work; "contiguous" gives the last rank the most.
+        documents: `(batch, length / W)` whole numbers. Only positions with the same number see each other;
+            padding gets a number that no document has. All ranks give it, or none.
 
     Raises:
-        ValueError: the shapes differ, the local length is odd under zigzag, or there is no such layout.
+        ValueError: the shapes do not fit, the local length is odd under zigzag, or there is no such layout.
     """
     _check_shapes(query, key, value)
     ring = _Ring(process_group)
     _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
-    return _RingAttention.apply(query, key, value, ring, layout, causal)
+    everyone = None if documents is None else _gather_documents(documents, query, ring.group)
+    grouped = query.unflatten(-3, (key.shape[-3], -1))  # (..., kv_heads, heads / kv_heads, positions, d_head)
+    keys, values = key.unsqueeze(-3), value.unsqueeze(-3)
+    return _RingAttention.apply(grouped, keys, values, everyone, ring, layout, causal).flatten(-4, -3)
 
 
 # Heads against positions
@@ -335,64 +378,87 @@ def all_to_all_attention(
     *,
     causal: bool = True,
     layout: str = "zigzag",
+    documents: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """The same result as `ring_attention`, by two all-to-alls: each rank computes W-th of the heads in full.
 
-    `attention` is called as `attention(query, key, value, is_causal=causal)` with all positions in order, so
-    any kernel for one device will do. From https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses, 2023).
+    `attention` is called with all positions in order and equally many heads, as `attention(query, key, value,
+    is_causal=causal)` or, with documents, with `attn_mask=` true where a query sees a key: any kernel for one
+    device will do. If there are fewer key/value heads than ranks, they are sent to several of them. From
+    https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses, 2023).
 
     Raises:
-        ValueError: W does not divide the number of heads, the shapes differ, or the layout does not fit.
+        ValueError: the ranks cannot share the heads, the shapes do not fit, or the layout does not.
     """
     _check_shapes(query, key, value)
     group = process_group or dist.group.WORLD
     _, world_size = _place(group)
-    n_heads, length = query.shape[-3], query.shape[-2] * world_size
+    n_heads, n_kv_heads, length = query.shape[-3], key.shape[-3], query.shape[-2] * world_size
     _count(length, world_size, layout)
     if n_heads % world_size:
         raise ValueError(
             f"{n_heads} heads cannot be shared by {world_size} ranks, and the all-to-all shares heads. "
             f"Use ring_attention, or a number of ranks that divides {n_heads}."
         )
-    whole = positions_to_heads(torch.stack([query, key, value]), process_group=group)  # one all-to-all for 3
-    by_rank = torch.cat([positions(length, r, world_size, layout=layout) for r in range(world_size)])
-    by_rank = by_rank.to(query.device)
-    in_order = whole.index_select(-2, by_rank.argsort())
-    output = attention(*in_order.unbind(), is_causal=causal)
-    return heads_to_positions(output.index_select(-2, by_rank), process_group=group)
+    if n_kv_heads % world_size and world_size % n_kv_heads:
+        raise ValueError(
+            f"{n_kv_heads} key/value heads cannot be shared by {world_size} ranks: neither number divides "
+            f"the other, and the all-to-all shares heads. Use ring_attention, or another number of ranks."
+        )
+    if n_kv_heads < world_size:  # one for each rank
+        key, value = (repeat_heads(t, world_size) for t in (key, value))
+    by_rank = [t.unflatten(-3, (world_size, -1)) for t in (query, key, value)]  # (..., W, heads / W, ...)
+    mine = [t.shape[-3] for t in by_rank]
+    together = torch.cat(by_rank, -3).flatten(-4, -3)  # one all-to-all for the three
+    whole = positions_to_heads(together, process_group=group)
+    order = torch.cat([positions(length, r, world_size, layout=layout) for r in range(world_size)])
+    order = order.to(query.device)
+    parts = whole.index_select(-2, order.argsort()).split(mine, -3)
+    same = (parts[0], *(repeat_heads(t, mine[0]) for t in parts[1:]))
+    if documents is None:
+        output = attention(*same, is_causal=causal)
+    else:
+        numbers = torch.cat(_gather_documents(documents, query, group), -1)
+        numbers = numbers.index_select(-1, order.argsort())  # (..., length)
+        seen = (numbers[..., :, None] == numbers[..., None, :])[..., None, :, :]
+        output = attention(*same, attn_mask=seen.tril() if causal else seen)
+    return heads_to_positions(output.index_select(-2, order), process_group=group)
 
 
-def bytes_sent(
-    method: str,
-    block: int,
-    world_size: int,
-) -> dict[str, float]:
+def bytes_sent(method: str, block: int, world_size: int, *, kv_block: int | None = None) -> dict[str, float]:
     """Bytes that each rank sends in one attention, "forward" and "backward", if nothing is sent in vain.
 
-    `block` is the bytes of one rank's queries, which are those of its keys and of its values:
-    batch * heads * length / W * d_head * bytes per number. The gradients of the ring travel in the dtype they
-    are summed in; the formula is for float32 and float64, where that is the dtype of the keys.
+    `block` is the bytes of one rank's queries: batch * heads * length / W * d_head * bytes per number.
+    `kv_block` is that of its keys, and of its values, by default the same; with fewer key/value heads it is
+    smaller; where an all-to-all has fewer of those than ranks, give the bytes of one head per rank. The
+    gradients of the ring travel in the dtype they are summed in; the formula is for float32 and float64,
+    where that is the dtype of the keys. Document numbers are left out.
 
-        bytes_sent("ring", 100, 4)        # {"forward": 600, "backward": 1400}
-        bytes_sent("all_to_all", 100, 4)  # {"forward": 300.0, "backward": 300.0}
+        bytes_sent("ring", 100, 4)               # {"forward": 600, "backward": 1400}
+        bytes_sent("ring", 100, 4, kv_block=25)  # {"forward": 150, "backward": 350}
+        bytes_sent("all_to_all", 100, 4)         # {"forward": 300.0, "backward": 300.0}
     """
+    kv_block = block if kv_block is None else kv_block
     if method == "ring":  # K and V: W - 1 steps. Backward: again, and their gradients W steps
         steps = world_size - 1
         home = world_size if world_size > 1 else 0
-        return {"forward": 2 * block * steps, "backward": 2 * block * (steps + home)}
+        return {"forward": 2 * kv_block * steps, "backward": 2 * kv_block * (steps + home)}
     if method == "all_to_all":  # Q, K, V and the output, all but the part that stays
-        once = 4 * block * (world_size - 1) / world_size
+        once = 2 * (block + kv_block) * (world_size - 1) / world_size
         return {"forward": once, "backward": once}
     raise ValueError(f"There is no method {method!r}. Choose ring or all_to_all.")
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if not query.shape == key.shape == value.shape or query.dim() < 3:
+    same = query.dim() >= 3 and key.shape == value.shape
+    same = same and key.shape[:-3] == query.shape[:-3] and key.shape[-2:] == query.shape[-2:]
+    if not same or query.shape[-3] % key.shape[-3]:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(
-            f"Query, key and value need one shape, (batch, heads, length / W, d_head); they have {shapes}."
+            f"Query, key and value need one shape, (batch, heads, length / W, d_head), but key and value may "
+            f"have fewer heads whose number divides that of the query; they have {shapes}."
         )
 
 
@@ -448,31 +514,45 @@ class ContextAttention(nn.Module):
     """The layers of a dense attention (`query`, `key`, `value`, `output`), attending over all ranks.
 
     `(batch, length / W, d_model)` -> the same shape. The layers are the very ones of `dense`, under the same
-    names. `attend` is `ring_attention` or `all_to_all_attention` with its options filled in.
+    names.
+
+    Args:
+        dense: an attention of `rankcell.models`.
+        attend: `ring_attention` or `all_to_all_attention` with its options filled in but for `documents`.
+        positions: gives the positions of a rank that holds so many of them, for an attention that rotates.
     """
 
-    def __init__(self, dense: nn.Module, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        dense: models.Attention,
+        attend: Callable[..., Tensor],
+        positions: Callable[[int], Tensor],
+    ) -> None:
         super().__init__()
-        dropout = getattr(getattr(dense, "dropout", None), "p", 0.0)
-        if dropout:
+        if dense.dropout.p:
             raise ValueError(
-                f"The attention has dropout {dropout} on its weights, which no rank holds together. "
+                f"The attention has dropout {dense.dropout.p} on its weights, which no rank holds together. "
                 f"Build the model with dropout=0."
             )
         self.query, self.key, self.value, self.output = dense.query, dense.key, dense.value, dense.output
-        self.d_head, self.attend = dense.d_head, attend
+        self.d_head, self.rope_base = dense.d_head, dense.rope_base
+        self.attend, self.positions = attend, positions
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """What the dense attention computes for this rank's positions."""
-        heads = [
+        query, key, value = (
             layer(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
-        ]
-        return self.output(self.attend(*heads).transpose(1, 2).flatten(2))
+        )
+        if self.rope_base is not None:  # before they travel: each rank knows its own positions
+            places = self.positions(x.shape[-2]).to(x.device)
+            query, key = (rotate(t, places, base=self.rope_base) for t in (query, key))
+        mixed = self.attend(query, key, value, documents=documents)
+        return self.output(mixed.transpose(1, 2).flatten(2))
 
 
 class ContextParallel(nn.Module):
-    """A GPT on sequences that are shared by the ranks of a group; every rank holds all parameters.
+    """A GPT or Llama on sequences that are shared by the ranks of a group; every rank holds all parameters.
 
         model = ContextParallel(gpt)
         logits = model(model.split(tokens))            # this rank's positions only
@@ -485,14 +565,14 @@ class ContextParallel(nn.Module):
     The attentions in `module.blocks` are replaced, their layers are kept: names and weights stay.
 
     Args:
-        module: a GPT of `rankcell.models`, or a module with the same parts.
+        module: a GPT or Llama of `rankcell.models`.
         method: "ring" or "all_to_all".
         layout: "zigzag" or "contiguous".
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: models.Decoder,
         *,
         method: str = "ring",
         layout: str = "zigzag",
@@ -505,31 +585,35 @@ class ContextParallel(nn.Module):
         _check_layout(layout)
         self.module, self.layout = module, layout
         self.process_group = process_group or dist.group.WORLD
-        self.rank, self.world_size = _place(self.process_group)
+        self.rank, self.world_size = rank, world_size = _place(self.process_group)
+        attend = partial(methods[method], layout=layout, process_group=self.process_group)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return methods[method](query, key, value, layout=layout, process_group=self.process_group)
+        def places(local_length: int) -> Tensor:
+            return positions(local_length * world_size, rank, world_size, layout=layout)
 
         for block in module.blocks:
-            block.attention = ContextAttention(block.attention, attend)
+            block.attention = ContextAttention(block.attention, attend, places)
 
     def split(self, x: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of a whole sequence that every rank has."""
         return split(x, self.world_size, dim=dim, layout=self.layout)[self.rank]
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits `(batch, length / W, vocab)` of this rank's tokens `(batch, length / W)`."""
-        gpt, length = self.module, tokens.shape[-1] * self.world_size
-        if length > gpt.position_embedding.num_embeddings:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Logits `(batch, length / W, vocab)` of this rank's tokens `(batch, length / W)`.
+
+        With `documents`, of the same shape, a position sees its own document only: see `ring_attention`.
+        """
+        length = tokens.shape[-1] * self.world_size
+        if length > self.module.context:
             raise ValueError(
-                f"{length} tokens on all ranks are more than the context of "
-                f"{gpt.position_embedding.num_embeddings}. Cut the sequence."
+                f"{length} tokens on all ranks are more than the context of {self.module.context}. "
+                f"Cut the sequence."
             )
         where = positions(length, self.rank, self.world_size, layout=self.layout).to(tokens.device)
-        x = gpt.dropout(gpt.token_embedding(tokens) + gpt.position_embedding(where))
-        for block in gpt.blocks:
-            x = block(x)
-        return gpt.unembed(x)
+        x = self.module.embed(tokens, where)
+        for block in self.module.blocks:
+            x = block(x, documents=documents)
+        return self.module.unembed(x)
 
     def share_of_mean(self, losses: Tensor) -> Tensor:
         """This rank's share of the mean loss of all ranks' tokens; the shares add up to it."""

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ..schedules import one_f_one_b
-from . import tensor
+from . import tensor, transformer
 from .ddp import DDP
 from .pipeline import Pipeline, split_gpt
 from .zero import FSDP, ShardedOptimizer
@@ -81,7 +81,7 @@ class MeshParallel:
         width = model.token_embedding.embedding_dim
         share = 1
         if "tp" in names:
-            model = tensor.tensor_parallel(model, self.groups["tp"], sequence_parallel=sequence_parallel)
+            model = transformer.tensor_parallel(model, self.groups["tp"], sequence_parallel=sequence_parallel)
             share = self.degree("tp") if sequence_parallel else 1
         self._weight = 1.0
         self.modules: Mapping[int, nn.Module] = {0: model}  # by stage
@@ -139,7 +139,7 @@ class MeshParallel:
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         (module,) = self.modules.values()
         call = self.fsdp or module
-        if isinstance(module, tensor.ParallelGPT):
+        if isinstance(module, transformer.ParallelDecoder):
             return call(inputs, targets)  # no rank holds all logits
         return _cross_entropy(call(inputs), targets)
 

@@ -1,23 +1,20 @@
 """Tensor parallelism: every rank holds a part of each layer and all ranks compute on the same batch.
 
-The six functions at the top move activations between ranks and know their own backward. On them stand a
-column and a row linear layer, an embedding and a cross-entropy over a divided vocabulary, attention by heads
-and the MLP, and `tensor_parallel`, which turns a dense model into its twin over a group of ranks. Every layer
-takes its part of a weight that was drawn whole, so the twin computes what the dense model computes.
+The six functions at the top move activations between ranks and know their own backward. On them stand the
+linear layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every
+layer takes its part of a weight that was drawn whole, so together they compute what the dense layers compute.
+`parallel.transformer` builds the GPT and the Llama from them.
 
 With `sequence_parallel` the activations between the layers are divided along the sequence instead of being
 held whole by every rank. What a rank then holds is `(batch, length / ranks, features)`.
 
 What it does not do: it does not give each rank its batch (all ranks of the group must get the same one), it
-does not split layers unevenly (only a vocabulary), and it knows no models but the course's GPT and MLP. It
-sets no seeds: with dropout all ranks of a group must be seeded alike. Gradients of gradients go through the
-six functions, not through the layers.
+does not split layers unevenly (only a vocabulary). It sets no seeds: with dropout all ranks of a group must
+be seeded alike. Gradients of gradients go through the six functions, not through the layers.
 """
 
-import copy
-import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -68,9 +65,9 @@ class Group:
 
     def start_all_gather(self, x: Tensor, dim: int, total: int | None = None) -> tuple[Any, Any]:
         """An all-gather on its way, and what to call for its result once it was waited for."""
+        dim = _checked(dim, x)
         if self.size == 1:
             return None, lambda: x
-        dim %= x.dim()
         total = total or x.shape[dim] * self.size
         longest = -(-total // self.size)
         if x.shape[dim] < longest:  # all ranks must send equally much
@@ -96,9 +93,9 @@ class Group:
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> tuple[Any, Tensor]:
         """A reduce-scatter on its way, and the tensor that holds its result once it was waited for."""
+        dim = _checked(dim, x)
         if self.size == 1:
             return None, x
-        dim %= x.dim()
         self.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         mine = torch.empty_like(parts[0])
@@ -118,6 +115,16 @@ def _bounds(total: int, rank: int, size: int) -> tuple[int, int]:
     """Where the part of `rank` begins and ends, as `torch.tensor_split` cuts."""
     small, longer = divmod(total, size)
     return rank * small + min(rank, longer), (rank + 1) * small + min(rank + 1, longer)
+
+
+def _checked(dim: int, x: Tensor) -> int:
+    """`dim` counted from the front, if `x` has it."""
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(
+            f"A tensor of shape {tuple(x.shape)} has no dim {dim} that ranks could share. "
+            f"Sequence parallelism shares the dim before the last: give it (length, features) or more."
+        )
+    return dim % x.dim()
 
 
 # Six functions in three pairs: the backward of each is the forward of the other one
@@ -206,12 +213,13 @@ def copy_to_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
     return _Copy.apply(x, Group(process_group))
 
 
-def reduce_from_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
+def reduce_from_group(x: Tensor, *, in_place: bool = False, process_group: ProcessGroup = None) -> Tensor:
     """The sum of all ranks' `x`, on every rank. Forward an all-reduce, backward nothing.
 
-    The ranks must do the same with it afterwards, so that their gradients are one and the same.
+    The ranks must do the same with it afterwards, so that their gradients are one and the same. `in_place`
+    writes over `x`, which must be contiguous.
     """
-    return _Reduce.apply(x, Group(process_group), False)
+    return _Reduce.apply(x, Group(process_group), in_place)
 
 
 def split_to_group(x: Tensor, dim: int = FEATURES, *, process_group: ProcessGroup = None) -> Tensor:
@@ -233,8 +241,9 @@ def gather_from_group(
 
 
 def all_gather(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGroup = None) -> Tensor:
-    """All ranks' parts in a row along `dim`, for ranks that will do different things with them. Backward a
-    reduce-scatter.
+    """All ranks' parts in a row along `dim`, for ranks that will do different things with them.
+
+    Backward a reduce-scatter.
     """
     return _AllGather.apply(x, dim, Group(process_group))
 
@@ -301,7 +310,7 @@ class _Columns(torch.autograd.Function):
             sending, grad_x = group.start_reduce_scatter(grad_x, SEQUENCE)
         elif needs_x:
             sending = group.all_reduce(grad_x, async_op=True)
-        rows, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]  # meanwhile, the weights
+        rows, *flat = (t.reshape(-1, t.shape[-1]) for t in (x, *grads))  # meanwhile, the weights
         weights = [grad.t() @ rows if need else None for grad, need in zip(flat, needs[:n], strict=True)]
         biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[n:], strict=True)]
         if sending is not None:
@@ -315,9 +324,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _columns(x: Tensor, layers: "list[ColumnParallelLinear]") -> tuple[Tensor, ...]:
-    """What several column-parallel layers compute from the same input, with one communication."""
-    tensors = [layer.weight for layer in layers] + [layer.bias for layer in layers]
+def columns(x: Tensor, layers: "Sequence[ColumnParallelLinear | SlicedLinear]") -> tuple[Tensor, ...]:
+    """What several layers that divide their outputs compute from the same input, with one communication."""
+    weights, biases = zip(*(layer.own() for layer in layers), strict=True)
+    tensors = *weights, *biases
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, *tensors = (t if t is None else t.to(dtype) for t in (x, *tensors))
@@ -325,7 +335,7 @@ def _columns(x: Tensor, layers: "list[ColumnParallelLinear]") -> tuple[Tensor, .
     return _Columns.apply(x, first.group, first.sequence_parallel, *tensors)
 
 
-class _Parallel(nn.Module):
+class ParallelLayer(nn.Module):
     """A layer of which each rank holds a part. `sharded` says along which dim each parameter is divided."""
 
     sharded: ClassVar[Mapping[str, int]] = {}
@@ -356,7 +366,23 @@ class _Parallel(nn.Module):
         self.take(dense)
 
 
-class ColumnParallelLinear(_Parallel):
+class _ParallelLinear(ParallelLayer):
+    """What column and row have in common: made of a dense layer, or drawn whole."""
+
+    in_features: int
+    out_features: int
+
+    @classmethod
+    def from_linear(cls, dense: nn.Linear, **options: Any) -> Self:
+        """A layer with this rank's part of `dense`, which must be the same on all ranks. The options are
+        those of the class.
+        """
+        layer = cls(dense.in_features, dense.out_features, dense.bias is not None, device="meta", **options)
+        layer.take(dense)
+        return layer
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank holds some outputs: `(..., in)` -> `(..., out / ranks)`.
 
     `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so
@@ -397,18 +423,13 @@ class ColumnParallelLinear(_Parallel):
         self.register_parameter("bias", None)
         self.take_first(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
-    @classmethod
-    def from_linear(cls, dense: nn.Linear, **options: Any) -> "ColumnParallelLinear":
-        """A layer with this rank's part of `dense`, which must be the same on all ranks. The options are
-        those of the class.
-        """
-        layer = cls(dense.in_features, dense.out_features, dense.bias is not None, device="meta", **options)
-        layer.take(dense)
-        return layer
+    def own(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias that this rank computes with."""
+        return self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's outputs, or all of them with `gather_output`."""
-        (y,) = _columns(x, [self])
+        (y,) = columns(x, [self])
         if self.gather_output:
             y = _Gather.apply(y, FEATURES, self.group, self.out_features)
         return y
@@ -417,7 +438,7 @@ class ColumnParallelLinear(_Parallel):
         return f"{self.in_features}, {self.out_features} / {self.group.size} ranks"
 
 
-class RowParallelLinear(_Parallel):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank holds some inputs: `(..., in / ranks)` -> `(..., out)`, summed.
 
     `weight` is `dense.weight.chunk(ranks, 1)[rank]`. Every rank holds the whole bias, which is added once,
@@ -452,8 +473,6 @@ class RowParallelLinear(_Parallel):
         self.register_parameter("bias", None)
         self.take_first(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
 
-    from_linear = ColumnParallelLinear.__dict__["from_linear"]
-
     def forward(self, x: Tensor) -> Tensor:
         """The whole sum, or this rank's part of the sequence."""
         if not self.input_is_parallel:
@@ -473,17 +492,56 @@ class RowParallelLinear(_Parallel):
             y = y + _Copy.apply(self.bias, self.group).to(y.dtype)
         return y
 
-    extra_repr = ColumnParallelLinear.extra_repr
+    def extra_repr(self) -> str:
+        return f"{self.in_features} / {self.group.size} ranks, {self.out_features}"
 
 
-class ReplicatedLayerNorm(_Parallel):
-    """A layer norm whose weights every rank holds and applies to other tokens: their gradient is a sum over
-    the ranks. `(..., length / ranks, features)` -> the same.
+class SlicedLinear(ParallelLayer):
+    """A linear layer that every rank holds whole and of which it computes some outputs, perhaps the same as
+    other ranks: `(..., in)` -> `(..., outputs of this rank)`.
+
+    It stands where there are fewer things to share than ranks, such as key/value heads. The gradient is
+    summed over all ranks, each with zeros for what it did not compute.
+
+    Args:
+        outputs: which of the outputs of `dense` this rank computes.
     """
 
-    def __init__(self, dense: nn.LayerNorm, process_group: ProcessGroup = None) -> None:
+    def __init__(
+        self,
+        dense: nn.Linear,
+        outputs: slice,
+        *,
+        process_group: ProcessGroup = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(process_group, sequence_parallel)
+        self.outputs = outputs
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        self.take(dense)
+
+    def own(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias that this rank computes with."""
+        have = [p for p in (self.weight, self.bias) if p is not None]
+        parts = [whole[self.outputs] for whole in _CopyParameters.apply(self.group, *have)]
+        return parts[0], parts[1] if len(parts) > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's outputs."""
+        (y,) = columns(x, [self])
+        return y
+
+
+class ReplicatedNorm(ParallelLayer):
+    """A LayerNorm or RMSNorm whose weights every rank holds and applies to other tokens: their gradient is a
+    sum over the ranks. `(..., length / ranks, features)` -> the same.
+    """
+
+    def __init__(self, dense: nn.LayerNorm | nn.RMSNorm, process_group: ProcessGroup = None) -> None:
         super().__init__(process_group, True)
         self.normalized_shape, self.eps = dense.normalized_shape, dense.eps
+        self.norm = F.layer_norm if isinstance(dense, nn.LayerNorm) else F.rms_norm
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         self.take(dense)
@@ -491,7 +549,7 @@ class ReplicatedLayerNorm(_Parallel):
     def forward(self, x: Tensor) -> Tensor:
         have = [p for p in (self.weight, self.bias) if p is not None]
         copies = _CopyParameters.apply(self.group, *have) if have else ()
-        return F.layer_norm(x, self.normalized_shape, *copies, eps=self.eps)
+        return self.norm(x, self.normalized_shape, *copies, eps=self.eps)
 
 
 class ParallelDropout(nn.Module):
@@ -514,368 +572,14 @@ class ParallelDropout(nn.Module):
         return x * kept.div_(1 - self.p) if self.p < 1 else x * kept
 
 
-class VocabParallelEmbedding(_Parallel):
-    """An embedding of which each rank holds the vectors of some tokens: `(batch, length)` -> `(batch,
-    length, features)`, summed.
-
-    A rank looks up the tokens that it has and gives zeros for the others. `weight` is
-    `dense.weight.tensor_split(ranks)[rank]`: if the number of ranks does not divide the vocabulary, the first
-    ranks have one more, and nothing is padded.
-    """
-
-    sharded: ClassVar[Mapping[str, int]] = {"weight": 0}
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        process_group: ProcessGroup = None,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(process_group, sequence_parallel)
-        if num_embeddings < self.group.size:
-            raise ValueError(
-                f"A vocabulary of {num_embeddings} is too small for {self.group.size} ranks. Use fewer ranks."
-            )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.take_first(nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype))
-
-    @classmethod
-    def from_embedding(cls, dense: nn.Embedding, **options: Any) -> "VocabParallelEmbedding":
-        """A layer with this rank's part of `dense`, which must be the same on all ranks. The options are
-        those of the class.
-        """
-        layer = cls(dense.num_embeddings, dense.embedding_dim, device="meta", **options)
-        layer.take(dense)
-        return layer
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The vectors of all tokens, or of this rank's part of the sequence."""
-        _check_tokens(tokens, self.num_embeddings, "token")
-        mine = self.group.part(self.num_embeddings)
-        local = tokens - mine.start
-        absent = (local < 0) | (local >= mine.stop - mine.start)
-        found = F.embedding(local.masked_fill(absent, 0), self.weight)
-        found = found.masked_fill(absent.unsqueeze(-1), 0)
-        if self.sequence_parallel:
-            return _ReduceScatter.apply(found, SEQUENCE, self.group)
-        return _Reduce.apply(found, self.group, True)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings} / {self.group.size} ranks, {self.embedding_dim}"
-
-
-def _check_tokens(tokens: Tensor, vocab: int, what: str, ignored: Tensor | None = None) -> None:
-    """Raise an error for a token that nobody has: no rank would find it, and all would give zeros."""
-    wrong = (tokens < 0) | (tokens >= vocab)
-    if ignored is not None:
-        wrong &= ~ignored
-    if tokens.is_cuda:  # as torch does: the GPU stops at it, and the host does not wait to see
-        torch._assert_async(~wrong.any())
-    elif wrong.any():
-        raise IndexError(
-            f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1}). "
-            f"Look at where the tokens come from."
-        )
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """-log(probability of the target) per token, from logits of which each rank holds some columns."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, mine: slice, group: Group
-    ) -> Tensor:
-        dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
-        largest = logits.amax(-1).to(dtype)  # (tokens,)
-        group.all_reduce(largest, op=dist.ReduceOp.MAX)
-        shifted = logits.to(dtype) - largest.unsqueeze(-1)  # (tokens, vocab / ranks)
-        local = targets - mine.start
-        absent = (local < 0) | (local >= mine.stop - mine.start) | ignored
-        local = local.masked_fill(absent, 0).unsqueeze(-1)
-        sums = shifted.new_empty(2, len(targets))  # one all-reduce for both
-        sums[1] = shifted.gather(-1, local).squeeze(-1).masked_fill(absent, 0)  # the target's logit
-        probabilities = shifted.exp_()
-        torch.sum(probabilities, -1, out=sums[0])
-        group.all_reduce(sums)
-        probabilities.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(probabilities, local, absent, ignored)
-        ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).masked_fill(ignored, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        probabilities, local, absent, ignored = ctx.saved_tensors
-        grad = grad.masked_fill(ignored, 0).unsqueeze(-1)
-        grad_logits = probabilities * grad  # (probability - 1 at the target) * grad
-        grad_logits.scatter_add_(-1, local, -grad.masked_fill(absent.unsqueeze(-1), 0))
-        return grad_logits.to(ctx.dtype), None, None, None, None
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    vocab: int | None = None,
-    process_group: ProcessGroup = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-) -> Tensor:
-    """The cross-entropy in nats, the same on all ranks, from logits `(..., vocab / ranks)`.
-
-    No rank ever sees all logits: the ranks exchange three numbers per token, the largest logit, the sum of
-    the exponentials and the target's logit.
-
-    Args:
-        targets: tokens of the whole vocabulary, `(...)`.
-        vocab: size of the vocabulary, where the number of ranks does not divide it.
-        ignore_index: targets with this value count for nothing.
-        reduction: "mean" over the targets that count, "sum", or "none": one number per target.
-    """
-    group = Group(process_group)
-    vocab = vocab or logits.shape[-1] * group.size
-    mine = group.part(vocab)
-    if logits.shape[-1] != mine.stop - mine.start:
-        raise ValueError(
-            f"Rank {group.rank} of {group.size} holds {mine.stop - mine.start} of {vocab} logits, but got "
-            f"{logits.shape[-1]}. Give it its part, and `vocab` where the parts are not equal."
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'There is no reduction {reduction!r}. Choose "mean", "sum" or "none".')
-    flat = targets.flatten()
-    ignored = flat == ignore_index
-    _check_tokens(flat, vocab, "target", ignored)
-    losses = _CrossEntropy.apply(logits.flatten(0, -2), flat, ignored, mine, group)
-    if reduction == "mean":
-        return losses.sum() / (~ignored).sum()
-    return losses.sum() if reduction == "sum" else losses.view(targets.shape)
-
-
-# The parts of the GPT
-
-
-class ParallelMLP(nn.Module):
-    """Two linear layers and an activation, the hidden units divided: one all-reduce forward, one backward.
-
-    `dense` has `up`, `activation` and `down`, as `rankcell.models.MLP`.
-    """
-
-    def __init__(
-        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
-        super().__init__()
-        options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
-        self.up = ColumnParallelLinear.from_linear(dense.up, **options)
-        self.activation = copy.deepcopy(dense.activation)
-        self.down = RowParallelLinear.from_linear(dense.down, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
-
-
-class ParallelAttention(nn.Module):
-    """Causal attention, the heads divided: one all-reduce forward, one backward.
-
-    `dense` has `query`, `key`, `value`, `output` and `d_head`, as `rankcell.models.Attention`.
-    """
-
-    def __init__(
-        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
-        super().__init__()
-        group = Group(process_group)
-        group.check_divides(dense.query.out_features // dense.d_head, "attention heads")
-        self.d_head = dense.d_head
-        options = {"process_group": group, "sequence_parallel": sequence_parallel}
-        self.query, self.key, self.value = (
-            ColumnParallelLinear.from_linear(layer, **options)
-            for layer in (dense.query, dense.key, dense.value)
-        )
-        self.output = RowParallelLinear.from_linear(dense.output, **options)
-        self.dropout = ParallelDropout(dense.dropout.p, group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = _columns(x, [self.query, self.key, self.value])
-        query, key, value = (p.unflatten(-1, (-1, self.d_head)).transpose(1, 2) for p in parts)
-        scores = query @ key.transpose(-2, -1) / math.sqrt(self.d_head)  # (batch, my heads, length, length)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-        weights = self.dropout(scores.masked_fill(future, -math.inf).softmax(-1))
-        return self.output((weights @ value).transpose(1, 2).flatten(2))
-
-
-class ParallelBlock(nn.Module):
-    """One layer of the GPT: norm, attention, add; norm, MLP, add.
-
-    With `sequence_parallel` what enters and leaves is this rank's part of the sequence.
-    """
-
-    def __init__(
-        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
-        super().__init__()
-        group = Group(process_group)
-        self.attention_norm = _norm(dense.attention_norm, group, sequence_parallel)
-        self.attention = ParallelAttention(dense.attention, group, sequence_parallel=sequence_parallel)
-        self.mlp_norm = _norm(dense.mlp_norm, group, sequence_parallel)
-        self.mlp = ParallelMLP(dense.mlp, group, sequence_parallel=sequence_parallel)
-        self.dropout = _dropout(dense.dropout, group, sequence_parallel)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-
-def _norm(dense: nn.LayerNorm, group: Group, sequence_parallel: bool) -> nn.Module:
-    return ReplicatedLayerNorm(dense, group) if sequence_parallel else copy.deepcopy(dense)
-
-
-def _dropout(dense: nn.Dropout, group: Group, sequence_parallel: bool) -> nn.Module:
-    return ParallelDropout(dense.p, group) if sequence_parallel else copy.deepcopy(dense)
-
-
-class ParallelGPT(nn.Module):
-    """The GPT with everything divided but its norms and positions: tokens -> logits, or a loss.
-
-    `model(tokens)` is the logits `(batch, length, vocab)`, whole on every rank. `model(tokens, targets)` is
-    the mean cross-entropy, and no rank ever holds all logits. The parts are named as in
-    `rankcell.models.GPT`, and `embed`, `blocks` and `unembed` or `loss` are the places to cut it into stages.
-    """
-
-    def __init__(
-        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = Group(process_group), sequence_parallel
-        options = {"process_group": self.group, "sequence_parallel": sequence_parallel}
-        self.token_embedding = VocabParallelEmbedding.from_embedding(dense.token_embedding, **options)
-        self.position_embedding = copy.deepcopy(dense.position_embedding)
-        self.dropout = _dropout(dense.dropout, self.group, sequence_parallel)
-        self.blocks = nn.ModuleList(ParallelBlock(block, **options) for block in dense.blocks)
-        self.norm = _norm(dense.norm, self.group, sequence_parallel)
-        self.head = ColumnParallelLinear.from_linear(dense.head, uneven=True, **options)
-        if dense.head.weight is dense.token_embedding.weight:  # the same rows, so still one parameter
-            self.head.weight = self.token_embedding.weight
-
-    @property
-    def context(self) -> int:
-        """The longest sequence it can read, in tokens."""
-        return self.position_embedding.num_embeddings
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits, or with targets the loss."""
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.unembed(x) if targets is None else self.loss(x, targets)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """What enters the first block: `(batch, length)` -> `(batch, length, d_model)`, or with
-        `sequence_parallel` this rank's part of the length.
-        """
-        length = tokens.shape[-1]
-        if length > self.context:
-            raise ValueError(
-                f"{length} tokens are more than the context of {self.context}. Cut the sequence."
-            )
-        positions = torch.arange(length, device=tokens.device)
-        table = self.position_embedding.weight
-        if self.sequence_parallel:  # other positions on every rank: the gradient is a sum over ranks
-            self.group.check_divides(length, "tokens of a sequence")
-            positions, table = positions[self.group.part(length)], _Copy.apply(table, self.group)
-        return self.dropout(self.token_embedding(tokens) + F.embedding(positions, table))
-
-    def unembed(self, x: Tensor) -> Tensor:
-        """What leaves the last block as logits `(batch, length, vocab)`, whole on every rank."""
-        return _Gather.apply(self.head(self.norm(x)), FEATURES, self.group, self.head.out_features)
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """What leaves the last block as mean cross-entropy in nats, the same on all ranks."""
-        logits = self.head(self.norm(x))  # (batch, length, vocab / ranks)
-        return vocab_parallel_cross_entropy(
-            logits, targets, vocab=self.head.out_features, process_group=self.group
-        )
-
-
-def tensor_parallel(
-    model: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-) -> nn.Module:
-    """The twin of `model` in which each rank of a group holds its part.
-
-    The dense model stays as it is and must be the same on all ranks of the group, which is checked. To train,
-    give all ranks of the group the same batches; every gradient is then complete after `loss.backward()`.
-
-    Args:
-        model: the course's GPT, one of its blocks, its attention or MLP, or a Sequential or ModuleList of
-            them.
-        process_group: the ranks that share the model, by default all.
-        sequence_parallel: divide what lies between the layers along the sequence. Then blocks, attention and
-            MLP take and return this rank's part; a GPT takes whole sequences, and their length must be a
-            multiple of the number of ranks.
-
-    Raises:
-        ValueError: the ranks hold different models, or heads or features cannot be shared evenly.
-        TypeError: it does not know such a module.
-
-    >>> model = tensor_parallel(GPT(49))
-    >>> model(tokens, targets).backward()
-    """
-    group = Group(process_group)
-    _check_same(model, group)
-    return _twin(model, group, sequence_parallel)
-
-
-def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> nn.Module:
-    if isinstance(model, (nn.Sequential, nn.ModuleList)):
-        twins = [_twin(part, group, sequence_parallel) for part in model]
-        return nn.Sequential(*twins) if isinstance(model, nn.Sequential) else nn.ModuleList(twins)
-    known = {
-        ParallelGPT: ("token_embedding", "position_embedding", "blocks", "norm", "head"),
-        ParallelBlock: ("attention_norm", "attention", "mlp_norm", "mlp"),
-        ParallelAttention: ("query", "key", "value", "output", "d_head"),
-        ParallelMLP: ("up", "activation", "down"),
-    }
-    for kind, names in known.items():
-        if all(hasattr(model, name) for name in names):
-            return kind(model, group, sequence_parallel=sequence_parallel)
-    raise TypeError(
-        f"tensor_parallel knows GPT, Block, Attention, MLP and lists of them, not {type(model).__name__}. "
-        f"Build it from ColumnParallelLinear and RowParallelLinear."
-    )
-
-
-def _check_same(model: nn.Module, group: Group) -> None:
-    """Raise an error where ranks hold different weights: parts of different models make no model."""
-    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
-    if not named or group.size == 1:
-        return
-    sums = [p.detach().double() for _, p in named]
-    sums = torch.stack([s for p in sums for s in (p.sum(), p.square().sum())]).to(named[0][1].device)
-    highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
-    group.all_reduce(highest, op=dist.ReduceOp.MAX)
-    spread = highest[0] + highest[1]
-    different = (spread > 1e-9 * highest.abs().amax(0).clamp_min(1)).view(-1, 2).any(1).tolist()
-    if any(different):
-        names = [name for (name, _), differs in zip(named, different, strict=True) if differs]
-        raise ValueError(
-            f"The ranks of this group hold different models: {len(names)} of {len(named)} parameters differ, "
-            f"first {names[0]}. Build it from the same seed on all ranks, or broadcast it first."
-        )
-
-
 # States
 
 
 def sharded_dims(model: nn.Module) -> dict[str, int | None]:
-    """For each name of `model.state_dict()` the dim along which it is divided, None where every rank holds
-    all of it.
-    """
+    """The dim along which each entry of `model.state_dict()` is divided, None where all ranks hold it."""
     dims: dict[str, int | None] = dict.fromkeys(model.state_dict())
     for path, part in model.named_modules():
-        if isinstance(part, _Parallel):
+        if isinstance(part, ParallelLayer):
             dims |= {".".join(filter(None, (path, name))): dim for name, dim in part.sharded.items()}
     return {name: dims[name] for name in model.state_dict()}
 
@@ -905,13 +609,14 @@ def _whole(model: nn.Module, name: str, mine: Tensor, dim: int) -> Tensor:
 
 
 def local_state_dict(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of a state dict of the dense model, to give to `model.load_state_dict`. No
-    communication.
+    """This rank's part of a state dict of the dense model, to give to `model.load_state_dict`.
+
+    No communication.
     """
     layers = {name: model.get_submodule(name.rpartition(".")[0]) for name in full}
     return {
         name: (
-            layer.part_of(name.rpartition(".")[2], whole) if isinstance(layer, _Parallel) else whole
+            layer.part_of(name.rpartition(".")[2], whole) if isinstance(layer, ParallelLayer) else whole
         ).clone()
         for (name, whole), layer in zip(full.items(), layers.values(), strict=True)
     }
@@ -925,7 +630,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     ranks of the group must call it.
     """
     dims = sharded_dims(model)
-    groups = [part.group for part in model.modules() if isinstance(part, _Parallel)]
+    groups = [part.group for part in model.modules() if isinstance(part, ParallelLayer)]
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     squares = {True: [], False: []}
     for name, grad in named:

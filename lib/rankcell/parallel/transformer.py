@@ -1,0 +1,295 @@
+"""The tensor-parallel twins of the course's models: GPT, Llama, their blocks, attention and MLPs.
+
+`tensor_parallel` turns a dense model into its twin over a group of ranks, from the layers of
+`parallel.tensor` and `parallel.vocabulary`. Parts keep their names, so `tensor.full_state_dict` gives back
+what the dense model has.
+
+What it does not do: it knows no models but those of `rankcell.models`, and no documents in a sequence.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import models
+from ..models import causal_attention, rotate
+from .tensor import (
+    FEATURES,
+    ColumnParallelLinear,
+    Group,
+    ParallelDropout,
+    ProcessGroup,
+    ReplicatedNorm,
+    RowParallelLinear,
+    SlicedLinear,
+    columns,
+    copy_to_group,
+    gather_from_group,
+)
+from .vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+
+
+class ParallelMLP(nn.Module):
+    """Two linear layers and an activation, the hidden units divided: one all-reduce forward, one backward.
+
+    The twin of `rankcell.models.MLP`.
+    """
+
+    def __init__(
+        self, dense: models.MLP, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+        self.up = ColumnParallelLinear.from_linear(dense.up, **options)
+        self.activation = copy.deepcopy(dense.activation)
+        self.down = RowParallelLinear.from_linear(dense.down, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class ParallelSwiGLU(nn.Module):
+    """The MLP of a Llama, the hidden units divided: one all-reduce forward, one backward.
+
+    The twin of `rankcell.models.SwiGLU`: gate and up have the same input, which travels once for both.
+    """
+
+    def __init__(
+        self, dense: models.SwiGLU, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+        self.gate = ColumnParallelLinear.from_linear(dense.gate, **options)
+        self.up = ColumnParallelLinear.from_linear(dense.up, **options)
+        self.down = RowParallelLinear.from_linear(dense.down, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = columns(x, [self.gate, self.up])
+        return self.down(F.silu(gate) * up)
+
+
+class ParallelAttention(nn.Module):
+    """Causal attention, the heads divided: one all-reduce forward, one backward.
+
+    The twin of `rankcell.models.Attention`. Where there are fewer key/value heads than ranks, several ranks
+    in a row compute the same one: keys and values are then held whole by every rank, and their gradients
+    summed.
+
+    Raises:
+        ValueError: the ranks cannot share the heads, or the key/value heads, evenly.
+    """
+
+    def __init__(
+        self, dense: models.Attention, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        group = Group(process_group)
+        group.check_divides(dense.query.out_features // dense.d_head, "attention heads")
+        self.d_head, self.rope_base = dense.d_head, dense.rope_base
+        options = {"process_group": group, "sequence_parallel": sequence_parallel}
+        self.query = ColumnParallelLinear.from_linear(dense.query, **options)
+        n_kv_heads = dense.key.out_features // dense.d_head
+        if n_kv_heads % group.size == 0:
+            self.key = ColumnParallelLinear.from_linear(dense.key, **options)
+            self.value = ColumnParallelLinear.from_linear(dense.value, **options)
+        elif group.size % n_kv_heads == 0:
+            head = group.rank * n_kv_heads // group.size  # the one that serves this rank's query heads
+            mine = slice(head * self.d_head, (head + 1) * self.d_head)
+            self.key = SlicedLinear(dense.key, mine, **options)
+            self.value = SlicedLinear(dense.value, mine, **options)
+        else:
+            raise ValueError(
+                f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks: neither number "
+                f"divides the other. Choose a group whose size divides {n_kv_heads}, or is a multiple of it."
+            )
+        self.output = RowParallelLinear.from_linear(dense.output, **options)
+        self.dropout = ParallelDropout(dense.dropout.p, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = columns(x, [self.query, self.key, self.value])
+        query, key, value = (p.unflatten(-1, (-1, self.d_head)).transpose(1, 2) for p in parts)
+        if self.rope_base is not None:  # the whole sequence is here, whoever holds what between the layers
+            places = torch.arange(query.shape[-2], device=x.device)
+            query, key = (rotate(t, places, base=self.rope_base) for t in (query, key))
+        mixed = causal_attention(query, key, value, self.dropout)  # (batch, my heads, length, d_head)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class ParallelBlock(nn.Module):
+    """One layer of the GPT or the Llama: norm, attention, add; norm, MLP, add.
+
+    With `sequence_parallel` what enters and leaves is this rank's part of the sequence.
+    """
+
+    def __init__(
+        self,
+        dense: models.Block | models.LlamaBlock,
+        process_group: ProcessGroup = None,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        group = Group(process_group)
+        self.attention_norm = _norm(dense.attention_norm, group, sequence_parallel)
+        self.attention = _twin(dense.attention, group, sequence_parallel)
+        self.mlp_norm = _norm(dense.mlp_norm, group, sequence_parallel)
+        self.mlp = _twin(dense.mlp, group, sequence_parallel)
+        p = dense.dropout.p if isinstance(dense, models.Block) else 0.0
+        self.dropout = _dropout(p, group, sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+def _norm(dense: nn.LayerNorm | nn.RMSNorm, group: Group, sequence_parallel: bool) -> nn.Module:
+    return ReplicatedNorm(dense, group) if sequence_parallel else copy.deepcopy(dense)
+
+
+def _dropout(p: float, group: Group, sequence_parallel: bool) -> nn.Module:
+    return ParallelDropout(p, group) if sequence_parallel else nn.Dropout(p)
+
+
+class ParallelDecoder(nn.Module):
+    """A GPT or Llama with everything divided but its norms and positions: tokens -> logits, or a loss.
+
+    `model(tokens)` is the logits `(batch, length, vocab)`, whole on every rank. `model(tokens, targets)` is
+    the mean cross-entropy, and no rank ever holds all logits. The parts are named as in
+    `rankcell.models.Decoder`, and `embed`, `blocks` and `unembed` or `loss` are the places to cut it into
+    stages. A stage without embedding or head takes and gives on what lies between the blocks.
+    """
+
+    def __init__(
+        self, dense: models.Decoder, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = Group(process_group), sequence_parallel
+        self.context = dense.context
+        options = {"process_group": self.group, "sequence_parallel": sequence_parallel}
+        self.token_embedding = VocabParallelEmbedding.from_embedding(dense.token_embedding, **options)
+        adds_positions = isinstance(dense, models.GPT)  # a Llama rotates by them in its attention
+        self.position_embedding = copy.deepcopy(dense.position_embedding) if adds_positions else None
+        p = dense.dropout.p if adds_positions else 0.0
+        self.dropout = _dropout(p, self.group, sequence_parallel)
+        self.blocks = nn.ModuleList(ParallelBlock(block, **options) for block in dense.blocks)
+        self.norm = _norm(dense.norm, self.group, sequence_parallel)
+        self.head = ColumnParallelLinear.from_linear(dense.head, uneven=True, **options)
+        if dense.head.weight is dense.token_embedding.weight:  # the same rows, so still one parameter
+            self.head.weight = self.token_embedding.weight
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The logits, or with targets the loss."""
+        if self.token_embedding is not None:
+            x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        if self.head is None:
+            return x
+        return self.unembed(x) if targets is None else self.loss(x, targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What enters the first block: `(batch, length)` -> `(batch, length, d_model)`, or with
+        `sequence_parallel` this rank's part of the length.
+        """
+        length = tokens.shape[-1]
+        if length > self.context:
+            raise ValueError(
+                f"{length} tokens are more than the context of {self.context}. Cut the sequence."
+            )
+        positions = torch.arange(length, device=tokens.device)
+        if self.sequence_parallel:
+            self.group.check_divides(length, "tokens of a sequence")
+            positions = positions[self.group.part(length)]
+        x = self.token_embedding(tokens)
+        if self.position_embedding is None:
+            return x
+        table = self.position_embedding.weight
+        if self.sequence_parallel:  # other positions on every rank: the gradient is a sum over ranks
+            table = copy_to_group(table, process_group=self.group)
+        return self.dropout(x + F.embedding(positions, table))
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """What leaves the last block as logits `(batch, length, vocab)`, whole on every rank."""
+        logits = self.head(self.norm(x))
+        return gather_from_group(logits, FEATURES, total=self.head.out_features, process_group=self.group)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """What leaves the last block as mean cross-entropy in nats, the same on all ranks."""
+        logits = self.head(self.norm(x))  # (batch, length, vocab / ranks)
+        return vocab_parallel_cross_entropy(
+            logits, targets, vocab=self.head.out_features, process_group=self.group
+        )
+
+
+_TWINS: dict[type[nn.Module], type[nn.Module]] = {
+    models.Decoder: ParallelDecoder,
+    models.Block: ParallelBlock,
+    models.LlamaBlock: ParallelBlock,
+    models.Attention: ParallelAttention,
+    models.MLP: ParallelMLP,
+    models.SwiGLU: ParallelSwiGLU,
+}
+
+
+def tensor_parallel(
+    model: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+) -> nn.Module:
+    """The twin of `model` in which each rank of a group holds its part.
+
+    The dense model stays as it is and must be the same on all ranks of the group, which is checked. To train,
+    give all ranks of the group the same batches; every gradient is then complete after `loss.backward()`.
+
+    Args:
+        model: the course's GPT or Llama, one of its blocks, its attention or MLP, or a Sequential or
+            ModuleList of them.
+        process_group: the ranks that share the model, by default all.
+        sequence_parallel: divide what lies between the layers along the sequence. Then blocks, attention and
+            MLP take and return this rank's part; a whole model takes whole sequences, and their length must
+            be a multiple of the number of ranks.
+
+    Raises:
+        ValueError: the ranks hold different models, or heads or features cannot be shared evenly.
+        TypeError: it does not know such a module.
+
+    >>> model = tensor_parallel(GPT(49))
+    >>> model(tokens, targets).backward()
+    """
+    group = Group(process_group)
+    _check_same(model, group)
+    return _twin(model, group, sequence_parallel)
+
+
+def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> nn.Module:
+    if isinstance(model, (nn.Sequential, nn.ModuleList)):
+        twins = [_twin(part, group, sequence_parallel) for part in model]
+        return nn.Sequential(*twins) if isinstance(model, nn.Sequential) else nn.ModuleList(twins)
+    for kind, twin in _TWINS.items():
+        if isinstance(model, kind):
+            return twin(model, group, sequence_parallel=sequence_parallel)
+    raise TypeError(
+        f"tensor_parallel knows GPT and Llama of rankcell.models, their blocks, attention and MLPs, and "
+        f"lists of them, not {type(model).__name__}. "
+        f"Build it from ColumnParallelLinear and RowParallelLinear."
+    )
+
+
+def _check_same(model: nn.Module, group: Group) -> None:
+    """Raise an error where ranks hold different weights: parts of different models make no model."""
+    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    if not named or group.size == 1:
+        return
+    sums = [p.detach().double() for _, p in named]
+    sums = torch.stack([s for p in sums for s in (p.sum(), p.square().sum())]).to(named[0][1].device)
+    highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
+    group.all_reduce(highest, op=dist.ReduceOp.MAX)
+    spread = highest[0] + highest[1]
+    different = (spread > 1e-9 * highest.abs().amax(0).clamp_min(1)).view(-1, 2).any(1).tolist()
+    if any(different):
+        names = [name for (name, _), differs in zip(named, different, strict=True) if differs]
+        raise ValueError(
+            f"The ranks of this group hold different models: {len(names)} of {len(named)} parameters differ, "
+            f"first {names[0]}. Build it from the same seed on all ranks, or broadcast it first."
+        )
