@@ -1,0 +1,79 @@
+"""What the strategies share: a rank's place in a group, one all-reduce of many tensors, one gradient norm.
+
+Nothing here knows a model. It does not make groups: `dist.new_group` or a device mesh does.
+"""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def place(process_group: dist.ProcessGroup | None, owner: str, *, use: str = "use it") -> tuple[int, int]:
+    """This rank's number in a process group, and the group's size; None is the group of all ranks.
+
+    place(None, "this layer")  # (2, 4) on rank 2 of four
+
+    Raises:
+        ValueError: this rank is not in the group. `owner` says whose group it is, `use` what members do.
+    """
+    world_size = dist.get_world_size(process_group)
+    if world_size < 1:
+        raise ValueError(
+            f"Rank {dist.get_rank()} is not in the process group of {owner}. Only its members {use}."
+        )
+    return dist.get_rank(process_group), world_size
+
+
+@torch.no_grad()
+def all_reduce_together(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
+    """Sum each tensor over the ranks of a group, in place, with one all-reduce per dtype and device.
+
+    All ranks must give tensors of the same shapes in the same order.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for together in alike.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        dist.all_reduce(flat, group=process_group)
+        for tensor, summed in zip(together, flat.split([t.numel() for t in together]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    gradients: Iterable[Tensor],
+    max_norm: float,
+    *,
+    counted: Iterable[Tensor],
+    process_groups: Sequence[dist.ProcessGroup | None],
+    device: torch.device,
+) -> Tensor:
+    """The norm of all gradients of a divided model, a float64 number that is the same on all ranks.
+
+    If it is above `max_norm`, `gradients` (all that this rank holds) are scaled down in place. The squares of
+    `counted` are summed over the ranks of each group in turn: over all ranks each number must be counted
+    once, so what several ranks hold is counted by one of them. All ranks of the groups must call it.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in counted:
+        total += gradient.double().square().sum()
+    for group in process_groups:
+        dist.all_reduce(total, group=group)
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
+
+
+def settle(work: dist.Work) -> None:
+    """Wait for a collective whose result nobody wants any more, because the step it belonged to failed.
+
+    The collective may have failed with it, or its group may be gone: that is no news to whoever starts anew.
+    """
+    with contextlib.suppress(RuntimeError):
+        work.wait()
