@@ -300,6 +300,144 @@ def test_a_closure_and_momentum(four):
     assert max(four.run(run).values) == 0
 
 
+def test_a_number_without_dims_is_saved_and_loaded(four):
+    """And a parameter of one number, whose averages have as many numbers as a step count."""
+
+    def run():
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight, self.scale = nn.Parameter(torch.ones(3, 6)), nn.Parameter(torch.tensor(1.5))
+                self.one = nn.Parameter(torch.ones(1))
+
+            def forward(self, x):
+                return F.linear(x, self.weight) * self.scale + self.one
+
+        def start(model, sharded, state=None):
+            kind = torch.optim.AdamW
+            make = dict(params=model.parameters(), lr=0.1)
+            optimizer = ShardedOptimizer(optimizer_cls=kind, **make) if sharded else kind(**make)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            return optimizer
+
+        def train(model, optimizer, steps):
+            for step in steps:
+                x, y, loss = a_batch("mlp", step, torch.float64, 0, 1)
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+                optimizer.step()
+
+        dense, model, alone = (Scaled().double() for _ in range(3))
+        optimizers = start(dense, False), start(model, True)
+        train(dense, optimizers[0], range(6))
+        train(model, optimizers[1], range(3))
+        full = optimizers[1].full_state_dict()
+        shapes = [tuple(full["state"][i]["exp_avg"].shape) for i in range(3)]
+        alone.load_state_dict(model.state_dict())
+        train(model, start(model, True, full), range(3, 6))
+        train(alone, start(alone, False, full), range(3, 6))
+        return shapes, [
+            max((a - b).abs().max().item() for a, b in zip(dense.parameters(), m.parameters(), strict=True))
+            for m in (model, alone)
+        ]
+
+    for shapes, differences in four.run(run).values:
+        assert shapes == [(3, 6), (), (1,)] and max(differences) < 1e-12
+
+
+def test_parameters_that_were_given_other_memory_go_on_being_trained(four):
+    def run():
+        def make():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Conv2d(3, 4, 3, dtype=torch.float64), nn.Flatten())
+
+        dense, model = make(), make()
+        optimizers = (
+            torch.optim.AdamW(dense.parameters(), lr=0.1),
+            ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1),
+        )
+        for step in range(5):
+            if step == 1:
+                model.to(memory_format=torch.channels_last)
+            if step == 3:
+                for module in (dense, model):
+                    module[0].weight.data = 2 * module[0].weight.data
+            x = torch.linspace(-1, 1, 2 * 3 * 25, dtype=torch.float64).view(2, 3, 5, 5)
+            for module, optimizer in zip((dense, model), optimizers, strict=True):
+                optimizer.zero_grad()
+                module(x).square().sum().backward()
+                optimizer.step()
+        difference = max(
+            (a - b).abs().max().item() for a, b in zip(dense.parameters(), model.parameters(), strict=True)
+        )
+        model.float()
+        with pytest.raises(RuntimeError) as caught:
+            optimizers[1].step()
+        return difference, str(caught.value)
+
+    for difference, said in four.run(run).values:
+        assert difference < 1e-12
+        assert said == (
+            "A parameter is (4, 3, 3, 3), torch.float32 on cpu; when ShardedOptimizer took it, it was "
+            "(4, 3, 3, 3), torch.float64 on cpu. Move or cast the model first, then make the optimizer."
+        )
+
+
+ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_optimizers_that_treat_every_number_on_its_own(name):
+    make = lambda parameters: getattr(torch.optim, name)(parameters, lr=0.1)
+    assert flat.is_elementwise(make, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+def test_optimizers_of_whole_matrices_are_refused(four, name):
+    def run(name):
+        with pytest.raises(ValueError) as caught:
+            ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], getattr(torch.optim, name), lr=0.1)
+        return str(caught.value)
+
+    told = (
+        f"{name} does not treat every number of a parameter on its own, so that it computes something else "
+        f"from a rank's part. Use one that does (SGD, Adam, AdamW, ...), or give the whole {name} to every rank."
+    )
+    assert four.run(run, args=(name,)).values == [told] * 4
+
+
+def test_outside_of_the_group_is_an_error(four):
+    def run():
+        group, said = dist.new_group([0, 1, 2]), []
+        if dist.get_rank() == 3:
+            for make in (
+                lambda: ShardedOptimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, process_group=group),
+                lambda: FSDP(nn.Linear(2, 2), process_group=group),
+            ):
+                with pytest.raises(ValueError) as caught:
+                    make()
+                said.append(str(caught.value))
+        return said
+
+    assert four.run(run).values[3] == [
+        "Rank 3 is not in the process group of ShardedOptimizer. Only its members use it.",
+        "Rank 3 is not in the process group of FSDP. Only its members use it.",
+    ]
+
+
 # Memory
 
 
