@@ -414,7 +414,8 @@ def test_optimizers_of_whole_matrices_are_refused(four, name):
 
     told = (
         f"{name} does not treat every number of a parameter on its own, so that it computes something else "
-        f"from a rank's part. Use one that does (SGD, Adam, AdamW, ...), or give the whole {name} to every rank."
+        f"from a rank's part. Use one that does (SGD, Adam, AdamW, ...), or give the whole {name} to every "
+        f"rank."
     )
     assert four.run(run, args=(name,)).values == [told] * 4
 

@@ -4,7 +4,7 @@ Nothing here knows a model. It does not make groups: `dist.new_group` or a devic
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,14 +33,34 @@ def all_reduce_together(tensors: Iterable[Tensor], process_group: dist.ProcessGr
 
     All ranks must give tensors of the same shapes in the same order.
     """
+    _together(tensors, lambda flat: dist.all_reduce(flat, group=process_group))
+
+
+@torch.no_grad()
+def broadcast_together(
+    tensors: Iterable[Tensor], source: int, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Give each tensor the values it has on one rank, with one broadcast per dtype and device.
+
+    `source` is that rank's number in the group.
+    """
+    rank = source if process_group is None else dist.get_global_rank(process_group, source)
+    _together(tensors, lambda flat: dist.broadcast(flat, rank, group=process_group))
+
+
+def _together(tensors: Iterable[Tensor], send: Callable[[Tensor], object]) -> None:
+    """Put tensors of one dtype and device into a flat one, `send` it, and copy back what it then holds."""
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        alike.setdefault((real.dtype, real.device), []).append(real)
     for together in alike.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in together])
-        dist.all_reduce(flat, group=process_group)
-        for tensor, summed in zip(together, flat.split([t.numel() for t in together]), strict=True):
-            tensor.copy_(summed.view_as(tensor))
+        if not flat.numel():
+            continue
+        send(flat)
+        for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 @torch.no_grad()
