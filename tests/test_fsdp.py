@@ -173,7 +173,7 @@ def test_units_that_return_tuples_dictionaries_dataclasses_or_objects(four):
         from collections import OrderedDict, namedtuple
         from dataclasses import dataclass
 
-        @dataclass(frozen=True)
+        @dataclass(frozen=True, slots=True)
         class Data:
             x: torch.Tensor
             name: str = "data"

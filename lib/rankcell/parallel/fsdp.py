@@ -389,30 +389,6 @@ class FSDP(Sharded):
         finally:
             self._synchronizes = before
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Gradients that `no_sync` kept are dropped, too."""
-        for unit in self._all_units:
-            unit.show("parameters")
-            for flat in unit.flats:
-                flat.drop_gradients()
-        super().zero_grad(set_to_none)
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """The norm of all gradients of the whole model, which are scaled down if it is above `max_norm`.
-
-        All ranks must call it. `torch.nn.utils.clip_grad_norm_` would see one rank's part only.
-        """
-        sharded = set(map(id, self.sharded_parameters()))
-        trained = [p for p in self.module.parameters() if p.grad is not None]
-        return group.clip_grad_norm_(
-            [p.grad for p in trained],
-            max_norm,
-            counted=[p.grad for p in trained if id(p) in sharded or self.rank == 0],  # equal ones once
-            process_groups=[self.process_group],
-            device=self.device,
-        )
-
 
 def _in_backward() -> bool:
     # torch has no public name for "a backward is running"; its own checkpointing asks the same
@@ -447,7 +423,7 @@ def _inside(value: Any) -> list[Any] | None:
     if isinstance(value, Mapping):
         return list(value.values())
     if hasattr(value, "__dataclass_fields__"):
-        return list(vars(value).values())
+        return [getattr(value, name) for name in value.__dataclass_fields__]
     return list(value) if isinstance(value, (list, tuple)) else None
 
 
@@ -481,6 +457,6 @@ def _replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
         for key, item in value.items():
             new[key] = _replaced(item, by)
     else:
-        for key, item in vars(value).items():
-            object.__setattr__(new, key, _replaced(item, by))  # a dataclass may be frozen
+        for name, item in zip(value.__dataclass_fields__, _inside(value), strict=True):
+            object.__setattr__(new, name, _replaced(item, by))  # a dataclass may be frozen
     return new

@@ -396,6 +396,32 @@ class Sharded(nn.Module):
             if tensor.numel():  # as bytes, which every backend can send
                 dist.broadcast(tensor.data.view(-1).view(torch.uint8), source, self.process_group)
 
+    # gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Gradients that `no_sync` kept are dropped, too."""
+        for unit in self._all_units:
+            unit.show("parameters")
+            for flat in unit.flats:
+                flat.drop_gradients()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """The norm of all gradients of the whole model, which are scaled down if it is above `max_norm`.
+
+        All ranks must call it. `torch.nn.utils.clip_grad_norm_` would see one rank's part only.
+        """
+        sharded = set(map(id, self.sharded_parameters()))
+        trained = [p for p in self.module.parameters() if p.grad is not None]
+        return group.clip_grad_norm_(
+            [p.grad for p in trained],
+            max_norm,
+            counted=[p.grad for p in trained if id(p) in sharded or self.rank == 0],  # equal ones once
+            process_groups=[self.process_group],
+            device=self.device,
+        )
+
     # from parts to wholes and back
 
     @property
