@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ..schedules import one_f_one_b
-from . import group, tensor
+from . import tensor
 from .ddp import DDP
 from .fsdp import FSDP
+from .group import clip_grad_norm_
 from .pipeline import Pipeline, split_gpt
 from .zero import ShardedOptimizer
 
@@ -153,7 +154,7 @@ class MeshParallel:
         of its two stages. Over "dp" nothing is summed, unless `zero` divides the model over it.
         """
         axes = ("tp", "pp", "dp") if self.fsdp else ("tp", "pp")
-        return group.clip_grad_norm_(
+        return clip_grad_norm_(
             [p.grad for p in self.parameters() if p.grad is not None],
             max_norm,
             counted=[p.grad for p in self._counted() if p.grad is not None],
