@@ -163,6 +163,85 @@ class Packed(nn.Module):
         return x
 
 
+class Block(nn.Module):
+    """Uses its own weight twice, and leaves a loss beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(D))
+        self.parts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.router = nn.Linear(D, 2)
+
+    def forward(self, x):
+        self.beside = self.router(x).square().mean()
+        for part in self.parts:
+            x = torch.tanh(part(x @ self.weight))
+        return x + x @ self.weight.T
+
+
+class Blocks(nn.Module):
+    """The same blocks several times over."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x, reentrant=None):
+        for block in 2 * list(self.blocks):
+            x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+
+def ways_to_use(model, x):
+    """Losses: two calls and one backward, evaluation in between, two backwards, losses beside the outputs."""
+    inner = getattr(model, "module", model)
+    yield lambda: (model(x) - 2 * model(2 * x)).square().mean()
+
+    def evaluate_between():
+        out = model(x)
+        with torch.no_grad():
+            model(2 * x)
+        return out.square().mean()
+
+    def two_backwards():
+        out, other = model(x), model(2 * x)
+        out.square().mean().backward()
+        return other.mean()
+
+    yield evaluate_between
+    yield two_backwards
+    yield lambda: model(x).mean() + sum(block.beside for block in inner.blocks)
+    yield lambda: model(x.clone().requires_grad_(), True).square().mean()
+    yield lambda: model(x, False).square().mean()
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, "nested", {"reshard_after_forward": False}])
+def test_calls_that_overlap_and_units_inside_units(four, kind, options):
+    def run(kind, options):
+        def make():
+            torch.manual_seed(0)
+            return Blocks().double()
+
+        found = []
+        for way in range(6):
+            dense, model = make(), make()
+            nested = {"units": [m for block in model.blocks for m in (block, *block.parts)]}
+            sharded = kind(model, **(nested if options == "nested" else options))
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (dense, sharded)]
+            for step in range(3):
+                batches = rows(step), mine(rows(step))
+                for module, optimizer, x in zip((dense, sharded), optimizers, batches, strict=True):
+                    optimizer.zero_grad()
+                    list(ways_to_use(module, x))[way]().backward()
+                    optimizer.step()
+            full = sharded.full_state_dict()
+            found.append(max((full[k] - v).abs().max().item() for k, v in dense.state_dict().items()))
+        return found
+
+    assert max(map(max, four.run(run, args=(kind, options)).values)) < 1e-9
+
+
 class Holder:
     def __init__(self, x):
         self.x = x

@@ -99,6 +99,7 @@ class Flat:
 
     @property
     def is_trained(self) -> bool:
+        """Whether any of its parameters wants a gradient."""
         return any(p.requires_grad for p in self.parameters)
 
     def gather(self) -> None:
@@ -217,6 +218,7 @@ class Unit:
         return True
 
     def wait(self) -> None:
+        """Wait until it is whole."""
         for flat in self.flats:
             flat.wait()
 
@@ -304,7 +306,8 @@ class Sharded(nn.Module):
         for i in (-1, *sorted(range(len(modules)), key=lambda i: -len(inside[i]))):  # the outer ones first
             module = modules[i] if i >= 0 else self.module
             parameters = [self._made_real(p, places) for p in owned.get(i, [])]
-            full_names = [self._full_name(places[id(p)][0], names) for p in parameters]
+            first_places = [places[id(p)][0] for p in parameters]
+            full_names = [_joined(names[id(part)], name) for part, name in first_places]
             if initialise is not None and was_meta:
                 initialise(names[id(module)], module)
             pairs = zip(full_names, parameters, owned.get(i, []), strict=True)
@@ -352,9 +355,6 @@ class Sharded(nn.Module):
             owned.setdefault(found.pop() if len(found) == 1 else -1, []).append(parameters[key])
         return owned, places
 
-    def _full_name(self, place: tuple[nn.Module, str], names: Mapping[int, str]) -> str:
-        return ".".join(filter(None, (names[id(place[0])], place[1])))
-
     def _made_real(self, parameter: nn.Parameter, places: dict[int, list]) -> nn.Parameter:
         """The parameter; for one on the meta device a new one in its places, full of NaN."""
         if not parameter.is_meta:
@@ -370,7 +370,7 @@ class Sharded(nn.Module):
             for name, buffer in part._buffers.items():
                 if buffer is None or not buffer.is_meta:
                     continue
-                full_name = ".".join(filter(None, (prefix, name)))
+                full_name = _joined(prefix, name)
                 if not must_fill and name in part._non_persistent_buffers_set:
                     raise ValueError(
                         f"The buffer {full_name} is on the meta device and in no state dict. Give "
@@ -573,6 +573,11 @@ def _empty(like: Tensor, device: torch.device | str) -> Tensor:
     """As `torch.empty_like` on a device, but what nobody fills shows: it is NaN."""
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
     return made.fill_(torch.nan) if made.is_floating_point() or made.is_complex() else made.zero_()
+
+
+def _joined(*names: str) -> str:
+    """Names of a module and of what is in it, as torch writes them."""
+    return ".".join(filter(None, names))
 
 
 def _names_by_parameter(module: nn.Module) -> dict[int, list[str]]:
