@@ -345,21 +345,21 @@ def test_a_gradient_that_is_infinite_on_one_rank_stops_all(four):
 
     def run():
         def make():
-            return filled(nn.Sequential(nn.Linear(D, 8), nn.Linear(8, 1)), torch.float32)
+            return filled(nn.Sequential(nn.Linear(D, 4)), torch.float32)
 
         dense, model = make(), FSDP(make(), shard_vectors=True)
         scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (dense, model)]
         scales = []
         for step in range(5):
-            whole = rows(step).float()
+            whole, factor = rows(step).float(), torch.ones(4)
             if step == 2:
-                whole[0, 0, 0] = 3e38  # one column of one weight's gradient, which one or two ranks hold
+                factor[0] = torch.inf  # the first row of the weight's gradient, which is rank 0's
             for module, scaler, optimizer, x in zip(
                 (dense, model), scalers, optimizers, (whole, mine(whole)), strict=True
             ):
                 optimizer.zero_grad()
-                scaler.scale(module(x * (1 if step != 2 else 10)).mean()).backward()
+                scaler.scale((module(x) * factor).mean()).backward()
                 scaler.step(optimizer)
                 scaler.update()
             scales.append([scaler.get_scale() for scaler in scalers])
