@@ -296,7 +296,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from rankcell import models
 from rankcell.parallel.ddp import DDP
-from rankcell.parallel.zero import FSDP
+from rankcell.parallel.fsdp import FSDP
 
 tokens = models.encode(models.text())
 

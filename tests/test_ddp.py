@@ -429,8 +429,107 @@ def test_outside_of_the_group_is_an_error(four):
             DDP(nn.Linear(1, 1), process_group=group)
         return str(caught.value)
 
-    told = "Rank {} is not in the process group that DDP was given. Only its members wrap the module."
+    told = "Rank {} is not in the process group of DDP. Only its members wrap the module."
     assert four.run(wrap).values == ["", "", told.format(2), told.format(3)]
+
+
+# Ranks with fewer batches, buffers, copies
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+def test_ranks_may_have_different_numbers_of_batches(four, by_all):
+    """Ranks have 3, 1, 0 and 4 batches. One process takes, step by step, the mean of those that are there."""
+    counts = (3, 1, 0, 4)
+
+    def batch_of(rank, step):
+        return [part.double() for part in models.regression(4, 5, 3, seed=10 * rank + step)]
+
+    def train(by_all):
+        import torch.distributed as dist
+
+        from rankcell.parallel.ddp import DDP
+
+        rank = dist.get_rank()
+        model = DDP(build("Odd", torch.float64), 0.0001)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join(divide_by_initial_world_size=by_all):
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                x, y = batch_of(rank, step)
+                with model.no_sync():  # accumulation sends nothing here either
+                    (F.mse_loss(model(x[:2]), y[:2]) / 2).backward()
+                (F.mse_loss(model(x[2:]), y[2:]) / 2).backward()
+                optimizer.step()
+        x, y = batch_of(rank, 7)
+        F.mse_loss(model(x), y).backward()  # and afterwards as before
+        return model.module.state_dict(), [p.grad for p in model.parameters()][-1]
+
+    dense = build("Odd", torch.float64)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+    for step in range(4):
+        there = [rank for rank in range(4) if step < counts[rank]]
+        losses = [F.mse_loss(dense(x), y) for x, y in (batch_of(rank, step) for rank in there)]
+        optimizer.zero_grad()
+        (sum(losses) / (4 if by_all else len(there))).backward()
+        optimizer.step()
+    run = four.run(train, args=(by_all,))
+    assert_equal_to(dense.state_dict(), [state for state, _ in run.values], 1e-12)
+    assert all(torch.equal(grad, run.values[0][1]) for _, grad in run.values)
+    reduced = [[e.nbytes for e in rank.events if e.op == "all_reduce"] for rank in run.ranks]
+    assert all(sizes == reduced[0] for sizes in reduced)  # the one without a batch takes part in all
+    assert reduced[0].count(4 * 4) == 4 + 1  # who is there: once a step, and when nobody is
+
+
+def test_buffers_are_those_of_the_first_rank_after_each_backward(four):
+    def train(broadcast):
+        import torch.distributed as dist
+
+        from rankcell.parallel.ddp import DDP
+
+        module = nn.Sequential(nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4))
+        nn.init.eye_(module[0].weight)
+        model = DDP(module, broadcast_buffers=broadcast)
+        for step in range(3):
+            x = torch.arange(40.0).view(8, 5).sin() * (1 + dist.get_rank() + step)
+            out, again = model(x), model(x)  # two forwards, then a backward through each
+            out.sum().backward()
+            again.square().sum().backward()
+        return model.module.state_dict()
+
+    values = four.run(train, args=(True,)).values
+    for key in values[0]:
+        assert all(torch.equal(value[key], values[0][key]) for value in values), key
+    assert values[0]["1.num_batches_tracked"] == 6
+    apart = four.run(train, args=(False,)).values
+    assert not torch.equal(apart[0]["1.running_mean"], apart[1]["1.running_mean"])
+    torch.testing.assert_close(values[0]["1.running_mean"], apart[0]["1.running_mean"])
+
+
+def test_copies_and_what_was_saved_whole_average_for_themselves(four):
+    def train():
+        import io
+
+        import torch.distributed as dist
+
+        from rankcell.parallel.ddp import DDP
+
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = DDP(build("MLP", torch.float64), 0.001, process_group=pairs[dist.get_rank() // 2])
+        file = io.BytesIO()
+        torch.save(DDP(build("MLP", torch.float64), 0.001), file)
+        file.seek(0)
+        found = []
+        for each in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
+            each(torch.full((2, 5), 1.0 + dist.get_rank(), dtype=torch.float64)).sum().backward()
+            found.append([p.grad for p in each.parameters()])
+        return found
+
+    values = four.run(train).values
+    for original, copied, loaded in values:
+        torch.testing.assert_close(original, copied, rtol=0, atol=0)
+        torch.testing.assert_close(loaded, values[0][2], rtol=0, atol=0)
+    mean = [(a + b) / 2 for a, b in zip(values[0][0], values[2][0], strict=True)]
+    torch.testing.assert_close(values[0][2], mean)  # over all four
 
 
 def test_wrapped_again_it_is_averaged_once(two):

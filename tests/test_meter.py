@@ -131,7 +131,7 @@ def test_samples_are_drawn_with_their_phases(steps):
 
 MAKE = """
 import rankcell
-from rankcell.parallel.zero import FSDP
+from rankcell.parallel.fsdp import FSDP
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

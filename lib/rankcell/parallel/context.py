@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from .. import models
 from ..models import repeat_heads, rotate
+from . import group as groups
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -464,13 +465,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _place(group: dist.ProcessGroup) -> tuple[int, int]:
     """This rank's number in the group, and the group's size."""
-    world_size = dist.get_world_size(group)
-    if world_size < 1:
-        raise ValueError(
-            f"Rank {dist.get_rank()} is not in the process group of this context parallelism. Only its "
-            f"members call it."
-        )
-    return dist.get_rank(group), world_size
+    return groups.place(group, "this context parallelism", use="call it")
 
 
 # Losses and gradients

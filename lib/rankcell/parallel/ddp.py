@@ -3,20 +3,23 @@
 `DDP` wraps any module, in any process group, in a notebook or in a script. During the backward it averages
 the gradients in buckets, while the backward of earlier layers still runs.
 
-What it does not do: it does not split the data (a sampler does), wait for ranks that have fewer batches, or
-keep buffers equal after the start (the running statistics of BatchNorm become each rank's own; SyncBatchNorm
-is the remedy). It does not learn the real order of use either: its buckets follow the order in which the
-module lists its parameters, backwards.
+What it does not do: it does not split the data (a sampler does). It does not make BatchNorm normalise over
+all ranks: each normalises its own batch, and the running statistics are those of the first rank
+(`nn.SyncBatchNorm` computes them over all, on GPUs only). It does not learn the real order of use either:
+its buckets follow the order in which the module lists its parameters, backwards.
 """
 
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from . import group
 
 MIB = 1 << 20
 
@@ -91,13 +94,15 @@ class DDP(nn.Module):
 
     Parameters and buffers start as those of the group's first rank. After `loss.backward()` every gradient is
     the mean over the ranks: of a loss that is a mean, and equal batches, that is the gradient of the global
-    batch. Keep the wrapper while the module trains: once it is gone (`DDP(module)(x)`), nobody averages.
+    batch. Keep the wrapper while the module trains: once it is gone (`DDP(module)(x)`), nobody averages. A
+    copy averages for itself; one that was saved whole and loaded does so over all ranks.
 
     Args:
         module: any module, on its device and in its dtype already.
         bucket_size_mb: gradients travel together, in buckets that are full as soon as they hold this many MiB
             (2^20 bytes). 0 means each gradient by itself, None all of one dtype together.
         process_group: the ranks that share the model, by default all.
+        broadcast_buffers: with the gradients of each backward, give all ranks the first rank's buffers.
 
     >>> model = DDP(MLP(6, 32, 3))
     >>> loss = F.mse_loss(model(x), y)  # x, y: this rank's part of the batch
@@ -112,32 +117,56 @@ class DDP(nn.Module):
         bucket_size_mb: float | None = 25.0,
         *,
         process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
-        self.module = module
-        self.process_group = process_group or dist.group.WORLD
-        self.world_size = dist.get_world_size(self.process_group)
-        if self.world_size < 1:
-            raise ValueError(
-                f"Rank {dist.get_rank()} is not in the process group that DDP was given. "
-                f"Only its members wrap the module."
-            )
-        self._broadcast()
-        trainable = [p for p in module.parameters() if p.requires_grad]  # a tied weight comes once
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
-        self.buckets = [_Bucket(parameters) for parameters in _in_buckets(trainable[::-1], limit)]
-        self._launched = (
-            0  # buckets on their way: always the first ones, so that all ranks agree on the order
-        )
+        self.module, self.bucket_size_mb, self.broadcast_buffers = module, bucket_size_mb, broadcast_buffers
+        self.process_group = process_group
+        group.place(process_group, "DDP", use="wrap the module")
         self._synchronizes = True
         self._changed = False  # a gradient may have changed since the last average
         self._will_finish = False  # the running backward will call `finish_gradient_synchronization`
+        self._joins = False  # inside `join`
+        self._divides_by_all = True
+        self._present: list[int] | None = None  # ranks that have a batch, once it is known of this backward
+        self._first = 0  # of the ranks that had one last
+        self._broadcast()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Sort the parameters into buckets, and have their gradients announced."""
+        trainable = [p for p in self.module.parameters() if p.requires_grad]  # a tied weight comes once
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
+        limit = float("inf") if self.bucket_size_mb is None else self.bucket_size_mb * MIB
+        self.buckets = [_Bucket(parameters) for parameters in _in_buckets(trainable[::-1], limit)]
+        # buckets on their way: always the first ones, so that all ranks agree on the order
+        self._launched = 0
         self._hooks = [
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket, index))
             for bucket in self.buckets
             for index, p in enumerate(bucket.parameters)
         ]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the model."""
+        return dist.get_world_size(self.process_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process: the group, the buckets and the hooks."""
+        own = ("process_group", "buckets", "_hooks", "_frozen")
+        return {key: value for key, value in self.__dict__.items() if key not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = None
+        self._watch()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DDP":
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(deepcopy(self.__getstate__(), memo))
+        twin.process_group = self.process_group
+        return twin
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `module` computes."""
@@ -155,17 +184,21 @@ class DDP(nn.Module):
         """Send what was not sent, wait for the all-reduces, and put the averages into `.grad`.
 
         Every backward ends with it by itself. Call it before the optimizer's step where a rank's loss may use
-        no parameter at all, or after a `no_sync` that has no synchronized backward behind it. It does nothing
-        if the gradients are averaged already.
+        no parameter at all, or after a `no_sync` that has no synchronized backward behind it.
+
+        It does nothing if the gradients are averaged already, or if this rank ran no forward since then: it
+        cannot know that others wait. So a rank without a batch runs the model too, or all ranks use `join`.
         """
         if not self._changed:
             return
+        self._call_the_roll()
         for bucket in self.buckets:
             bucket.missing.clear()  # what is missing now was not used in this backward
         self._launch()
         for bucket in self.buckets:
             bucket.work.wait()
-            bucket.empty(self.world_size)
+            bucket.empty(self.world_size if self._divides_by_all else len(self._present))
+        self._send_buffers()
         self._reset()
         self._changed = False
 
@@ -180,9 +213,63 @@ class DDP(nn.Module):
         finally:
             self._synchronizes = before
 
+    @contextmanager
+    def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+        """Ranks inside may have different numbers of batches: who has no more takes part in the averages.
+
+            with model.join():
+                for x, y in batches:  # as many as this rank has
+                    optimizer.zero_grad()
+                    loss_of(model(x), y).backward()
+                    optimizer.step()
+
+        A rank that is done adds nothing to the sums of the others, and at the end gets the weights and
+        buffers of one that made all steps (its optimizer's states stay behind). Sums are divided by the
+        number of all ranks, so that each sample keeps its weight, or else by the number of those that still
+        have a batch. Each backward begins with a small all-reduce that says who has one. All ranks must
+        enter and leave it.
+        """
+        self._joins, self._divides_by_all = True, divide_by_initial_world_size
+        self._first = 0
+        try:
+            yield
+            while self._call_the_roll(has_batch=False):
+                for bucket in self.buckets:
+                    bucket.flat.fill_(-0.0)  # "none on this rank"
+                    bucket.work = self._all_reduce(bucket)
+                for bucket in self.buckets:
+                    bucket.work.wait()
+                self._send_buffers()
+                self._reset()
+            everything = (*self.module.parameters(), *self.module.buffers())
+            group.broadcast_together([t.detach() for t in everything], self._first, self.process_group)
+        finally:
+            self._joins, self._divides_by_all = False, True
+            self._reset()
+
+    def _call_the_roll(self, *, has_batch: bool = True) -> list[int]:
+        """The numbers of the ranks that have a batch, asked once per backward; without `join` all have."""
+        if self._present is None:
+            self._present = list(range(self.world_size))
+            if self._joins:
+                device = next((bucket.flat.device for bucket in self.buckets), None)
+                present = torch.zeros(self.world_size, device=device)
+                present[dist.get_rank(self.process_group)] = has_batch
+                dist.all_reduce(present, group=self.process_group)
+                self._present = present.nonzero().flatten().tolist()
+            self._first = next(iter(self._present), self._first)
+        return self._present
+
+    def _send_buffers(self) -> None:
+        """Give all ranks the buffers of the first one that has a batch."""
+        if self.broadcast_buffers:
+            # `.data`: another backward may still need what autograd saved of them
+            buffers = [buffer.data for buffer in self.module.buffers()]
+            group.broadcast_together(buffers, self._first, self.process_group)
+
     def _broadcast(self) -> None:
         """Make every rank's parameters and buffers those of the group's first rank."""
-        first = dist.get_global_rank(self.process_group, 0)
+        first = dist.get_global_rank(self.process_group, 0) if self.process_group else 0
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if not tensor.numel():
                 continue
@@ -199,6 +286,7 @@ class DDP(nn.Module):
             return
         if not self._will_finish:
             self._will_finish = True
+            self._call_the_roll()
             # torch has no public name for "when this backward ends"; its own DDP and FSDP use the same
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_gradient_synchronization)
         if bucket.work is not None:
@@ -215,22 +303,23 @@ class DDP(nn.Module):
         while self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
             bucket = self.buckets[self._launched]
             bucket.fill()
-            bucket.work = dist.all_reduce(
-                bucket.flat, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True
-            )
+            bucket.work = self._all_reduce(bucket)
             self._launched += 1
+
+    def _all_reduce(self, bucket: _Bucket) -> dist.Work:
+        return dist.all_reduce(bucket.flat, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True)
 
     def _forget_failed_backward(self) -> None:
         """A backward that raised left buckets half full: let go of them."""
         if self._will_finish:
             for bucket in self.buckets[: self._launched]:
-                bucket.work.wait()
+                group.settle(bucket.work)
             self._reset()
 
     def _reset(self) -> None:
         for bucket in self.buckets:
             bucket.reset()
-        self._launched, self._will_finish = 0, False
+        self._launched, self._will_finish, self._present = 0, False, None
 
 
 def _hook(ddp: "weakref.ref[DDP]", bucket: _Bucket, index: int) -> Any:

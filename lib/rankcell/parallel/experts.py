@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from . import group as groups
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -297,10 +299,4 @@ def bytes_sent(n_tokens: int, row_bytes: int, world_size: int, *, k: int = 1) ->
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This rank's number in the group, and the group's size."""
-    world_size = dist.get_world_size(group)
-    if world_size < 1:
-        raise ValueError(
-            f"Rank {dist.get_rank()} is not in the process group of these experts. "
-            f"Only its members call them."
-        )
-    return dist.get_rank(group), world_size
+    return groups.place(group, "these experts", use="call them")

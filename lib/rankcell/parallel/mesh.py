@@ -2,7 +2,7 @@
 
 `MeshParallel` puts the other modules of this package together: each layer is divided over "tp"
 (`parallel.tensor`), the layers are cut into stages over "pp" (`parallel.pipeline`), and the batch is divided
-over "dp", with gradients averaged (`parallel.ddp`) or parameters sharded (`parallel.zero`). What belongs to
+over "dp", with gradients averaged (`parallel.ddp`) or parameters sharded (`parallel.fsdp`). What belongs to
 no axis alone is here: the mean loss of uneven batches, one gradient norm, whole states that any other layout
 can load.
 
@@ -11,7 +11,7 @@ yours. What it does not do: it does not divide the batch, and it knows no contex
 buffers. It makes states whole in memory, which is for small models: `torch.distributed.checkpoint` does not.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,8 +24,10 @@ from torch.nn import functional as F
 from ..schedules import one_f_one_b
 from . import tensor, transformer
 from .ddp import DDP
+from .fsdp import FSDP
+from .group import clip_grad_norm_
 from .pipeline import Pipeline, split_gpt
-from .zero import FSDP, ShardedOptimizer
+from .zero import ShardedOptimizer
 
 AXES = ("pp", "dp", "tp")
 
@@ -143,7 +145,6 @@ class MeshParallel:
             return call(inputs, targets)  # no rank holds all logits
         return _cross_entropy(call(inputs), targets)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The norm of all gradients of the whole model, the same on all ranks; they are scaled down if it is
         above `max_norm`.
@@ -152,17 +153,14 @@ class MeshParallel:
         counts once: what all ranks of an axis hold counts on the first of them, a tied embedding on the first
         of its two stages. Over "dp" nothing is summed, unless `zero` divides the model over it.
         """
-        total = torch.zeros((), dtype=torch.float64, device=next(self.parameters()).device)
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        for parameter in self._counted():
-            if parameter.grad is not None:
-                total += parameter.grad.double().square().sum()
-        self._sum(total, "tp", "pp", *(["dp"] if self.fsdp else []))
-        norm = total.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
-        return norm
+        axes = ("tp", "pp", "dp") if self.fsdp else ("tp", "pp")
+        return clip_grad_norm_(
+            [p.grad for p in self.parameters() if p.grad is not None],
+            max_norm,
+            counted=[p.grad for p in self._counted() if p.grad is not None],
+            process_groups=[self.groups[axis] for axis in axes if self.degree(axis) > 1],
+            device=next(self.parameters()).device,
+        )
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every gradient as one process has it, on every rank, on the CPU. All ranks must call it."""
@@ -212,7 +210,7 @@ class MeshParallel:
 
     def _counted(self) -> Iterator[nn.Parameter]:
         """This rank's parameters whose gradients it adds to the norm: over all ranks, each number once."""
-        sharded = self._sharded_by_zero()
+        sharded = set(map(id, self.fsdp.sharded_parameters() if self.fsdp else ()))  # it leaves vectors whole
         for stage, module in self.modules.items():
             divided = tensor.sharded_dims(module)
             copies = {id(p) for other, p in getattr(module, "shared", {}).items() if other < stage}
@@ -221,12 +219,6 @@ class MeshParallel:
                 first_of_dp = id(parameter) in sharded or self.fsdp is None or self.place("dp") == 0
                 if first_of_tp and first_of_dp and id(parameter) not in copies:
                     yield parameter
-
-    def _sharded_by_zero(self) -> set[int]:
-        """The parameters of which FSDP gave this rank a part; short vectors it leaves whole."""
-        units = (*self.fsdp._units, self.fsdp._root) if self.fsdp else ()
-        flats = (flat for unit in units for flat in unit.flats if flat.is_sharded)
-        return {id(p) for flat in flats for p in flat.parameters}
 
     # From this rank's parts to the whole and back, for anything that is shaped as the parameters
 
@@ -251,7 +243,7 @@ class MeshParallel:
         whole = {name: value.cpu() for name, value in mine.items() if not value.dim()}
         mine = {name: value for name, value in mine.items() if value.dim()}
         if self.fsdp and mine:
-            mine = self._lend(mine, self.fsdp.full_state_dict)
+            mine = self.fsdp.wholes_of(mine)
         for module in self.modules.values():
             parts = {name: mine[name] for name in tensor.sharded_dims(module) if name in mine}
             whole |= {name: value.cpu() for name, value in tensor.full_state_dict(module, parts).items()}
@@ -270,34 +262,9 @@ class MeshParallel:
             own = {name: whole[name] for name in tensor.sharded_dims(module) if name in whole}
             own = {name: value for name, value in own.items() if value.dim()}
             parts |= tensor.local_state_dict(module, own)
-        if self.fsdp and parts:
-            shards = dict(self._all_named())
-
-            def read() -> dict[str, Tensor]:
-                self.fsdp.load_full_state_dict(parts)
-                return {name: shards[name].detach().clone() for name in parts}
-
-            parts = self._lend(parts, read, fill=False)
+        if self.fsdp:
+            parts = self.fsdp.parts_of(parts)
         return parts | numbers
-
-    @torch.no_grad()
-    def _lend(
-        self, values: Mapping[str, Tensor], use: Callable[[], dict[str, Tensor]], *, fill: bool = True
-    ) -> dict[str, Tensor]:
-        """What `use` returns while FSDP's shards hold `values` (with `fill`): FSDP only knows how to make its
-        own shards whole. Afterwards they are as before.
-        """
-        before = [(p, p.detach().clone()) for p in self.parameters()]
-        if fill:
-            for name, parameter in self.named_parameters():
-                if name in values:
-                    parameter.data.copy_(values[name])
-        try:
-            found = use()
-        finally:
-            for parameter, old in before:
-                parameter.data.copy_(old)
-        return {name: found[name] for name in values}
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from . import group
+
 FEATURES, SEQUENCE = -1, -2  # the dims of an activation (..., length, features)
 
 
@@ -35,13 +37,7 @@ class Group:
         if isinstance(process_group, Group):
             process_group = process_group.process_group
         self.process_group = process_group or dist.group.WORLD
-        self.size = dist.get_world_size(self.process_group)
-        if self.size < 1:
-            raise ValueError(
-                f"Rank {dist.get_rank()} is not in the process group of this layer. "
-                f"Only its members build it."
-            )
-        self.rank = dist.get_rank(self.process_group)
+        self.rank, self.size = group.place(self.process_group, "this layer", use="build it")
 
     def __deepcopy__(self, _: dict) -> "Group":
         return self
@@ -632,15 +628,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     dims = sharded_dims(model)
     groups = [part.group for part in model.modules() if isinstance(part, ParallelLayer)]
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    squares = {True: [], False: []}
-    for name, grad in named:
-        squares[dims[name] is not None].append(grad.double().square().sum())
-    zero = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    divided = sum(squares[True], zero.clone())
-    if groups:
-        groups[0].all_reduce(divided)
-    norm = (divided + sum(squares[False], zero)).sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, grad in named:
-        grad.mul_(scale.to(grad.dtype))
-    return norm
+    counts_all = not groups or groups[0].rank == 0  # one rank counts what every rank holds
+    return group.clip_grad_norm_(
+        [grad for _, grad in named],
+        max_norm,
+        counted=[grad for name, grad in named if counts_all or dims[name] is not None],
+        process_groups=[groups[0].process_group] if groups and groups[0].size > 1 else [],
+        device=next(model.parameters()).device,
+    )

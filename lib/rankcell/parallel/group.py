@@ -1,0 +1,99 @@
+"""What the strategies share: a rank's place in a group, one all-reduce of many tensors, one gradient norm.
+
+Nothing here knows a model. It does not make groups: `dist.new_group` or a device mesh does.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def place(process_group: dist.ProcessGroup | None, owner: str, *, use: str = "use it") -> tuple[int, int]:
+    """This rank's number in a process group, and the group's size; None is the group of all ranks.
+
+    place(None, "this layer")  # (2, 4) on rank 2 of four
+
+    Raises:
+        ValueError: this rank is not in the group. `owner` says whose group it is, `use` what members do.
+    """
+    world_size = dist.get_world_size(process_group)
+    if world_size < 1:
+        raise ValueError(
+            f"Rank {dist.get_rank()} is not in the process group of {owner}. Only its members {use}."
+        )
+    return dist.get_rank(process_group), world_size
+
+
+@torch.no_grad()
+def all_reduce_together(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
+    """Sum each tensor over the ranks of a group, in place, with one all-reduce per dtype and device.
+
+    All ranks must give tensors of the same shapes in the same order.
+    """
+    _together(tensors, lambda flat: dist.all_reduce(flat, group=process_group))
+
+
+@torch.no_grad()
+def broadcast_together(
+    tensors: Iterable[Tensor], source: int, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Give each tensor the values it has on one rank, with one broadcast per dtype and device.
+
+    `source` is that rank's number in the group.
+    """
+    rank = source if process_group is None else dist.get_global_rank(process_group, source)
+    _together(tensors, lambda flat: dist.broadcast(flat, rank, group=process_group))
+
+
+def _together(tensors: Iterable[Tensor], send: Callable[[Tensor], object]) -> None:
+    """Put tensors of one dtype and device into a flat one, `send` it, and copy back what it then holds."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        alike.setdefault((real.dtype, real.device), []).append(real)
+    for together in alike.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in together])
+        if not flat.numel():
+            continue
+        send(flat)
+        for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    gradients: Iterable[Tensor],
+    max_norm: float,
+    *,
+    counted: Iterable[Tensor],
+    process_groups: Sequence[dist.ProcessGroup | None],
+    device: torch.device,
+) -> Tensor:
+    """The norm of all gradients of a divided model, a float64 number that is the same on all ranks.
+
+    If it is above `max_norm`, `gradients` (all that this rank holds) are scaled down in place. The squares of
+    `counted` are summed over the ranks of each group in turn: over all ranks each number must be counted
+    once, so what several ranks hold is counted by one of them. All ranks of the groups must call it.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in counted:
+        total += gradient.double().square().sum()
+    for group in process_groups:
+        dist.all_reduce(total, group=group)
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
+
+
+def settle(work: dist.Work) -> None:
+    """Wait for a collective whose result nobody wants any more, because the step it belonged to failed.
+
+    The collective may have failed with it, or its group may be gone: that is no news to whoever starts anew.
+    """
+    with contextlib.suppress(RuntimeError):
+        work.wait()
