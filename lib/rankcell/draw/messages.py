@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..results import Event, Run, name_ranks
-from .collectives import _CELL, _MARGIN, _NAMES, WIDTH, _colour, _edge, _fill, _number, label, stripes
+from .collectives import CELL, MARGIN, NAMES, edge_of, fill_of, format_number, label, stripes
+from .parts import WIDE, rank_colour
 from .svg import INK, MUTED, Figure, Frames, drawing, line, rect
 from .trace import messages
 
 MAX_NUMBERS = 8  # numbers per rank that fit into the picture twice
-_ARROWS, _TOP, _PITCH = 84, 78, _CELL + 22
+_ARROWS, _TOP, _PITCH = 84, 78, CELL + 22
 
 
 @dataclass(frozen=True)
@@ -123,35 +124,35 @@ def _draw(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: 
     before, after = states[max(step - 1, 0)], states[step]
     now = [m for m in found if m.step == step]
     length = len(before[ranks[0]].numbers)
-    cell = min((WIDTH - _NAMES - _ARROWS - _MARGIN) / (2 * length), 58)
-    left, right = _NAMES, WIDTH - _MARGIN - length * cell
+    cell = min((WIDE - NAMES - _ARROWS - MARGIN) / (2 * length), 58)
+    left, right = NAMES, WIDE - MARGIN - length * cell
     y = {rank: _TOP + row * _PITCH for row, rank in enumerate(ranks)}
     marks = [
         stripes({s for state in (before, after) for held in state.values() for s in held.sources}),
-        label(_MARGIN, 28, title, bold=True),
+        label(MARGIN, 28, title, bold=True),
         label(left, 64, "before" if step else "at the start", fill=MUTED),
     ]
-    marks += [label(_MARGIN, y[rank] + 27, f"rank {rank}") for rank in ranks]
+    marks += [label(MARGIN, y[rank] + 27, f"rank {rank}") for rank in ranks]
     marks += [_array(before[rank], left, y[rank], cell) for rank in ranks]
     if step:
         marks.append(label(right, 64, "after", fill=MUTED))
         marks += [_array(after[rank], right, y[rank], cell) for rank in ranks]
     for m in now:
-        colour = _colour(m.sent.rank)
+        colour = rank_colour(m.sent.rank)
         source, target = y[m.sent.rank], y[m.came.rank]
         if m.sent.watched.part:
             begin, end = m.sent.watched.part
             marks.append(_frame(left + begin * cell, source, (end - begin) * cell, colour))
         start = left + length * cell + 6
         marks.append(
-            line(start, source + _CELL / 2, right - 8, target + _CELL / 2, stroke=colour, width=3, arrow=True)
+            line(start, source + CELL / 2, right - 8, target + CELL / 2, stroke=colour, width=3, arrow=True)
         )
     foot = _foot(states, found, step)
     bottom = _TOP + len(ranks) * _PITCH
-    marks.append(label(_MARGIN, bottom + 16, foot, fill=MUTED))
+    marks.append(label(MARGIN, bottom + 16, foot, fill=MUTED))
     twin = [title, *_lines(before if step else after, after if step else None, now), foot]
     alt = f"{title}. {foot}. " + "; ".join(_lines(after, None, ()))
-    return drawing(WIDTH, bottom + 34, *marks, alt=alt, text="\n".join(twin))
+    return drawing(WIDE, bottom + 34, *marks, alt=alt, text="\n".join(twin))
 
 
 def _foot(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: int) -> str:
@@ -173,9 +174,9 @@ def _size(m: _Message) -> int:
 
 def _array(state: _State, x: float, y: float, cell: float) -> str:
     marks = []
-    for i, (number, sources) in enumerate(zip(state.numbers, state.sources, strict=True)):
-        marks.append(rect(x + i * cell, y, cell, _CELL, fill=_fill(sources), stroke=_edge(sources)))
-        text = _number(number)
+    for i, (value, sources) in enumerate(zip(state.numbers, state.sources, strict=True)):
+        marks.append(rect(x + i * cell, y, cell, CELL, fill=fill_of(sources), stroke=edge_of(sources)))
+        text = format_number(value)
         size = min(20.0, (cell - 4) / (0.6 * len(text)))
         marks.append(
             f'<text x="{x + (i + 0.5) * cell:.1f}" y="{y + 27:g}" font-size="{size:.1f}" '
@@ -185,13 +186,12 @@ def _array(state: _State, x: float, y: float, cell: float) -> str:
 
 
 def _frame(x: float, y: float, width: float, colour: str) -> str:
-    frame = rect(x - 1, y - 3, width + 2, _CELL + 6, stroke=colour)
-    return frame.replace("<rect", '<rect stroke-width="4"', 1)
+    return rect(x - 1, y - 3, width + 2, CELL + 6, stroke=colour, stroke_width=4)
 
 
 def _lines(before: dict[int, _State], after: dict[int, _State] | None, now: Iterable[_Message]) -> list[str]:
     """One line per rank: what it holds, what it sends where, what it holds then."""
-    held = {rank: " ".join(map(_number, state.numbers)) for rank, state in before.items()}
+    held = {rank: " ".join(map(format_number, state.numbers)) for rank, state in before.items()}
     width, lines = max(map(len, held.values())), []
     for rank, text in held.items():
         sent = []
@@ -199,12 +199,11 @@ def _lines(before: dict[int, _State], after: dict[int, _State] | None, now: Iter
             if m.sent.rank == rank:
                 part = m.sent.watched.part
                 numbers = before[rank].numbers[slice(*part)] if part else ()
-                sent.append(
-                    f"{' '.join(map(_number, numbers)) or 'other numbers'} -> {name_ranks([m.came.rank])}"
-                )
+                what = " ".join(map(format_number, numbers)) or "other numbers"
+                sent.append(f"{what} -> {name_ranks([m.came.rank])}")
         line_ = f"rank {rank}: {text:<{width}}"
         if after is not None:
-            then = " ".join(map(_number, after[rank].numbers))
+            then = " ".join(map(format_number, after[rank].numbers))
             line_ += f"   {', '.join(sent) or 'sends nothing':<24}   => {then}"
         lines.append(line_.rstrip())
     return lines

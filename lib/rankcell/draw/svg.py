@@ -47,9 +47,7 @@ inp.oninput=show;img.after(box,lab);show();f.dataset.ready='1'})(document.curren
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture: SVG text, a sentence that says the finding, and a text twin for terminals and screen
-    readers.
-    """
+    """One picture: SVG text, a sentence with the finding, a text twin for terminals and screen readers."""
 
     svg: str
     alt: str
@@ -144,19 +142,21 @@ def rect(
     *,
     fill: str = "none",
     stroke: str = "none",
+    stroke_width: float = 1,
     title: str = "",
     radius: float = 2,
     dash: str = "",
 ) -> str:
-    """A bar. `title` is what a mouse over it shows. An outline without fill means predicted, a filled bar
-    measured.
+    """A bar. `title` is what a mouse over it shows.
+
+    An outline without fill means predicted, a filled bar measured.
     """
     tip = f"<title>{escape(title)}</title>" if title else ""
+    thick = f' stroke-width="{stroke_width:g}"' if stroke_width != 1 else ""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
-        f'rx="{radius:g}" '
-        f'fill="{fill}" stroke="{stroke}"{dashed}>{tip}</rect>'
+        f'<rect{thick} x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
+        f'rx="{radius:g}" fill="{fill}" stroke="{stroke}"{dashed}>{tip}</rect>'
     )
 
 
@@ -177,8 +177,7 @@ def label(
     family = " font-family=\"ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace\"" if mono else ""
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"'
-        f"{weight}{family}{keep}>"
-        f"{escape(str(text))}</text>"
+        f"{weight}{family}{keep}>{escape(str(text))}</text>"
     )
 
 
