@@ -15,7 +15,6 @@ ALLOWED = {
     "costs": set(),
     "hardware": set(),
     "cluster": set(),
-    "notebooks": set(),
     "parallel": {"schedules"},
     "schedules": {"results", "errors"},
     "simulate": {"results"},

@@ -4,7 +4,7 @@ That arrays, restarts, preempted jobs, lost nodes and exported lessons end as th
 notebook 14, which runs on the same cluster with `make test`.
 """
 
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import mini_slurm
 from rankcell.cluster import scripts
-from rankcell.cluster.slurm import MiniSlurm, NoSlurm
+from rankcell.cluster.slurm import NoSlurm, find
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -59,10 +60,11 @@ def processes_with(entry):
 
 def test_cluster_goes_down_when_its_owner_is_killed(cluster):
     code = (
-        "from rankcell.cluster.slurm import MiniSlurm; import os, sys, time\n"
-        f"print(MiniSlurm({str(HERE / 'mini-slurm')!r}, nodes=1).state, flush=True); time.sleep(60)"
+        "from mini_slurm import MiniSlurm; import time\n"
+        "print(MiniSlurm(nodes=1).state, flush=True); time.sleep(60)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code]
+    owner = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
     with owner:
         state = Path(owner.stdout.readline().strip())
         assert len(processes_with(f"MINI_SLURM_DIR={state}")) >= 3
@@ -74,7 +76,23 @@ def test_cluster_goes_down_when_its_owner_is_killed(cluster):
     assert not processes_with(f"MINI_SLURM_DIR={state}")
 
 
-def test_no_slurm_says_what_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    with pytest.raises(NoSlurm, match=r"there is no .*absent: the throw-away cluster comes with"):
-        MiniSlurm(tmp_path / "absent")
+@pytest.fixture
+def no_slurm(monkeypatch, tmp_path):
+    """A machine without Slurm's commands."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_without_a_slurm_a_program_brings_one_up(no_slurm, tmp_path):
+    program = tmp_path / "cluster.py"
+    program.write_text("def up():\n    return 'a Slurm'\n")
+    assert find(program) == "a Slurm"
+    with pytest.raises(NoSlurm, match=r"none on this machine, and no file .*absent that would bring one up"):
+        find(tmp_path / "absent")
+    with pytest.raises(NoSlurm, match=r"no command `sinfo`"):
+        find()
+
+
+def test_the_throw_away_cluster_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None if name == "slurmd" else name)
+    with pytest.raises(NoSlurm, match=r"Slurm is not installed: no slurmd$"):
+        mini_slurm.up()

@@ -45,7 +45,6 @@ _ENGINE = {
     "preload",
     "diagnose",
     "draw",
-    "notebooks",
     "cluster/slurm",
 }
 
