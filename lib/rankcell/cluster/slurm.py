@@ -224,7 +224,7 @@ def load_ipython_extension(shell: Any) -> None:
 
         @line_magic("slurm")
         def line(self, line: str) -> None:
-            """`%slurm up PROGRAM` finds a Slurm, or runs the file that brings one up; `%slurm down` ends it."""
+            """`%slurm up PROGRAM` finds a Slurm or runs what brings one up; `%slurm down` takes that down."""
             word, _, program = line.strip().partition(" ")
             if word not in ("up", "down"):
                 raise ValueError(
