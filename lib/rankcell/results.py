@@ -258,8 +258,8 @@ class Standing:
 class RankResult:
     """What one rank did in one cell.
 
-    `state` is "ok", "error" (it raised), "lost" (its process ended), "stopped" (interrupted or timed out) or
-    "skipped" (the cell ran on other ranks only).
+    `state` is "ok", "error" (it raised), "lost" (its process ended), "skipped" (the cell ran on other ranks
+    only) or, in what is shown while the cell runs, "running".
     """
 
     rank: int
