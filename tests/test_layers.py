@@ -30,7 +30,7 @@ ALLOWED = {
     "nodes": {"channel", "errors", "local", "system"},
     "world": {"results", "errors", "worker", "diagnose", "local", "nodes"},
     "magics": {"results", "errors", "world", "draw", "cluster"},
-    "draw": {"results", "hardware", "costs", "check", "schedules"},
+    "draw": {"results", "hardware", "schedules"},
     "__init__": {"results", "errors", "meter", "world", "magics", "check", "draw"},
 }
 
