@@ -83,7 +83,7 @@ def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
     title += f" on {' and '.join(name_ranks(g) for g in scene.groups)}"
     send, found = _sentences(scene)
     figures = tuple(_draw(scene, title, step, foot) for step, foot in enumerate(("", send, found)))
-    return Frames(figures, ("before", "who sends what to whom", "after"), start=2)
+    return Frames(figures, ("before", "who sends what to whom", "after"), still=2)
 
 
 def matrices(

@@ -59,7 +59,7 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
     title = title or f"{len(found)} messages in {len(states) - 1} steps"
     figures = tuple(_draw(states, found, step, title) for step in range(len(states)))
     labels = ("before", *(f"{step} of {len(states) - 1}" for step in range(1, len(states))))
-    return Frames(figures, labels, start=1)
+    return Frames(figures, labels, still=1)
 
 
 def _in_steps(pairs: Sequence[tuple[Event, Event]]) -> list[_Message]:

@@ -69,7 +69,7 @@ def grid(
 
 
 def cases(
-    plans: Mapping[str, Schedule | Iterable[Event]], *, name: str = "schedule", start: int = 0
+    plans: Mapping[str, Schedule | Iterable[Event]], *, name: str = "schedule", still: int = 0
 ) -> Frames:
     """One grid per case under a slider, all with the same length of time and the same number of ranks.
 
@@ -84,7 +84,7 @@ def cases(
         for case, found in rows.items()
     )
     labels = tuple(f"{case}: idle {100 * _idle(found, measured=True):.0f} %" for case, found in rows.items())
-    return Frames(figures, labels, name=name, start=start)
+    return Frames(figures, labels, name=name, still=still)
 
 
 def explore() -> Any:

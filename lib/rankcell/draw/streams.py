@@ -44,7 +44,7 @@ def streams(events: Iterable[Event], *, title: str = "") -> Figure:
     return _draw(events, _rows(events), max(e.end for e in events), title)
 
 
-def cases(named: Mapping[str, Iterable[Event]], *, name: str = "case", start: int = 0) -> Frames:
+def cases(named: Mapping[str, Iterable[Event]], *, name: str = "case", still: int = 0) -> Frames:
     """The same picture for several runs under a slider, with the same rows and the same length of time.
 
     cases({"pageable": one.events, "pinned": other.events})
@@ -53,7 +53,7 @@ def cases(named: Mapping[str, Iterable[Event]], *, name: str = "case", start: in
     rows = _rows([e for events in runs.values() for e in events])
     end = max(e.end for events in runs.values() for e in events)
     figures = tuple(_draw(events, rows, end, case) for case, events in runs.items())
-    return Frames(figures, tuple(runs), name=name, start=start)
+    return Frames(figures, tuple(runs), name=name, still=still)
 
 
 def _sorted(events: Iterable[Event]) -> list[Event]:
