@@ -88,8 +88,42 @@ def test_without_a_slurm_a_program_brings_one_up(no_slurm, tmp_path):
     assert find(program) == "a Slurm"
     with pytest.raises(NoSlurm, match=r"none on this machine, and no file .*absent that would bring one up"):
         find(tmp_path / "absent")
+    with pytest.raises(NoSlurm, match=r"mini-slurm is no Python file that brings one up"):
+        find(HERE / "mini-slurm")
     with pytest.raises(NoSlurm, match=r"no command `sinfo`"):
         find()
+
+
+def test_without_a_slurm_the_cells_are_skipped_and_say_why(no_slurm, shell, capsys):
+    shell.run_line_magic("load_ext", "rankcell.cluster.slurm")
+    shell.run_line_magic("slurm", "up absent.py")
+    shell.run_cell_magic("slurm", "", "print('ran')")
+    why = "there is none on this machine, and no file absent.py that would bring one up"
+    said = f"No Slurm: {why}. Cells that begin with %%slurm are skipped.\nSkipped: {why}.\n"
+    assert capsys.readouterr().out == said
+
+
+PRETENDED = """
+from pathlib import Path
+from rankcell.cluster.slurm import Slurm
+
+class Pretended(Slurm):
+    def __init__(self):
+        self.folder, self.environment = Path({folder!r}), dict()
+
+up = Pretended
+"""
+
+
+def test_cells_run_where_jobs_are_submitted(no_slurm, shell, tmp_path):
+    """A program brings up what stands for a Slurm here: its folder is where the cell runs."""
+    (tmp_path / "jobs").mkdir()
+    program = tmp_path / "cluster.py"
+    program.write_text(PRETENDED.format(folder=str(tmp_path / "jobs")))
+    shell.run_line_magic("load_ext", "rankcell.cluster.slurm")
+    shell.run_line_magic("slurm", f"up {program}")
+    assert shell.run_cell_magic("slurm", "", "import os\nos.getcwd()") == str(tmp_path / "jobs")
+    assert shell.user_ns["slurm"].folder == tmp_path / "jobs"
 
 
 def test_the_throw_away_cluster_says_what_is_missing(monkeypatch):

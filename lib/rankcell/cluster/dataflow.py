@@ -88,9 +88,8 @@ def _needs(body: Sequence[ast.stmt], bound: frozenset[str] = frozenset()) -> fro
             stored = [n for head in heads for n in ast.walk(head) if isinstance(n, ast.Name)]
             inner = bound | {n.id for n in stored if isinstance(n.ctx, ast.Store)}
             read = [h for h in heads if isinstance(h, ast.expr) and h is not getattr(node, "target", None)]
-            heads = [ast.Expr(h) for h in read] + [
-                ast.Expr(h.context_expr) for h in heads if isinstance(h, ast.withitem)
-            ]
+            entered = [h.context_expr for h in heads if isinstance(h, ast.withitem)]
+            heads = [*map(ast.Expr, read), *map(ast.Expr, entered)]
             for block in blocks:
                 needs |= _needs(block, inner)
         for head in heads:
@@ -148,7 +147,7 @@ def statements_of(
 
 def shares_its_last_line(node: ast.stmt, lines: Sequence[str]) -> bool:
     """Whether another statement stands behind it, as in `a = 1; b = 2`."""
-    rest = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
+    rest = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :].decode().strip()
     return bool(rest) and not rest.startswith("#")
 
 
@@ -204,7 +203,8 @@ def makers(statements: Sequence[Statement], names: Iterable[str]) -> tuple[list[
     imported = {n for s in statements if isinstance(s.node, (ast.Import, ast.ImportFrom)) for n in s.binds}
     late: set[str] = set()
     while True:
-        needed, chosen, calls = set(names) | late, [], set()
+        needed, chosen = set(names) | late, []
+        calls: set[str] = set()
         for statement in reversed(statements):
             touched = {name for n in needed for name in linked.get(n, {n})}
             changed = statement.changes & (touched - imported) and not _only_shows(statement, statements)

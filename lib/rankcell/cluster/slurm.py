@@ -202,6 +202,8 @@ def find(program: str | Path = "", *, folder: str | Path = "slurm-jobs") -> Slur
     if not Path(program).is_file():
         raise NoSlurm(f"there is none on this machine, and no file {program} that would bring one up")
     spec = importlib.util.spec_from_file_location(Path(program).stem, program)
+    if spec is None or spec.loader is None:
+        raise NoSlurm(f"there is none on this machine, and {program} is no Python file that brings one up")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.up()
@@ -222,7 +224,8 @@ def load_ipython_extension(shell: Any) -> None:
         found: Slurm | None = None
         why = "no `%slurm up` has run"
 
-        @line_magic("slurm")
+        # IPython's types know one of the two forms of its decorator
+        @line_magic("slurm")  # type: ignore[arg-type]
         def line(self, line: str) -> None:
             """`%slurm up PROGRAM` finds a Slurm or runs what brings one up; `%slurm down` takes that down."""
             word, _, program = line.strip().partition(" ")
@@ -242,7 +245,7 @@ def load_ipython_extension(shell: Any) -> None:
                 print(f"No Slurm: {self.why}. Cells that begin with %%slurm are skipped.")
             else:
                 print(f"Jobs go to {self.found}.")
-            self.shell.user_ns["slurm"] = self.found
+            shell.user_ns["slurm"] = self.found
 
         def cell(self, line: str, cell: str) -> Any:
             """Run the cell where jobs are submitted, or say why not; `%%slurm net`: on separate nodes."""
@@ -258,14 +261,14 @@ def load_ipython_extension(shell: Any) -> None:
         def _execute(self, cell: str) -> Any:
             import ast
 
-            source, names = self.shell.transform_cell(cell), self.shell.user_ns
+            source, names = shell.transform_cell(cell), shell.user_ns
             tree = ast.parse(source)
             last = None
             if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
                 last = ast.Expression(tree.body.pop().value)
-            name = self.shell.compile.cache(source, self.shell.execution_count)
-            exec(self.shell.compile(tree, name, "exec"), names)
-            return None if last is None else eval(self.shell.compile(last, name, "eval"), names)
+            name = shell.compile.cache(source, shell.execution_count)
+            exec(shell.compile(tree, name, "exec"), names)
+            return None if last is None else eval(shell.compile(last, name, "eval"), names)
 
     magics = SlurmMagics(shell)
     shell.register_magics(magics)

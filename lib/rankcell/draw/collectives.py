@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..results import Event, Run, name_ranks
+from ..results import Event, Run, Values, name_ranks
 from .parts import WIDE, pale, rank_colour
 from .svg import INK, LINE, MUTED, Figure, Frames, drawing, line, rect
 from .svg import label as label_of_any_size
@@ -39,6 +39,9 @@ class _Block:
     @property
     def untouched(self) -> bool:
         return bool(self.numbers) and all(math.isnan(x) for x in self.numbers)
+
+
+_Held = dict[int, tuple[_Block, ...]]  # what each rank holds
 
 
 @dataclass(frozen=True)
@@ -165,10 +168,8 @@ def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
     chosen = [own[call - 1] for own in by_rank.values() if 1 <= call <= len(own)]
     if not chosen:
         raise ValueError(f"This run holds no {op} number {call}. Its collectives: {held}.")
-    if any(e.values is None for e in chosen):
-        raise ValueError(
-            f"The numbers of this {op} were not recorded. Run its cell with `--values`: `%%ranks 4 --values`."
-        )
+    for event in chosen:
+        _values(event)
     by_group = {e.rank: e for e in chosen}
     for event in chosen:
         missing = [r for r in event.ranks if r not in by_group or by_group[r].ranks != event.ranks]
@@ -178,6 +179,21 @@ def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
                 f"has none of {name_ranks(missing)}. Draw a call that the whole group made."
             )
     return sorted(chosen, key=lambda e: e.rank)
+
+
+def _values(event: Event) -> Values:
+    if event.values is None:
+        raise ValueError(
+            f"The numbers of this {event.op} were not recorded. "
+            "Run its cell with `--values`: `%%ranks 4 --values`."
+        )
+    return event.values
+
+
+def _root(event: Event) -> int:
+    """The rank that a rooted collective sends from or to."""
+    assert event.peer is not None, f"{event.op} without a root"
+    return event.peer
 
 
 def _parts(event: Event, tensors: tuple[tuple[float, ...], ...]) -> list[tuple[float, ...]]:
@@ -205,14 +221,19 @@ def _scene(events: list[Event]) -> _Scene:
     groups = {e.ranks: e for e in events}
     by_rank = {e.rank: e for e in events}
     for event in events:
-        recorded = max((len(t) for t in event.values.input_before + event.values.output_before), default=0)
+        recorded = max(
+            (len(t) for t in _values(event).input_before + _values(event).output_before), default=0
+        )
         size = math.prod(event.shape)
-        if event.values.input_before and recorded < size:
+        if _values(event).input_before and recorded < size:
             raise ValueError(
                 f"Only the first {recorded} of {size} numbers were recorded. "
                 f"Draw this {event.op} with a smaller tensor."
             )
-    before, empty, after, moves = {}, {}, {}, []
+    before: _Held = {}
+    empty: _Held = {}
+    after: _Held = {}
+    moves: list[_Move] = []
     for group, some in groups.items():
         _BUILD[some.op]([by_rank[r] for r in group], before, empty, after, moves)
     first = events[0]
@@ -233,13 +254,15 @@ def _blank(numbers: tuple[float, ...]) -> _Block:
     return _Block((math.nan,) * len(numbers))
 
 
-def _build_in_place(events: list[Event], before: dict, empty: dict, after: dict, moves: list) -> None:
+def _build_in_place(
+    events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]
+) -> None:
     """broadcast, reduce, all_reduce: one tensor, overwritten where the operation says so."""
     op, group, root = events[0].op, events[0].ranks, events[0].peer
     for e in events:
-        mine, result = _whole(e.values.input_before), _whole(e.values.output_after)
+        mine, result = _whole(_values(e).input_before), _whole(_values(e).output_after)
         reads, writes = op != "broadcast" or e.rank == root, op != "reduce" or e.rank == root
-        sources = (root,) if op == "broadcast" else group
+        sources = (_root(e),) if op == "broadcast" else group
         before[e.rank] = (_Block(mine, (e.rank,) if reads else ()),)
         empty[e.rank] = (_blank(result),)
         after[e.rank] = (_Block(result, sources if writes else ()),)
@@ -247,48 +270,50 @@ def _build_in_place(events: list[Event], before: dict, empty: dict, after: dict,
             moves += [_Move(s, e.rank, None, i) for i, s in enumerate(sources)]
 
 
-def _build_scatter(events: list[Event], before: dict, empty: dict, after: dict, moves: list) -> None:
-    root = events[0].peer
+def _build_scatter(
+    events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]
+) -> None:
+    root = _root(events[0])
     for i, e in enumerate(events):
-        sent = _parts(e, e.values.input_before) if e.rank == root else []
+        sent = _parts(e, _values(e).input_before) if e.rank == root else []
         before[e.rank] = tuple(_Block(p, (root,)) for p in sent)
-        empty[e.rank] = (_Block(_whole(e.values.output_before)),)
-        after[e.rank] = (_Block(_whole(e.values.output_after), (root,)),)
+        empty[e.rank] = (_Block(_whole(_values(e).output_before)),)
+        after[e.rank] = (_Block(_whole(_values(e).output_after), (root,)),)
         moves.append(_Move(root, e.rank, i, 0))
 
 
-def _build_gather(events: list[Event], before: dict, empty: dict, after: dict, moves: list) -> None:
+def _build_gather(events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]) -> None:
     """gather and all_gather: one place per rank, on the root or on all."""
     group, root = events[0].ranks, events[0].peer
     for e in events:
-        before[e.rank] = (_Block(_whole(e.values.input_before), (e.rank,)),)
+        before[e.rank] = (_Block(_whole(_values(e).input_before), (e.rank,)),)
         if root is not None and e.rank != root:
             empty[e.rank] = after[e.rank] = ()
             continue
-        empty[e.rank] = tuple(_Block(p) for p in _parts(e, e.values.output_before))
-        pieces = zip(_parts(e, e.values.output_after), group, strict=True)
+        empty[e.rank] = tuple(_Block(p) for p in _parts(e, _values(e).output_before))
+        pieces = zip(_parts(e, _values(e).output_after), group, strict=True)
         after[e.rank] = tuple(_Block(p, (s,)) for p, s in pieces)
         moves += [_Move(s, e.rank, None, i) for i, s in enumerate(group)]
 
 
-def _build_parts(events: list[Event], before: dict, empty: dict, after: dict, moves: list) -> None:
+def _build_parts(events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]) -> None:
     """reduce_scatter and all_to_all: part i of every rank goes to the i-th rank of the group."""
     group, combines = events[0].ranks, events[0].op == "reduce_scatter"
     for i, e in enumerate(events):
-        before[e.rank] = tuple(_Block(p, (e.rank,)) for p in _parts(e, e.values.input_before))
+        before[e.rank] = tuple(_Block(p, (e.rank,)) for p in _parts(e, _values(e).input_before))
         if combines:
-            empty[e.rank] = (_Block(_whole(e.values.output_before)),)
-            after[e.rank] = (_Block(_whole(e.values.output_after), group),)
+            empty[e.rank] = (_Block(_whole(_values(e).output_before)),)
+            after[e.rank] = (_Block(_whole(_values(e).output_after), group),)
         else:
-            empty[e.rank] = tuple(_Block(p) for p in _parts(e, e.values.output_before))
-            pieces = zip(_parts(e, e.values.output_after), group, strict=True)
+            empty[e.rank] = tuple(_Block(p) for p in _parts(e, _values(e).output_before))
+            pieces = zip(_parts(e, _values(e).output_after), group, strict=True)
             after[e.rank] = tuple(_Block(p, (s,)) for p, s in pieces)
         moves += [_Move(s, e.rank, i, j) for j, s in enumerate(group)]
     if not combines:
         _check_parts(group, before, after)
 
 
-def _check_parts(group: tuple[int, ...], before: Mapping, after: Mapping) -> None:
+def _check_parts(group: tuple[int, ...], before: _Held, after: _Held) -> None:
     """Equal parts are a guess for `all_to_all_single`: with unequal ones the colours would be wrong."""
     for i, target in enumerate(group):
         for j, source in enumerate(group):

@@ -55,16 +55,19 @@ def over_time(
     if held is None:
         if by not in ("change", "time"):
             raise ValueError(f'by={by!r}: samples can be drawn by="change" or by="time".')
-        at, held, x_label, phases = _from_samples(at, by, x_label, phases)
+        samples = [sample for sample in at if isinstance(sample, Memory)]
+        places, held, x_label, phases = _from_samples(samples, by, x_label, phases)
+    else:
+        places = [place for place in at if not isinstance(place, Memory)]
     for kind, values in held.items():
-        if len(values) != len(at):
-            raise ValueError(f"{kind} has {len(values)} values for {len(at)} places. Give one per place.")
+        if len(values) != len(places):
+            raise ValueError(f"{kind} has {len(values)} values for {len(places)} places. Give one per place.")
     kinds = _in_order(held)
-    total = [sum(held[kind][i] for kind in kinds) for i in range(len(at))]
-    peak = max(range(len(at)), key=lambda i: total[i])
+    total = [sum(held[kind][i] for kind in kinds) for i in range(len(places))]
+    peak = max(range(len(places)), key=lambda i: total[i])
     top_bytes = total[peak] or 1.0
     ticks = _binary_ticks(top_bytes)
-    low, high = at[0], at[-1] if at[-1] > at[0] else at[0] + 1
+    low, high = places[0], places[-1] if places[-1] > places[0] else places[0] + 1
 
     marks, key_height = _key(kinds)
     names, rows = _phase_names(phases, low, high, left := EDGE + max(map(_width, ticks)) + 8)
@@ -77,11 +80,11 @@ def over_time(
         return bottom - nbytes / max(top_bytes, ticks[-1]) * (bottom - top)
 
     marks += [line(left, py(t), right, py(t)) for t in ticks]
-    below = [0.0] * len(at)
+    below = [0.0] * len(places)
     for kind in kinds:
         above = [b + v for b, v in zip(below, held[kind], strict=True)]
         if any(held[kind]):
-            path = _steps(at, above, px, py) + _steps(at, below, px, py)[::-1]
+            path = _steps(places, above, px, py) + _steps(places, below, px, py)[::-1]
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
             most = max(held[kind])
             tip = f"<title>{escape(kind)}: at most {format_bytes(most)}</title>"
@@ -96,11 +99,11 @@ def over_time(
             marks.append(label(x, y, name, fill=MUTED))
     marks.append(line(left, bottom, right, bottom, stroke=MUTED))
     marks.append(label((left + right) / 2, height - 14, x_label, anchor="middle", fill=MUTED))
-    where = _phase_at(phases, at[peak])
+    where = _phase_at(phases, places[peak])
     parts = ", ".join(f"{k} {format_bytes(held[k][peak])}" for k in kinds if held[k][peak])
     said = alt or f"Memory is highest{f' in {where}' if where else ''}, {format_bytes(total[peak])}: {parts}."
     return drawing(
-        WIDTH, height, *marks, alt=said, text=_twin_over_time(at, held, kinds, total, phases, x_label)
+        WIDTH, height, *marks, alt=said, text=_twin_over_time(places, held, kinds, total, phases, x_label)
     )
 
 
@@ -118,22 +121,20 @@ def by_rank(
     """
     if not measured:
         raise ValueError("There is nothing to draw: no rank was measured.")
-    measured = [row.by_kind if isinstance(row, Memory) else row for row in measured]
-    if formula and len(formula) != len(measured):
-        raise ValueError(
-            f"{len(measured)} were measured, the formula is for {len(formula)}. Give one for each."
-        )
-    names = tuple(names) or tuple(f"rank {r}" for r in range(len(measured)))
-    if len(names) != len(measured):
-        raise ValueError(f"{len(measured)} were measured, {len(names)} have names. Give one name for each.")
-    kinds = _in_order([kind for row in (*measured, *formula) for kind in row if row[kind]]) or ["rest"]
-    most = max(sum(row.values()) for row in (*measured, *formula)) or 1.0
+    rows = [row.by_kind if isinstance(row, Memory) else row for row in measured]
+    if formula and len(formula) != len(rows):
+        raise ValueError(f"{len(rows)} were measured, the formula is for {len(formula)}. Give one for each.")
+    names = tuple(names) or tuple(f"rank {r}" for r in range(len(rows)))
+    if len(names) != len(rows):
+        raise ValueError(f"{len(rows)} were measured, {len(names)} have names. Give one name for each.")
+    kinds = _in_order([kind for row in (*rows, *formula) for kind in row if row[kind]]) or ["rest"]
+    most = max(sum(row.values()) for row in (*rows, *formula)) or 1.0
     marks, y = _key(kinds)
     if formula:
         marks.append(rect(EDGE, y + 4, 18, 16, fill=PAPER, stroke=INK))
         marks.append(label(EDGE + 26, y + 19, "outlined: by formula", fill=MUTED))
         y += 28
-    for i, (name, row) in enumerate(zip(names, measured, strict=True)):
+    for i, (name, row) in enumerate(zip(names, rows, strict=True)):
         total = format_bytes(sum(row.values()))
         marks.append(label(EDGE, y + 28, name))
         marks.append(label(WIDTH - EDGE, y + 28, total, anchor="end", bold=True))
@@ -144,15 +145,15 @@ def by_rank(
             y += 20
     off = [
         abs(sum(m.values()) / sum(f.values()) - 1)
-        for m, f in zip(measured, formula, strict=False)
+        for m, f in zip(rows, formula, strict=False)
         if sum(f.values())
     ]
     return drawing(
         WIDTH,
         y + 4,
         *marks,
-        alt=alt or _said_by_rank(names, measured, kinds, off),
-        text=_twin_by_rank(names, measured, formula, kinds),
+        alt=alt or _said_by_rank(names, rows, kinds, off),
+        text=_twin_by_rank(names, rows, formula, kinds),
     )
 
 

@@ -7,7 +7,7 @@ step comes from the messages of that run. Collectives have pictures of their own
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..results import Event, Run, name_ranks
+from ..results import Event, Run, Watched, name_ranks
 from .collectives import CELL, MARGIN, NAMES, edge_of, fill_of, format_number, label, stripes
 from .parts import WIDE, rank_colour
 from .svg import INK, MUTED, Figure, Frames, drawing, line, rect
@@ -48,11 +48,7 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
     found = _in_steps(messages(tuple(events)))
     if not found:
         raise ValueError("This run holds no send that was received. Collectives: draw.collectives.steps.")
-    if any(e.watched is None for m in found for e in (m.sent, m.came)):
-        raise ValueError(
-            "No array was watched. Run the algorithm in `with rankcell.watch(x):` on every rank."
-        )
-    longest = max(len(m.sent.watched.before) for m in found)
+    longest = max(len(_watched(e).before) for m in found for e in (m.sent, m.came))
     if longest > MAX_NUMBERS:
         raise ValueError(f"The array has {longest} numbers, a picture has room for {MAX_NUMBERS}.")
     states = _states(found)
@@ -60,6 +56,14 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
     figures = tuple(_draw(states, found, step, title) for step in range(len(states)))
     labels = ("before", *(f"{step} of {len(states) - 1}" for step in range(1, len(states))))
     return Frames(figures, labels, still=1)
+
+
+def _watched(event: Event) -> Watched:
+    if event.watched is None:
+        raise ValueError(
+            "No array was watched. Run the algorithm in `with rankcell.watch(x):` on every rank."
+        )
+    return event.watched
 
 
 def _in_steps(pairs: Sequence[tuple[Event, Event]]) -> list[_Message]:
@@ -85,13 +89,13 @@ def _states(found: Sequence[_Message]) -> list[dict[int, _State]]:
         calls.setdefault(m.came.rank, []).append((m.came, m))
     for own in calls.values():
         own.sort(key=lambda call: call[0].start)
-    first = {rank: own[0][0].watched.before for rank, own in sorted(calls.items())}
+    first = {rank: _watched(own[0][0]).before for rank, own in sorted(calls.items())}
     states = [{rank: _State(numbers, ((rank,),) * len(numbers)) for rank, numbers in first.items()}]
     for step in range(1, found[-1].step + 1):
         old, new = states[-1], {}
         for rank, own in calls.items():
             now = [event for event, m in own if m.step == step]
-            numbers = now[-1].watched.after if now else old[rank].numbers
+            numbers = _watched(now[-1]).after if now else old[rank].numbers
             sources = list(old[rank].sources)
             for event, m in own:
                 if m.step == step and event is m.came:
@@ -105,10 +109,10 @@ def _take_in(
     sources: list[tuple[int, ...]], old: dict[int, _State], m: _Message, numbers: tuple[float, ...]
 ) -> None:
     """Whose numbers are in the receiver's array once a message was received, and perhaps added to it."""
-    part = m.sent.watched.part
+    part = _watched(m.sent).part
     theirs = old[m.sent.rank].sources[slice(*part)] if part else ((m.sent.rank,),)
-    if m.came.watched.part:
-        begin, end = m.came.watched.part
+    if place := _watched(m.came).part:
+        begin, end = place
         for i in range(begin, end):
             sources[i] = theirs[(i - begin) % len(theirs)]
         return
@@ -140,8 +144,8 @@ def _draw(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: 
     for m in now:
         colour = rank_colour(m.sent.rank)
         source, target = y[m.sent.rank], y[m.came.rank]
-        if m.sent.watched.part:
-            begin, end = m.sent.watched.part
+        if part := _watched(m.sent).part:
+            begin, end = part
             marks.append(_frame(left + begin * cell, source, (end - begin) * cell, colour))
         start = left + length * cell + 6
         marks.append(
@@ -197,7 +201,7 @@ def _lines(before: dict[int, _State], after: dict[int, _State] | None, now: Iter
         sent = []
         for m in now:
             if m.sent.rank == rank:
-                part = m.sent.watched.part
+                part = _watched(m.sent).part
                 numbers = before[rank].numbers[slice(*part)] if part else ()
                 what = " ".join(map(format_number, numbers)) or "other numbers"
                 sent.append(f"{what} -> {name_ranks([m.came.rank])}")

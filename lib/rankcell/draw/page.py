@@ -149,7 +149,8 @@ def _why(result: RankResult) -> str:
 
 def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
     """What a rank said, in order, as (kind, text or `Display`): kinds are out, display, err and value."""
-    raw, pieces, at = result.stdout.encode(), [], 0
+    pieces: list[tuple[str, Any]] = []
+    raw, at = result.stdout.encode(), 0
     for display in result.displays:
         place = min(max(display.stdout_offset, at), len(raw))
         pieces.append(("out", shorten(settle(raw[at:place].decode("utf-8", "replace")))))

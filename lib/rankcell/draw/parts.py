@@ -102,6 +102,7 @@ def key_of_lines(names: Sequence[str]) -> list[tuple[float, int]]:
 def point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
     """A point of series number `kind`: circle, square, diamond or triangle, so that colour is never alone."""
     tip = f"<title>{html.escape(title)}</title>"
+    corners: tuple[tuple[float, float], ...]
     style = f'fill="{colour if filled else PAPER}" stroke="{colour}" stroke-width="2.5"'
     match kind % 4:
         case 0:

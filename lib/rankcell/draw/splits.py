@@ -29,11 +29,11 @@ class Split:
 
 def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
     """A part of a matrix of shape `of`, from slices: `part(slice(0, 4), slice(None), of=(8, 4))`."""
-    ends = [
-        s.indices(n)[:2] if isinstance(s, slice) else (s, s + 1)
-        for s, n in zip((rows, columns), of, strict=True)
-    ]
-    return tuple(ends[0]), tuple(ends[1])
+
+    def ends(chosen: slice | int, length: int) -> tuple[int, int]:
+        return (chosen, chosen + 1) if isinstance(chosen, int) else chosen.indices(length)[:2]
+
+    return ends(rows, of[0]), ends(columns, of[1])
 
 
 def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]], *, alt: str = "") -> Figure:

@@ -175,7 +175,7 @@ def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> tuple[_Bar, 
             if e.wait_start is None:
                 continue
             begin = min(e.wait_start, e.end)
-        came = min(max(ready.get(_meeting(e), begin), begin), e.end)
+        came = min(max(ready.get(_meeting(e) or (), begin), begin), e.end)
         if came > begin:
             bars.append(_Bar(begin, came, e.op, waiting=True))
         if e.end > came:

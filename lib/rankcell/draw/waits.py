@@ -98,7 +98,8 @@ def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
     """What the picture shows, without the full stop."""
     by_rank = {s.rank: s for s in standings}
     waiting = {s.rank for s in standings if s.waits_for}
-    said, told = [], set()
+    said: list[str] = []
+    told: set[int] = set()
     for cycle in cycles:
         each_one = all(len(set(by_rank[r].waits_for) & cycle) == 1 for r in cycle)
         if len(cycle) > 2 and each_one:
@@ -121,8 +122,8 @@ def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
     for state, (waiters, peers) in causes.items():
         verb = "waits" if len(waiters) == 1 else "wait"
         if len(peers) > 1:
-            one, *rest = state.split(" ")
-            state = " ".join([_PLURAL.get(one, one), *rest])
+            verb_of_state, _, more = state.partition(" ")
+            state = f"{_PLURAL.get(verb_of_state, verb_of_state)} {more}".rstrip()
         said.append(f"{_name(waiters)} {verb} for {_name(peers)}, which {state}")
         told |= waiters
     if rest := waiting - told:
