@@ -70,3 +70,11 @@ def test_importing_the_package_does_not_import_torch():
 
     code = "import sys, rankcell; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted(LIB.rglob("*.py")), ids=lambda p: str(p.relative_to(LIB)))
+def test_no_module_imports_a_private_name_of_another(path):
+    """What another module needs is public where it lives."""
+    imports = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+    ours = [n for n in imports if n.level or (n.module or "").startswith("rankcell")]
+    assert [a.name for n in ours for a in n.names if a.name.startswith("_")] == []
