@@ -25,7 +25,7 @@ lab: $(INSTALLED) ## open the course in JupyterLab
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 html: $(INSTALLED) ## build the course site, after running the notebooks that need it
-	@$(BIN)/python -m rankcell.notebooks execute --stale $(NOTEBOOKS)
+	@$(BIN)/python tools/notebooks.py execute --stale $(NOTEBOOKS)
 	@mkdir -p site/_build/source
 	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
 	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
@@ -45,7 +45,7 @@ test: $(INSTALLED) ## lint, all tests, then every notebook from top to bottom
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))
-	@$(BIN)/python -m rankcell.notebooks execute $(or $(NB),--stale $(NOTEBOOKS))
+	@$(BIN)/python tools/notebooks.py execute $(or $(NB),--stale $(NOTEBOOKS))
 
 check: $(INSTALLED) ## format, lint and fast tests
 	$(BIN)/ruff format --check .
@@ -57,7 +57,7 @@ bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyp
 	$(BIN)/python tests/bench.py
 
 student: $(INSTALLED) ## copies for students in student/: stubs for solutions, no outputs
-	@$(BIN)/python -m rankcell.notebooks student --to student $(NOTEBOOKS)
+	@$(BIN)/python tools/notebooks.py student --to student $(NOTEBOOKS)
 
 $(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON). Install Python 3.11 or newer."; exit 1; }

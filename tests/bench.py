@@ -642,11 +642,12 @@ def bench_nodes() -> None:
     """A cell on two nodes of a throw-away Slurm beside the same cell on one machine, and lost ranks."""
     import json
 
-    from rankcell.cluster.slurm import MiniSlurm, NoSlurm
+    from mini_slurm import MiniSlurm
+    from rankcell.cluster.slurm import NoSlurm
 
     print("2 nodes x 2 ranks beside 4 ranks on one machine")
     try:
-        cluster = MiniSlurm(Path(__file__).with_name("mini-slurm"))
+        cluster = MiniSlurm()
     except NoSlurm as reason:
         print(f"  skipped: {reason}")
         return

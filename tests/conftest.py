@@ -1,7 +1,5 @@
 """What the tests share: one world of four ranks, and one bare IPython shell with the extension loaded."""
 
-from pathlib import Path
-
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -31,10 +29,11 @@ def shell():
 @pytest.fixture(scope="session")
 def cluster():
     """A throw-away Slurm of two nodes. Tests that ask for it are skipped where there can be none."""
-    from rankcell.cluster.slurm import MiniSlurm, NoSlurm
+    from mini_slurm import MiniSlurm
+    from rankcell.cluster.slurm import NoSlurm
 
     try:
-        found = MiniSlurm(Path(__file__).with_name("mini-slurm"))
+        found = MiniSlurm()
     except NoSlurm as reason:
         pytest.skip(str(reason))
     with found:

@@ -23,7 +23,7 @@ def test_a_verdict_is_frozen_and_shows_as_text_and_html():
     verdict = check.that(True, "1 < 2 & 3")
     assert repr(verdict) == "✓ 1 < 2 & 3"
     assert "✓ 1 &lt; 2 &amp; 3</div>" in verdict._repr_html_()
-    assert "color:#00573c" in verdict._repr_html_()
+    assert "background:rgba(0,158,115,.12);color:inherit" in verdict._repr_html_()
     with pytest.raises(dataclasses.FrozenInstanceError):
         verdict.text = "other"
 

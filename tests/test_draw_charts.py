@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from rankcell import hardware as hw
-from rankcell.draw import charts
+from rankcell.draw import charts, maps
 from rankcell.draw.charts import Rung, Series
+from rankcell.draw.parts import WIDTH, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 BLUE = "#0072b2"
@@ -72,14 +73,14 @@ def all_figures():
         ),
         "by size": charts.by_size([Series("copy", [(2**12, 3e9), (2**28, 9e9)])], alt="It grows."),
         "generations": charts.generations([hw.GPUS[n] for n in ("V100 SXM2", "A100 SXM 80GB", "B200 SXM")]),
-        "small machine": charts.machine_map(example_machine()),
-        "large machine": charts.machine_map(example_machine(128, 8, 2)),
-        "machine that says little": charts.machine_map(hw.Machine("x", ((0,), (1,)), (), (), None)),
-        "macOS": charts.machine_map(hw.Machine("x", ((0,), (1,)), (hw.Cache(1, "Data", 2**16),), (), 2**34)),
-        "NVLink server": charts.link_matrix(hw.parse_topology(hw.EXAMPLE_NVLINK_SERVER)),
-        "PCIe server": charts.link_matrix(hw.parse_topology(hw.EXAMPLE_PCIE_SERVER)),
-        "cluster": charts.cluster_map(nvlink=h100.nvlink, pcie=h100.pcie, network=h100.network),
-        "small cluster": charts.cluster_map(
+        "small machine": maps.machine_map(example_machine()),
+        "large machine": maps.machine_map(example_machine(128, 8, 2)),
+        "machine that says little": maps.machine_map(hw.Machine("x", ((0,), (1,)), (), (), None)),
+        "macOS": maps.machine_map(hw.Machine("x", ((0,), (1,)), (hw.Cache(1, "Data", 2**16),), (), 2**34)),
+        "NVLink server": maps.link_matrix(hw.parse_topology(hw.EXAMPLE_NVLINK_SERVER)),
+        "PCIe server": maps.link_matrix(hw.parse_topology(hw.EXAMPLE_PCIE_SERVER)),
+        "cluster": maps.cluster_map(nvlink=h100.nvlink, pcie=h100.pcie, network=h100.network),
+        "small cluster": maps.cluster_map(
             nvlink=h100.nvlink, pcie=h100.pcie, network=h100.network, per_node=4, nodes=2
         ),
     }
@@ -89,14 +90,14 @@ def all_figures():
 def test_every_picture_reads_on_a_phone_and_in_a_terminal(name, figure):
     root = ElementTree.fromstring(figure.svg)
     width, height = (float(v) for v in root.get("viewBox").split()[2:])
-    assert width == charts.WIDTH
+    assert width == WIDTH
     assert len(figure.svg) < 100_000
     assert figure.alt.strip() and figure.alt == root.get("aria-label")
     assert figure.text.strip() and repr(figure) == figure.text
     for text in root.iter(SVG + "text"):
         size, x, y = number(text, "font-size"), number(text, "x"), number(text, "y")
         assert size * 380 / width > 11, f"{text.text!r} is under 11 px on a phone"
-        span = charts.text_width(text.text, size)
+        span = text_width(text.text, size)
         left = {"start": x, "middle": x - span / 2, "end": x - span}[text.get("text-anchor")]
         assert left >= -1 and left + span <= width + 4, f"{text.text!r} leaves the picture"
         assert size * 0.7 <= y <= height, f"{text.text!r} leaves the picture"
@@ -107,7 +108,7 @@ def test_no_two_words_of_one_line_touch(name, figure):
     spans = []
     for text in marks(figure, "text"):
         size, x = number(text, "font-size"), number(text, "x")
-        span = charts.text_width(text.text, size) * 0.92  # the estimate is generous
+        span = text_width(text.text, size) * 0.92  # the estimate is generous
         left = {"start": x, "middle": x - span / 2, "end": x - span}[text.get("text-anchor")]
         spans.append((number(text, "y"), left, left + span, text.text))
     for (y1, _, end, first), (y2, begin, _, second) in pairwise(sorted(spans)):
@@ -250,7 +251,7 @@ def test_table_escapes_text_and_counts_cells():
 
 
 def test_machine_map_draws_each_cache_over_the_cores_that_share_it():
-    figure = charts.machine_map(example_machine())
+    figure = maps.machine_map(example_machine())
     assert [t for t in words(figure) if t[0] == "L"] == ["L1d 32 KiB"] * 2 + ["L2 512 KiB"] * 2 + [
         "L3 32 MiB"
     ]
@@ -263,19 +264,19 @@ def test_machine_map_draws_each_cache_over_the_cores_that_share_it():
 
 def cache_boxes(figure):
     """The first box of each level of cache."""
-    colours = list(charts._CACHE_COLOURS.values())
+    colours = list(maps._CACHE_COLOURS.values())
     return [next(b for b in marks(figure, "rect") if b.get("fill") == colour) for colour in colours]
 
 
 def test_machine_map_says_what_it_leaves_out():
-    said = words(charts.machine_map(example_machine(128, 8, 2)))
+    said = words(maps.machine_map(example_machine(128, 8, 2)))
     assert said.count("cores") == 2
     assert "+ 6 more NUMA nodes like these" in said
     assert any(re.fullmatch(r"\+ 1\d", t) for t in said)
 
 
 def test_link_matrix_colours_and_explains_the_codes_that_occur():
-    figure = charts.link_matrix(hw.parse_topology(hw.EXAMPLE_PCIE_SERVER))
+    figure = maps.link_matrix(hw.parse_topology(hw.EXAMPLE_PCIE_SERVER))
     cells = [b for b in marks(figure, "rect") if b.find(SVG + "title") is not None]
     assert len(cells) == 25
     titles = [b.find(SVG + "title").text for b in cells]
@@ -287,7 +288,7 @@ def test_link_matrix_colours_and_explains_the_codes_that_occur():
 
 def test_cluster_map_draws_links_as_wide_as_they_are_fast():
     h100 = hw.GPUS["H100 SXM"]
-    figure = charts.cluster_map(nvlink=h100.nvlink, pcie=h100.pcie, network=h100.network)
+    figure = maps.cluster_map(nvlink=h100.nvlink, pcie=h100.pcie, network=h100.network)
     widths = {line.get("stroke"): number(line, "stroke-width") for line in marks(figure, "line")}
     assert widths["#56b4e9"] / widths["#d55e00"] == pytest.approx(9, rel=0.01)
     assert widths["#56b4e9"] / widths["#009e73"] == pytest.approx(450 / 63.015, rel=0.01)

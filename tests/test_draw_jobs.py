@@ -4,7 +4,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rankcell.draw.jobs import WIDTH, Task, at_once, schedule
+from rankcell.draw.jobs import Task, at_once, schedule
+from rankcell.draw.parts import WIDTH
 
 SVG = "{http://www.w3.org/2000/svg}"
 ARRAY = (Task(1, 5.0, 6.0), Task(2, 5.0, 6.5, -9), Task(3, 6.0, 7.0, 1), Task(4, 6.5, 7.0))

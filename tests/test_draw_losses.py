@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rankcell.draw.charts import text_width
 from rankcell.draw.losses import losses
+from rankcell.draw.parts import text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 

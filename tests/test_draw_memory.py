@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from rankcell.draw import memory
-from rankcell.draw.charts import text_width
+from rankcell.draw.parts import text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 KIB = 1024

@@ -5,6 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from rankcell.draw import mesh
+from rankcell.draw.parts import pale, rank_colour
 from rankcell.draw.svg import COLOURS
 from rankcell.results import Event
 
@@ -52,7 +53,7 @@ def test_each_axis_says_what_its_groups_called():
         "all ranks: barrier 1×, 0 B."
     )
     assert "pp: 2 groups of 2: ranks 0, 2, ranks 1, 3" in repr(figure)
-    assert figure.svg.count(mesh._tint(1)) == 4  # two ranks in each of two panels
+    assert figure.svg.count(pale(rank_colour(1), 0.5)) == 4  # two ranks in each of two panels
     assert figure.svg.count(COLOURS["send"]) == 1  # the mark of the operation alone
     assert figure.svg.count(">3</text>") == 3
 

@@ -33,7 +33,7 @@ TREE = message(1, 0, 0.0, START, SUMMED, (0, 2), None) + message(0, 1, 1.0, SUMM
 
 def test_one_picture_per_step_and_one_before():
     frames = messages.steps(TREE)
-    assert frames.labels == ("before", "1 of 2", "2 of 2") and frames.start == 1
+    assert frames.labels == ("before", "1 of 2", "2 of 2") and frames.still == 1
     assert len({re.search(r'viewBox="[^"]+"', f.svg)[0] for f in frames.figures}) == 1
     assert len(frames._repr_html_()) < 100_000
 

@@ -114,7 +114,7 @@ def replace_all(_, name):
 
 
 def test_cases_share_time_size_and_key():
-    frames = cases({name: make(4, 8) for name, make in schedules.SCHEDULES.items()}, start=2)
+    frames = cases({name: make(4, 8) for name, make in schedules.SCHEDULES.items()}, still=2)
     assert frames.labels == (
         "naive: idle 75 %",
         "GPipe: idle 27 %",

@@ -83,3 +83,10 @@ def test_splits_need_the_same_ranks():
         ValueError, match=r"Every split needs the same number of ranks; these have \[1, 2\]\."
     ):
         side_by_side([one, two], {"A": (1, 1)})
+
+
+def test_more_ranks_than_colours_begin_again():
+    """Nine ranks used to end in an IndexError."""
+    held = [{"x": part(rank, slice(None), of=(9, 2))} for rank in range(9)]
+    figure = side_by_side([Split("rows", held)], {"x": (9, 2)})
+    assert figure.svg.count(f'fill="{RANK_COLOURS[0]}"') == 2

@@ -67,8 +67,8 @@ def test_measured_bars_are_solid():
 def test_cases_share_their_time_and_their_rows():
     short = Device(launch=0.0)
     short.matmul(seconds=0.010)
-    frames = cases({"long": overlapped(), "short": short.events}, name="program", start=1)
-    assert frames.labels == ("long", "short") and frames.start == 1
+    frames = cases({"long": overlapped(), "short": short.events}, name="program", still=1)
+    assert frames.labels == ("long", "short") and frames.still == 1
     for figure in frames.figures:
         assert [t for t in texts(figure) if t in ("host", "default", "copies")] == [
             "host",

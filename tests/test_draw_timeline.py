@@ -5,8 +5,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from rankcell.draw.parts import WIDTH
 from rankcell.draw.svg import COLOURS, PAPER
-from rankcell.draw.timeline import _NAMES, _RIGHT, WIDTH, timeline, waiting
+from rankcell.draw.timeline import _NAMES, _RIGHT, timeline, waiting
 from rankcell.results import Event, RankResult, Run
 
 SVG = "{http://www.w3.org/2000/svg}"

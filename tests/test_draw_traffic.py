@@ -4,8 +4,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from rankcell.draw.parts import WIDTH
 from rankcell.draw.svg import COLOURS, PAPER
-from rankcell.draw.traffic import WIDTH, traffic
+from rankcell.draw.traffic import traffic
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 2**20

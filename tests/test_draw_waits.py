@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 import rankcell
-from rankcell.draw import charts
+from rankcell.draw.parts import WIDTH, text_width
 from rankcell.draw.svg import COLOURS, INK
 from rankcell.draw.waits import waits, who_waits
 from rankcell.results import Run, Standing
@@ -159,12 +159,12 @@ def test_it_reads_on_a_phone(standings, finding):
     figure = picture(*standings)
     root = ElementTree.fromstring(figure.svg)
     width, height = (float(v) for v in root.get("viewBox").split()[2:])
-    assert width == charts.WIDTH and len(figure.svg) < 20_000
+    assert width == WIDTH and len(figure.svg) < 20_000
     boxes = []
     for text in root.iter(SVG + "text"):
         size, x, y = number(text, "font-size"), number(text, "x"), number(text, "y")
         assert size * 380 / width > 11
-        span = charts.text_width(text.text, size) * (1.12 if text.get("font-weight") else 1)
+        span = text_width(text.text, size) * (1.12 if text.get("font-weight") else 1)
         left = {"start": x, "middle": x - span / 2, "end": x - span}[text.get("text-anchor")]
         assert left >= 0 and left + span <= width, f"{text.text!r} leaves the picture"
         assert size * 0.7 <= y <= height - 4, f"{text.text!r} leaves the picture"

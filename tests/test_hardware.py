@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rankcell import hardware as hw
-from rankcell.draw import charts
+from rankcell.draw import maps
 
 ALL_SPEEDS = [
     *hw.PCIE.values(),
@@ -320,7 +320,7 @@ def test_this_machine_can_be_read_and_drawn():
     machine = hw.read_machine()
     assert machine.threads >= len(machine.cores) >= 1
     assert machine.usable is None or 1 <= machine.usable
-    assert charts.machine_map(machine).alt.startswith("This machine: ")
+    assert maps.machine_map(machine).alt.startswith("This machine: ")
 
 
 def test_a_tool_that_fails_or_is_missing_answers_nothing():

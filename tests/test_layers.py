@@ -8,32 +8,60 @@ import pytest
 LIB = Path(__file__).parent.parent / "lib" / "rankcell"
 ALLOWED = {
     "results": set(),
-    "system": set(),
-    "boards": set(),
-    "channel": set(),
     "models": set(),
     "costs": set(),
     "hardware": set(),
     "cluster": set(),
-    "notebooks": set(),
     "parallel": {"models", "schedules"},
     "schedules": {"results", "errors"},
     "simulate": {"results"},
     "errors": {"results"},
     "check": {"results", "errors"},
-    "diagnose": {"results"},
-    "meter": {"results"},
-    "modules": set(),
-    "record": {"results", "errors", "meter", "modules", "boards"},
-    "worker": {"results", "errors", "record", "system", "channel", "boards"},
-    "preload": {"worker"},
-    "local": {"boards", "channel", "system", "worker"},
-    "nodes": {"channel", "errors", "local", "system"},
-    "world": {"results", "errors", "worker", "diagnose", "local", "nodes"},
-    "magics": {"results", "errors", "world", "draw", "cluster"},
-    "draw": {"results", "hardware", "costs", "check", "schedules"},
-    "__init__": {"results", "errors", "meter", "world", "magics", "check", "draw"},
+    "magics": {"results", "errors", "engine/world", "draw", "cluster"},
+    "draw": {"results", "hardware", "schedules"},
+    "__init__": {"results", "errors", "engine/meter", "engine/world", "magics", "check", "draw"},
 }
+# The engine: what the two sides share, the notebook's side, the rank's side.
+SHARED = {"engine/messages", "engine/channel", "engine/system", "engine/match"}
+ALLOWED |= {
+    "engine/__init__": set(),
+    "engine/messages": {"results"},
+    "engine/channel": set(),
+    "engine/system": set(),
+    "engine/match": {"results", "errors"},
+    "engine/diagnose": {"results", *SHARED},
+    "engine/host": SHARED,
+    "engine/parts": {"results", *SHARED},
+    "engine/mailbox": {"results", "engine/host", "engine/parts", *SHARED},
+    "engine/forks": {"errors", *SHARED},
+    "engine/local": {"errors", "engine/forks", *SHARED},
+    "engine/nodes": {"errors", *SHARED},
+    "engine/agent": {"errors", "engine/forks", "engine/local", *SHARED},
+    "engine/cell": {"results", "errors", "engine/diagnose", "engine/mailbox", "engine/parts", *SHARED},
+    "engine/world": {"results", "errors", *SHARED}
+    | {f"engine/{m}" for m in ("cell", "forks", "host", "local", "mailbox", "nodes", "parts")},
+    "engine/meter": {"results"},
+    "engine/spans": set(),
+    "engine/operation": {"results", *SHARED},
+    "engine/record": {"results", "engine/operation", "engine/spans", "engine/meter", *SHARED},
+    "engine/execute": set(),
+    "engine/report": {"results", "errors"},
+    "engine/stdio": set(),
+    "engine/shell": set(),
+    "engine/groups": {"errors", "engine/operation", "engine/record", *SHARED},
+    "engine/control": {"engine/operation", "engine/worker", *SHARED},  # the worker for its type only
+    "engine/worker": {"results", "errors", *SHARED}
+    | {
+        f"engine/{m}"
+        for m in ("control", "execute", "groups", "operation", "record", "report", "shell", "stdio")
+    },
+    "engine/preload": {"engine/worker", *SHARED},
+}
+
+
+def name_of(parts):
+    """What ALLOWED calls a module: by its file in the engine, by its folder elsewhere."""
+    return "/".join(parts[:2]) if parts[0] == "engine" and len(parts) > 1 else parts[0]
 
 
 def ours(path):
@@ -44,23 +72,19 @@ def ours(path):
             base = path.parent
             for _ in range(node.level - 1):
                 base = base.parent
-            names = [node.module] if node.module else [a.name for a in node.names]
-            for name in names:
-                target = (
-                    (base / name.replace(".", "/")).relative_to(LIB) if base != LIB.parent else Path(name)
-                )
-                found.add(target.parts[0] if target.parts else name)
+            inside = base.joinpath(*(node.module or "").split(".")).relative_to(LIB).parts
+            found |= {name_of((*inside, a.name)) for a in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rankcell"):
-            parts = node.module.split(".")[1:] or [a.name for a in node.names]
-            found.add(parts[0])
+            inside = tuple(node.module.split(".")[1:])
+            found |= {name_of((*inside, a.name)) for a in node.names}
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("rankcell.")}
+            found |= {name_of(a.name.split(".")[1:]) for a in node.names if a.name.startswith("rankcell.")}
     return {f for f in found if (LIB / f"{f}.py").exists() or (LIB / f).is_dir()}
 
 
 @pytest.mark.parametrize("path", sorted(LIB.rglob("*.py")), ids=lambda p: str(p.relative_to(LIB)))
 def test_imports_point_one_way(path):
-    part = path.relative_to(LIB).parts[0].removesuffix(".py")
+    part = name_of(path.relative_to(LIB).with_suffix("").parts)
     assert part in ALLOWED, f"say in ALLOWED what {part} may import"
     assert ours(path) - {part} <= ALLOWED[part]
 
@@ -71,3 +95,11 @@ def test_importing_the_package_does_not_import_torch():
 
     code = "import sys, rankcell; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted(LIB.rglob("*.py")), ids=lambda p: str(p.relative_to(LIB)))
+def test_no_module_imports_a_private_name_of_another(path):
+    """What another module needs is public where it lives."""
+    imports = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+    ours = [n for n in imports if n.level or (n.module or "").startswith("rankcell")]
+    assert [a.name for n in ours for a in n.names if a.name.startswith("_")] == []

@@ -15,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 
+from rankcell.draw import svg
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 PAGES = ["index.html", *(f"notebooks/{name}.html" for name in NOTEBOOKS)]
@@ -29,8 +31,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# Highlighted code has the same few colours on all pages, and most of their elements: it is checked on these,
-# and so are the colours of the dark, and the sidebar, which a phone hides.
+# The colours of the dark, and the sidebar, which a phone hides, are checked on these.
 EXAMPLES = ("index.html", "03_point_to_point.html", "14_on_the_cluster.html")
 PHONE = {"width": 380, "height": 800}
 DESKTOP = {"width": 1400, "height": 900}
@@ -46,14 +47,17 @@ def site(tmp_path_factory):
     return build(tmp_path_factory.mktemp("site"))
 
 
-def build(folder, *options):
-    """Build the site in `folder` and return its pages' folder. A warning of Sphinx fails the build."""
-    (folder / "source").mkdir()
+def build(folder, *options, name="html"):
+    """Build the site in `folder`/`name` and return that. A warning of Sphinx fails the build.
+
+    What an earlier build in the same folder has read is not read again.
+    """
+    (folder / "source").mkdir(exist_ok=True)
     command = [Path(sys.executable).parent / "sphinx-build", "-q", "-W", "--keep-going", "-c", ROOT / "site"]
-    command += ["-d", folder / "doctrees", *options, folder / "source", folder / "html"]
+    command += ["-d", folder / "doctrees", *options, folder / "source", folder / name]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    return folder / "html"
+    return folder / name
 
 
 # Without a browser
@@ -113,29 +117,21 @@ def test_formulas_are_drawn(text, page_name):
         assert "katex.min.js" not in text(page_name)
 
 
-def test_site_builds_without_node(tmp_path, monkeypatch):
+@each_page
+def test_boxes_that_scroll_take_the_focus_of_the_keyboard(text, page_name):
+    """axe looks at few of the boxes of code, which are all alike."""
+    article = re.search(r"(?s)<article.*</article>", text(page_name))[0]
+    own = re.sub(r'(?s)<div class="rankcell-run">.*?</div>', "", article)  # these wrap their lines
+    boxes = re.findall(r"<pre\b[^>]*>", own)
+    assert [box for box in boxes if 'tabindex="0"' not in box and "white-space:pre-wrap" not in box] == []
+
+
+def test_site_builds_without_node(site):
     """The reader's browser then draws the formulas, with a script that the site holds itself."""
-    program = Path(sys.executable).parent / "sphinx-build"
-    (tmp_path / "source").mkdir()
-    command = [
-        program,
-        "-q",
-        "-W",
-        "-D",
-        "katex_prerender=0",
-        "-c",
-        ROOT / "site",
-        "-d",
-        tmp_path / "doctrees",
-    ]
-    result = subprocess.run(
-        [*command, tmp_path / "source", tmp_path / "html"], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    page = (tmp_path / "html" / "index.html").read_text("utf-8")
-    scripts = re.findall(r'<script[^>]* src="([^"?]+)', page)
+    folder = build(site.parent, "-D", "katex_prerender=0", name="without-node")
+    scripts = re.findall(r'<script[^>]* src="([^"?]+)', (folder / "index.html").read_text("utf-8"))
     assert "_static/katex.min.js" in scripts
-    assert all((tmp_path / "html" / script).is_file() for script in scripts)
+    assert all((folder / script).is_file() for script in scripts)
 
 
 # In a browser
@@ -157,16 +153,19 @@ def browser():
 def open_page(browser, site):
     """Open a page of the site from file://; `.requests` has what it asked for, `.errors` its complaints."""
 
+    def failed(request):
+        if request.failure != "net::ERR_ABORTED":  # what the next page cuts short is no fault of this one
+            request.frame.page.errors.append(f"failed: {request.url}, {request.failure}")
+
     def open_page(name, viewport=PHONE, colours="light", scripts=True):
         context = browser.new_context(viewport=viewport, color_scheme=colours, java_script_enabled=scripts)
         page = context.new_page()
         page.requests, page.errors = [], []
         page.on("request", lambda request: page.requests.append(request.url))
-        page.on("requestfailed", lambda request: page.errors.append(f"failed: {request.url}"))
+        page.on("requestfailed", failed)
         page.on("pageerror", lambda error: page.errors.append(str(error)))
         page.on("console", lambda message: message.type == "error" and page.errors.append(message.text))
         page.goto((site / name).as_uri())
-        page.wait_for_load_state("networkidle")
         return page
 
     return open_page
@@ -212,7 +211,9 @@ def test_page_asks_no_other_host_and_reports_no_error(opened):
 
 
 def assert_on_its_own(page):
-    page.evaluate("scrollTo(0, document.body.scrollHeight)")  # pictures may load when they come into view
+    # pictures may load when they come into view
+    page.evaluate("scrollTo({top: document.body.scrollHeight, behavior: 'instant'})")
+    page.wait_for_function("[...document.images].every((image) => image.complete)")
     page.wait_for_load_state("networkidle")
     assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
     assert page.errors == []
@@ -222,27 +223,59 @@ def test_a_foreign_request_would_be_seen(open_page):
     """The test above can fail."""
     page = open_page("index.html")
     page.evaluate("document.body.append(Object.assign(new Image(), {src: 'http://localhost:9/x.png'}))")
-    page.wait_for_timeout(500)
-    assert "http://localhost:9/x.png" in page.requests
+    with pytest.raises(AssertionError, match="localhost:9"):
+        assert_on_its_own(page)
+    page.context.close()
+
+
+# Boxes of code are most of a page's elements and have a few colours: one box is enough for those it shows.
+MARK_BOXES_WITHOUT_A_NEW_COLOUR = """() => {
+    const seen = new Set();
+    const ground = (element) => {
+        const colour = getComputedStyle(element).backgroundColor;
+        return /, 0\\)$/.test(colour) && element.parentElement ? ground(element.parentElement) : colour;
+    };
+    for (const box of document.querySelectorAll(".highlight")) {
+        const looks = [box, ...box.querySelectorAll("*")].map((element) => {
+            const style = getComputedStyle(element);
+            return [style.color, style.opacity, style.fontSize, style.fontWeight, ground(element)].join();
+        });
+        if (looks.every((look) => seen.has(look))) box.dataset.nothingNew = "";
+        looks.forEach((look) => seen.add(look));
+    }
+}"""
 
 
 def serious(page):
     """What axe holds against a page, with all its folds open."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     set_folds(page, opened=True)
-    page.wait_for_timeout(400)  # folds open with an animation, during which contrast is low
+    # folds open with an animation, during which contrast is low
+    page.evaluate("document.getAnimations().forEach((animation) => animation.finish())")
+    # axe skips text that is scrolled out of its box
+    wrapped = page.add_style_tag(content=".highlight pre { white-space: pre-wrap !important }")
+    page.evaluate(MARK_BOXES_WITHOUT_A_NEW_COLOUR)
     # ipywidgets' slider handles have no accessible name: known upstream, not ours to mend.
-    exclude = [[".jupyter-widgets"]]
-    if Path(page.url).name not in EXAMPLES:
-        exclude.append([".highlight"])
+    exclude = [[".jupyter-widgets"], ["[data-nothing-new]"]]
     options = {"resultTypes": ["violations"]}
     violations = axe.run(page, context={"exclude": exclude}, options=options).response["violations"]
+    wrapped.evaluate("(style) => style.remove()")
     return [
         f"{violation['id']}: {node['html'][:200]}"
         for violation in violations
         if violation["impact"] in ("serious", "critical")
         for node in violation["nodes"]
     ]
+
+
+def test_a_pale_colour_of_code_would_be_seen(open_page):
+    """The boxes that axe does not look at have nothing to show that the others have not."""
+    page = open_page(PAGES[1])
+    words = page.locator(".cell_input .highlight span").filter(has_text=re.compile(r"\w"))
+    words.last.evaluate("(word) => (word.style.color = '#ccc')")
+    (found,) = serious(page)
+    assert found.startswith("color-contrast: ")
+    page.context.close()
 
 
 def test_axe_finds_nothing_serious(opened):
@@ -259,12 +292,36 @@ def test_axe_finds_nothing_serious_on_a_desktop(open_page, example, colours):
     page.context.close()
 
 
+# What is wider than the box around it, and by how many px, among the elements that match.
+OVERFLOW = """(selector) => [...document.querySelectorAll(selector)]
+    .map((e) => Math.round(e.scrollWidth - e.closest(".output, pre").clientWidth)).filter((px) => px > 0)"""
+
+
 def test_page_fits_every_width(opened):
     page = opened()
+    set_folds(page, opened=True)
     for width in (380, 600, 800, 1024, 1280, 1400, 1700):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(OVERFLOW, ".output.traceback pre") == []
+        if width >= 800:  # on a phone a table of many numbers scrolls in its box
+            assert page.evaluate(OVERFLOW, "table.dataframe") == []
     page.set_viewport_size(PHONE)
+
+
+def test_code_reads_alike_in_and_outside_of_folds(opened, notebook_page):
+    page = opened()
+    set_folds(page, opened=True)
+    sizes = """[...document.querySelectorAll(".cell_input pre")].map((e) => getComputedStyle(e).fontSize)"""
+    assert len(set(page.evaluate(sizes))) == 1
+
+
+def test_the_longest_line_of_code_fits_a_large_screen(open_page):
+    page = open_page(PAGES[1], viewport={"width": 1600, "height": 900})
+    box = page.locator(".cell_input pre").first
+    box.evaluate("(box) => (box.textContent = 'x'.repeat(110))")  # as many characters as ruff allows
+    assert box.evaluate("(box) => box.scrollWidth <= box.clientWidth")
+    page.context.close()
 
 
 def test_figures_are_visible_on_a_phone(opened, notebook_page):
@@ -288,8 +345,10 @@ def test_figures_are_visible_without_scripts(opened, notebook_page):
     """The still pictures: on paper, on GitHub, and where scripts are off."""
     page = opened(scripts=False)
     folded = "details:not([open]) figure"  # the reader's click opens them, without a script too
-    for figure in page.locator(f"article figure.rankcell:not({folded})").all():
-        assert figure.locator("img").first.bounding_box()["width"] > 40
+    images = page.locator(f"article figure.rankcell:not({folded}) > img")
+    widths = images.evaluate_all("(images) => images.map((image) => image.getBoundingClientRect().width)")
+    assert len(widths) == page.locator(f"article figure.rankcell:not({folded})").count() > 0
+    assert min(widths) > 40
 
 
 def test_every_slider_changes_its_picture(opened, notebook_page):
@@ -337,14 +396,68 @@ def test_search_answers_from_a_file(landing, site, text, page_name):
     page.goto((site / "index.html").as_uri())
     page.locator("input[name=q]").first.fill(title)
     page.locator("input[name=q]").first.press("Enter")
-    page.wait_for_selector("#search-results li")
+    # results come one by one; the line that counts them comes when all are there
+    page.get_by_text("Search finished").wait_for()
     page.wait_for_selector("#search-results p.context")
     links = [link.get_attribute("href") for link in page.locator("#search-results li a").all()]
     assert any(Path(urlsplit(link).path).name == Path(page_name).name for link in links), links
     assert page.errors == []
 
 
-def test_dark_mode_is_dark(open_page):
+def test_dark_mode_is_dark_and_its_figures_do_not_glare(open_page):
     background = r"getComputedStyle(document.body).backgroundColor.match(/\d+/g).slice(0, 3).map(Number)"
-    assert max(open_page("index.html", colours="dark").evaluate(background)) < 60
-    assert min(open_page("index.html", colours="light").evaluate(background)) > 240
+    shine = "getComputedStyle(document.querySelector('figure.rankcell img')).filter"
+    dark, light = open_page("index.html", colours="dark"), open_page("index.html", colours="light")
+    assert max(dark.evaluate(background)) < 60 and dark.evaluate(shine) == "brightness(0.86)"
+    assert min(light.evaluate(background)) > 240 and light.evaluate(shine) == "none"
+
+
+# A slider as the library draws it today; those of the pages are as old as the notebooks' outputs.
+
+
+@pytest.fixture
+def slider(browser, tmp_path):
+    """A page with one slider over three pictures, their labels of different length; the second is still."""
+    figures = tuple(svg.drawing(300, 60, svg.label(10, 40, n), alt=f"picture {n}") for n in "123")
+    frames = svg.Frames(figures, ("before", "who sends what to whom", "after"), still=1)
+    (tmp_path / "slider.html").write_text(f"<!doctype html><body>{frames._repr_html_()}</body>", "utf-8")
+    page = browser.new_page(viewport=PHONE)
+    page.goto((tmp_path / "slider.html").as_uri())
+    yield page
+    page.close()
+
+
+def test_a_slider_opens_on_the_first_picture_and_steps_on(slider):
+    shown, control = slider.locator("img"), slider.get_by_role("slider")
+    assert shown.get_attribute("alt") == "picture 1"
+    control.press("ArrowRight")
+    assert shown.get_attribute("alt") == "picture 2"
+    assert control.get_attribute("aria-valuetext") == "who sends what to whom"
+    slider.get_by_role("button", name="next step").click()
+    slider.get_by_role("button", name="next step").click()  # past the end
+    assert shown.get_attribute("alt") == "picture 3"
+    slider.get_by_role("button", name="previous step").click()
+    assert slider.locator("output").inner_text() == "who sends what to whom"
+
+
+def test_a_slider_on_paper_shows_the_still_picture(slider):
+    shown = slider.locator("img")
+    slider.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert shown.get_attribute("alt") == "picture 2"
+    slider.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert shown.get_attribute("alt") == "picture 1"
+
+
+def test_nothing_of_a_slider_moves_under_the_pointer(slider):
+    controls = slider.locator("input, button")
+    boxes = []
+    for _ in range(3):
+        boxes.append([control.bounding_box() for control in controls.all()])
+        slider.get_by_role("slider").press("ArrowRight")
+    assert boxes[0] == boxes[1] == boxes[2]
+
+
+def test_jupyterlab_leaves_a_slider_its_keys(slider):
+    """Else the arrows move the notebook's selection: Lumino looks for this on what has the focus."""
+    for control in slider.locator("input, button").all():
+        assert control.get_attribute("data-lm-suppress-shortcuts") == "true"

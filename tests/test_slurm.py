@@ -4,7 +4,7 @@ That arrays, restarts, preempted jobs, lost nodes and exported lessons end as th
 notebook 14, which runs on the same cluster with `make test`.
 """
 
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import mini_slurm
 from rankcell.cluster import scripts
-from rankcell.cluster.slurm import MiniSlurm, NoSlurm
+from rankcell.cluster.slurm import NoSlurm, find
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -59,10 +60,11 @@ def processes_with(entry):
 
 def test_cluster_goes_down_when_its_owner_is_killed(cluster):
     code = (
-        "from rankcell.cluster.slurm import MiniSlurm; import os, sys, time\n"
-        f"print(MiniSlurm({str(HERE / 'mini-slurm')!r}, nodes=1).state, flush=True); time.sleep(60)"
+        "from mini_slurm import MiniSlurm; import time\n"
+        "print(MiniSlurm(nodes=1).state, flush=True); time.sleep(60)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code]
+    owner = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
     with owner:
         state = Path(owner.stdout.readline().strip())
         assert len(processes_with(f"MINI_SLURM_DIR={state}")) >= 3
@@ -74,7 +76,57 @@ def test_cluster_goes_down_when_its_owner_is_killed(cluster):
     assert not processes_with(f"MINI_SLURM_DIR={state}")
 
 
-def test_no_slurm_says_what_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    with pytest.raises(NoSlurm, match=r"there is no .*absent: the throw-away cluster comes with"):
-        MiniSlurm(tmp_path / "absent")
+@pytest.fixture
+def no_slurm(monkeypatch, tmp_path):
+    """A machine without Slurm's commands."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_without_a_slurm_a_program_brings_one_up(no_slurm, tmp_path):
+    program = tmp_path / "cluster.py"
+    program.write_text("def up():\n    return 'a Slurm'\n")
+    assert find(program) == "a Slurm"
+    with pytest.raises(NoSlurm, match=r"none on this machine, and no file .*absent that would bring one up"):
+        find(tmp_path / "absent")
+    with pytest.raises(NoSlurm, match=r"mini-slurm is no Python file that brings one up"):
+        find(HERE / "mini-slurm")
+    with pytest.raises(NoSlurm, match=r"no command `sinfo`"):
+        find()
+
+
+def test_without_a_slurm_the_cells_are_skipped_and_say_why(no_slurm, shell, capsys):
+    shell.run_line_magic("load_ext", "rankcell.cluster.slurm")
+    shell.run_line_magic("slurm", "up absent.py")
+    shell.run_cell_magic("slurm", "", "print('ran')")
+    why = "there is none on this machine, and no file absent.py that would bring one up"
+    said = f"No Slurm: {why}. Cells that begin with %%slurm are skipped.\nSkipped: {why}.\n"
+    assert capsys.readouterr().out == said
+
+
+PRETENDED = """
+from pathlib import Path
+from rankcell.cluster.slurm import Slurm
+
+class Pretended(Slurm):
+    def __init__(self):
+        self.folder, self.environment = Path({folder!r}), dict()
+
+up = Pretended
+"""
+
+
+def test_cells_run_where_jobs_are_submitted(no_slurm, shell, tmp_path):
+    """A program brings up what stands for a Slurm here: its folder is where the cell runs."""
+    (tmp_path / "jobs").mkdir()
+    program = tmp_path / "cluster.py"
+    program.write_text(PRETENDED.format(folder=str(tmp_path / "jobs")))
+    shell.run_line_magic("load_ext", "rankcell.cluster.slurm")
+    shell.run_line_magic("slurm", f"up {program}")
+    assert shell.run_cell_magic("slurm", "", "import os\nos.getcwd()") == str(tmp_path / "jobs")
+    assert shell.user_ns["slurm"].folder == tmp_path / "jobs"
+
+
+def test_the_throw_away_cluster_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None if name == "slurmd" else name)
+    with pytest.raises(NoSlurm, match=r"Slurm is not installed: no slurmd$"):
+        mini_slurm.up()

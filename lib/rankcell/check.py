@@ -33,10 +33,11 @@ class Verdict:
         return "\n".join(f"✓ {line}" for line in self.text.split("\n"))
 
     def _repr_html_(self) -> str:
-        # dark green on a light one of its own: readable on light and dark pages
+        # a veil of green over the page's own colours: readable on light and dark pages, glaring on none
         return (
             '<div class="rankcell-check" style="display:inline-block;padding:.15em .6em;border-radius:4px;'
-            f'background:#e3f4ec;color:#00573c">{html.escape(repr(self)).replace(chr(10), "<br>")}</div>'
+            'border-left:3px solid #009e73;background:rgba(0,158,115,.12);color:inherit">'
+            f"{html.escape(repr(self)).replace(chr(10), '<br>')}</div>"
         )
 
 

@@ -110,7 +110,6 @@ _MILAN = Source(
     "https://www.anandtech.com/show/16529",
     "2021-03-15",
 )
-_SELENE = Source("arXiv 2205.05198, section 6", "https://arxiv.org/abs/2205.05198", "2022-05")
 _ETHERNET = Source("the rate is the name", "", "definition")
 
 
@@ -258,7 +257,6 @@ class GPU:
     pcie: Speed
     bf16_flops: float
     network: Speed | None = None
-    network_source: Source | None = None
     source: Source = _ACCELERATOR
 
 
@@ -276,8 +274,7 @@ GPUS: Mapping[str, GPU] = {
             NVLINK[3],
             PCIE[4],
             312e12,
-            INFINIBAND["HDR"],
-            _SELENE,
+            INFINIBAND["HDR"],  # a port per GPU: arXiv 2205.05198, section 6, 2022-05
         ),
         GPU(
             "H100 SXM",
@@ -287,8 +284,7 @@ GPUS: Mapping[str, GPU] = {
             NVLINK[4],
             PCIE[5],
             989e12,
-            INFINIBAND["NDR"],
-            _NETWORK,  # table of common node setups: 8 x 400 Gbit/s for 8 H100
+            INFINIBAND["NDR"],  # 8 x 400 Gbit/s for 8 H100: table of common node setups in _NETWORK
         ),
         GPU("H200 SXM", 2023, 141e9, _hbm("HBM3e, H200", 4.8, _ACCELERATOR), NVLINK[4], PCIE[5], 989e12),
         GPU("B200 SXM", 2024, 180e9, _hbm("HBM3e, B200", 8.0, _SCALING_BOOK), NVLINK[5], PCIE[5], 2250e12),

@@ -11,25 +11,21 @@ those that these need, and those that change them.
 
 import argparse
 import ast
-import builtins
 import io
 import json
 import os
 import re
 import shutil
-import symtable
 import sys
 import textwrap
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from IPython.core.inputtransformer2 import TransformerManager
-
-from . import scripts
+from . import dataflow, scripts
 
 MODULES = "lesson_modules"  # the folder of copied modules, beside the script
 PREDEFINED = {"rank", "world_size", "device", "torch", "dist"}
@@ -45,7 +41,6 @@ _ENGINE = {
     "preload",
     "diagnose",
     "draw",
-    "notebooks",
     "cluster/slurm",
 }
 
@@ -77,20 +72,6 @@ class Exported:
     modules: tuple[str, ...]
     kept: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class _Statement:
-    """A statement of an ordinary cell, or (`pulled`) names that a rank cell gave to the notebook."""
-
-    source: str
-    binds: frozenset[str]
-    changes: frozenset[str]
-    uses: frozenset[str]
-    later: frozenset[str] = frozenset()  # used when what it defines is called
-    node: ast.stmt | None = None
-    pulled: bool = False
-    obstacle: str = ""
 
 
 def export(
@@ -228,7 +209,7 @@ class _Conversion:
         self.kept: list[str] = []
         self.left_out: list[tuple[str, str]] = []
         self.modules: set[str] = set()
-        self.statements: list[_Statement] = []  # of the ordinary cells so far
+        self.statements: list[dataflow.Statement] = []  # of the ordinary cells so far
         self.lost: dict[str, str] = {}  # names that only cells left out would define: name -> cell
         self.defined = set(PREDEFINED)
         self.read: set[str] = set()  # pulled names that what is pushed later is made of
@@ -255,14 +236,15 @@ class _Conversion:
         )
 
     def _ordinary(self, cell: Cell) -> None:
-        tree = _parsed(cell.source)
+        tree = dataflow.parsed(cell.source)
         if tree is None:
             return
         if "raises-exception" in cell.tags:
             return
-        lines = _transformed(cell.source).splitlines()
+        lines = dataflow.transformed(cell.source).splitlines()
         for k, node in enumerate(tree.body):
-            self.statements += _statements(node, lines, shown=k == len(tree.body) - 1)
+            last = k == len(tree.body) - 1
+            self.statements += dataflow.statements_of(node, lines, shown=last, obstacle_of=_obstacle)
 
     def _rank_cell(self, cell: Cell) -> str:
         options = cell.options
@@ -271,18 +253,18 @@ class _Conversion:
             raise _NotPortable(f"ran on {options.world_size} ranks")
         if "raises-exception" in cell.tags:
             raise _NotPortable("fails on purpose")
-        tree = _parsed(cell.source)
+        tree = dataflow.parsed(cell.source)
         if tree is None:
             raise _NotPortable("is no Python that can be read")
-        source = _transformed(cell.source)
-        if "get_ipython" in _uses_and_binds(source)[0]:
+        source = dataflow.transformed(cell.source)
+        if "get_ipython" in dataflow.uses_and_binds(source)[0]:
             raise _NotPortable("uses a magic or a shell command of the notebook")
         pushed = self._pushed(cell) if options.push else ""
         self._check_names(cell, tree)
         source, modules = _without_rankcell(source)
         body, has_value = _with_value(source)
         self.modules |= modules
-        binds = _uses_and_binds(source)[1]
+        binds = dataflow.uses_and_binds(source)[1]
         self.defined |= binds | set(options.push)
         for name in binds | set(options.push):
             self.lost.pop(name, None)
@@ -313,17 +295,15 @@ class _Conversion:
             if options.only is None:
                 lines.append(f"_pulled_{name} = _pull({name})")
                 statements.append(
-                    _Statement(
-                        f"{name} = _pulled_{name}", frozenset({name}), frozenset(), frozenset(), pulled=True
-                    )
+                    dataflow.Statement(f"{name} = _pulled_{name}", frozenset({name}), pulled=True)
                 )
             else:
                 statements.append(
-                    _lost_to_notebook(name, f"needs {name}, which {cell.name} gave to the notebook")
+                    dataflow.lost(name, f"needs {name}, which {cell.name} gave to the notebook")
                 )
         if options.out:
             statements.append(
-                _lost_to_notebook(
+                dataflow.lost(
                     options.out, f"needs {options.out}, the record of {cell.name}, which only rankcell makes"
                 )
             )
@@ -338,20 +318,20 @@ class _Conversion:
         self.parts.append(f"# {cell.name} is left out: it {reason}.\n{quoted}" if cell.source.strip() else "")
         for name in (*options.pull, *filter(None, [options.out])):
             self.statements.append(
-                _lost_to_notebook(name, f"needs {name}, which {cell.name} made, which is left out")
+                dataflow.lost(name, f"needs {name}, which {cell.name} made, which is left out")
             )
-        tree = _parsed(cell.source)
+        tree = dataflow.parsed(cell.source)
         if options.world_size == self.world_size and tree is not None:
-            binds = _uses_and_binds(_transformed(cell.source))[1]
+            binds = dataflow.uses_and_binds(dataflow.transformed(cell.source))[1]
             self.lost.update(dict.fromkeys((binds | set(options.push)) - self.defined, cell.name))
 
     def _check_names(self, cell: Cell, tree: ast.Module) -> None:
         """Raise for a name that only a cell left out defines."""
         assert cell.options is not None
         bound = set(cell.options.push)
-        whole = _uses_and_binds(_transformed(cell.source))[1]
+        whole = dataflow.uses_and_binds(dataflow.transformed(cell.source))[1]
         for node in tree.body:
-            uses, binds = _uses_and_binds(ast.unparse(node))
+            uses, binds = dataflow.uses_and_binds(ast.unparse(node))
             later = isinstance(node, (ast.FunctionDef, ast.ClassDef))
             for name in sorted(uses - bound - (whole if later else set())):
                 if name in self.lost:
@@ -362,7 +342,9 @@ class _Conversion:
         """A function that makes what the notebook pushed to this cell, and its call."""
         assert cell.options is not None
         names = cell.options.push
-        chosen = _slice(self.statements, names)
+        chosen, unknown = dataflow.makers(self.statements, names)
+        if unknown := unknown - PREDEFINED:
+            raise _NotPortable(f"needs {', '.join(sorted(unknown))}, which no ordinary cell before it makes")
         number = len([p for p in self.parts if "def _pushed_" in p]) + 1
         lines, modules = [], set()
         for statement in chosen:
@@ -417,224 +399,6 @@ class _Conversion:
         )
 
 
-def _lost_to_notebook(name: str, obstacle: str) -> _Statement:
-    return _Statement("", frozenset({name}), frozenset(), frozenset(), obstacle=obstacle)
-
-
-def _transformed(source: str) -> str:
-    """The cell as plain Python: magics and shell commands become calls of get_ipython()."""
-    return TransformerManager().transform_cell(source)
-
-
-def _parsed(source: str) -> ast.Module | None:
-    try:
-        return ast.parse(_transformed(source))
-    except SyntaxError:
-        return None
-
-
-def _uses_and_binds(source: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that `source` reads from outside, functions' bodies included, and the names it defines."""
-    table = symtable.symtable(source, "cell", "exec")
-    uses = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
-    binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
-    waiting = list(table.get_children())
-    while waiting:
-        child = waiting.pop()
-        waiting += child.get_children()
-        for symbol in child.get_symbols():
-            if symbol.is_global() and symbol.is_referenced():
-                uses.add(symbol.get_name())
-            if symbol.is_declared_global() and symbol.is_assigned():
-                binds.add(symbol.get_name())
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            uses.add(node.target.id)
-    return frozenset(uses), frozenset(binds)
-
-
-def _needs(body: Sequence[ast.stmt], bound: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The names that statements in a row read and have not surely defined before."""
-    needs: frozenset[str] = frozenset()
-    for node in body:
-        inner = bound
-        heads: list[ast.AST] = [node]
-        blocks = [getattr(node, field, []) for field in ("body", "orelse", "finalbody")]
-        if isinstance(node, (ast.For, ast.With, ast.If, ast.While, ast.Try)):
-            heads = [
-                n for n in ast.iter_child_nodes(node) if not isinstance(n, (ast.stmt, ast.ExceptHandler))
-            ]
-            blocks += [handler.body for handler in getattr(node, "handlers", [])]
-            stored = [n for head in heads for n in ast.walk(head) if isinstance(n, ast.Name)]
-            inner = bound | {n.id for n in stored if isinstance(n.ctx, ast.Store)}
-            read = [h for h in heads if isinstance(h, ast.expr) and h is not getattr(node, "target", None)]
-            heads = [ast.Expr(h) for h in read] + [
-                ast.Expr(h.context_expr) for h in heads if isinstance(h, ast.withitem)
-            ]
-            for block in blocks:
-                needs |= _needs(block, inner)
-        for head in heads:
-            needs |= _uses_and_binds(ast.unparse(head))[0] - bound
-        bound = bound | _uses_and_binds(ast.unparse(node))[1]
-    return needs
-
-
-def _statements(node: ast.stmt, lines: Sequence[str], *, shown: bool) -> Iterator[_Statement]:
-    """A top-level statement of an ordinary cell, an import as one for each name."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        for alias in node.names:
-            one = (
-                ast.Import([alias])
-                if isinstance(node, ast.Import)
-                else ast.ImportFrom(node.module, [alias], node.level)
-            )
-            source = ast.unparse(one)
-            name = (alias.asname or alias.name).split(".")[0]
-            obstacle = f"needs `{source}`" if alias.name == "*" else _obstacle(one)
-            yield _Statement(source, frozenset({name}), frozenset(), frozenset(), node=one, obstacle=obstacle)
-        return
-    decorators = getattr(node, "decorator_list", [])
-    first = min([node.lineno, *(d.lineno for d in decorators)])
-    if (first == node.lineno and node.col_offset) or _shares_its_last_line(node, lines):
-        source = ast.unparse(node)
-    else:
-        source = "\n".join(lines[first - 1 : node.end_lineno])
-    uses, binds = _uses_and_binds(ast.unparse(node))
-    deferred = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    obstacle = ""
-    if "get_ipython" in uses:
-        obstacle = "needs a magic or a shell command of the notebook"
-    if any(isinstance(n, ast.Global) for n in ast.walk(node)):
-        obstacle = "needs a function that assigns to a global name"
-    yield _Statement(
-        source,
-        binds,
-        frozenset(_changes(node, shown=shown)),
-        frozenset() if deferred else _needs([node]),
-        uses if deferred else frozenset(),
-        node,
-        obstacle=obstacle,
-    )
-
-
-def _shares_its_last_line(node: ast.stmt, lines: Sequence[str]) -> bool:
-    """Whether another statement stands behind it, as in `a = 1; b = 2`."""
-    rest = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
-    return bool(rest) and not rest.startswith("#")
-
-
-def _changes(node: ast.stmt, *, shown: bool) -> Iterator[str]:
-    """Names whose objects the statement may change: assignments into them, calls made for their effect."""
-    for inner in _same_scope(node):
-        targets: list[ast.expr] = []
-        if isinstance(inner, (ast.Assign, ast.Delete)):
-            targets = list(inner.targets)
-        elif isinstance(inner, (ast.AugAssign, ast.AnnAssign, ast.For)):
-            targets = [inner.target]
-        for target in targets:
-            for part in ast.walk(target):
-                if isinstance(part, (ast.Subscript, ast.Attribute)) and (name := _root(part)):
-                    yield name
-        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call):
-            if (
-                shown and inner is node
-            ):  # its value is what the cell shows; only a method may change its object
-                if isinstance(inner.value.func, ast.Attribute) and (name := _root(inner.value.func)):
-                    yield name
-            else:
-                yield from (n.id for n in ast.walk(inner.value) if isinstance(n, ast.Name))
-
-
-def _sets_up(node: ast.stmt | None) -> str:
-    """The module that the statement changes for all: "torch" for `torch.manual_seed(0)`; mostly none."""
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-        return ""
-    function = node.value.func
-    if isinstance(function, ast.Attribute) and re.match(r"set_|use_|.*seed", function.attr):
-        return ast.unparse(function).split(".")[0]
-    return ""
-
-
-def _same_scope(node: ast.AST) -> Iterator[ast.AST]:
-    """`node` and what is inside it, but not what happens only when a function is called."""
-    yield node
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-        for child in ast.iter_child_nodes(node):
-            yield from _same_scope(child)
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _slice(statements: Sequence[_Statement], names: Iterable[str]) -> list[_Statement]:
-    """The statements that make `names` what they are at the end, in order. Raises _NotPortable for a name
-    that none of them makes.
-    """
-    linked = _links(statements)
-    imported = {n for s in statements if isinstance(s.node, (ast.Import, ast.ImportFrom)) for n in s.binds}
-    late: set[str] = set()
-    while True:
-        needed, chosen, calls = set(names) | late, [], set()
-        for statement in reversed(statements):
-            touched = {name for n in needed for name in linked.get(n, {n})}
-            changed = statement.changes & (touched - imported) and not _only_shows(statement, statements)
-            if not (statement.binds & needed or changed or _sets_up(statement.node) in needed):
-                continue
-            chosen.append(statement)
-            if isinstance(
-                statement.node,
-                (ast.Assign, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, type(None)),
-            ):
-                needed -= statement.binds
-            needed |= statement.uses
-            calls |= statement.later
-        defined = set().union(*(s.binds for s in statements)) if statements else set()
-        if not (fresh := (calls & defined) - late):
-            break
-        late |= fresh
-    unknown = needed - late - set(dir(builtins)) - PREDEFINED
-    if unknown:
-        raise _NotPortable(f"needs {', '.join(sorted(unknown))}, which no ordinary cell before it makes")
-    return chosen[::-1]
-
-
-def _links(statements: Sequence[_Statement]) -> dict[str, set[str]]:
-    """For each name the names whose objects may hold parts of its own: `optimizer` and its `model`."""
-    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    fixed = {name for s in statements if isinstance(s.node, kinds) for name in s.binds}
-    linked: dict[str, set[str]] = {}
-    for statement in statements:
-        if isinstance(statement.node, kinds) or statement.pulled:
-            continue
-        group = {
-            n for n in statement.binds | (statement.uses if statement.binds else set()) if n not in fixed
-        }
-        for name in group:
-            linked.setdefault(name, {name}).update(group)
-    return linked
-
-
-def _only_shows(statement: _Statement, statements: Sequence[_Statement]) -> bool:
-    """Whether it is a call of something that draws, checks or prints."""
-    if not isinstance(statement.node, ast.Expr):
-        return False
-    root = _root(statement.node.value)
-    if root in ("print", "display"):
-        return True
-    for other in statements:
-        if isinstance(other.node, ast.ImportFrom) and root in other.binds:
-            module = other.node.module or ""
-            name = other.node.names[0].name
-            if module.startswith(("rankcell.draw", "rankcell.check", "IPython")):
-                return True
-            if module == "rankcell" and name in ("check", "draw"):
-                return True
-    return False
-
-
 def _obstacle(node: ast.Import | ast.ImportFrom) -> str:
     """Why the import cannot stand in the script; empty if it can."""
     try:
@@ -687,7 +451,7 @@ def _without_rankcell(source: str) -> tuple[str, set[str]]:
         if needed or text != ast.unparse(node):
             modules |= needed
             indent = lines[node.lineno - 1][: node.col_offset]
-            if indent.strip() or _shares_its_last_line(node, lines):
+            if indent.strip() or dataflow.shares_its_last_line(node, lines):
                 raise _NotPortable("imports from rankcell on a line with other statements")
             lines[node.lineno - 1 : node.end_lineno] = [indent + line for line in text.splitlines()]
     return "\n".join(lines), modules

@@ -1,19 +1,18 @@
-"""A Slurm to give jobs to: this machine's own, or a throw-away cluster of two nodes on one machine.
+"""A Slurm to give jobs to: this machine's own, or one that a program brings up for the time being.
 
 Everything goes through Slurm's commands (sbatch, squeue, ...). `%load_ext rankcell.cluster.slurm` adds the
 magics `%slurm` and `%%slurm`: a cell that begins with `%%slurm` runs where there is a Slurm and is skipped,
-with the reason, where there is none. The throw-away cluster is tests/mini-slurm of the course's repository.
+with the reason, where there is none. This module brings no Slurm along: lesson 14 names the throw-away
+cluster of the course's tests, tests/mini_slurm.py.
 """
 
-import atexit
 import contextlib
-import ctypes
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
-DAEMONS = ("slurmctld", "slurmd", "munged")
 OVER = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -188,121 +186,10 @@ class Slurm:
         self.down()
 
 
-class MiniSlurm(Slurm):
-    """A throw-away cluster on this machine: slurmctld and one slurmd per node, each node with a network,
-    a host name and processes of its own where the rights allow it. Gone when this process is.
+def find(program: str | Path = "", *, folder: str | Path = "slurm-jobs") -> Slurm:
+    """The Slurm of this machine, with `folder` for its jobs, or else the one that `program` brings up.
 
-    Args:
-        script: the path of mini-slurm.
-        nodes: how many nodes; each has 4 CPUs and 2 pretended GPUs, whatever the machine has.
-
-    Raises:
-        NoSlurm: its packages or the rights are missing, or it did not come up; says what is missing.
-    """
-
-    mode = "net"
-
-    def __init__(self, script: str | Path, *, nodes: int = 2) -> None:
-        self.script = Path(script).resolve()
-        self.nodes = nodes
-        if not self.script.exists():
-            raise NoSlurm(f"there is no {script}: the throw-away cluster comes with the course's repository")
-        path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-        if missing := [name for name in (*COMMANDS, *DAEMONS) if shutil.which(name, path=path) is None]:
-            raise NoSlurm(f"Slurm is not installed: no {', '.join(missing)}")
-        self.mode = "net" if may_make_namespaces() else "plain"
-        self.state = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: it holds sockets
-        self.state.chmod(0o755)
-        self.folder = self.state / "jobs"
-        self.folder.mkdir()
-        shims = self.state / "bin"
-        self.environment = {
-            "PATH": f"{shims}:{Path(sys.prefix) / 'bin'}:{path}",
-            "MINI_SLURM_DIR": str(self.state),
-            "SLURM_CONF": str(self.state / "etc" / "slurm.conf"),
-        }
-        self._guard: Any = subprocess.Popen(
-            [self.script, "guard"],
-            env={**os.environ, **self.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        atexit.register(self.down)
-        try:
-            self.run(str(self.script), "shims", str(shims))
-            self.boot()
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            self.down()
-            said = error.stderr if isinstance(error.stderr, str) else ""
-            raise NoSlurm(f"a throw-away Slurm did not come up: {' '.join(said.split())[-300:]}") from None
-
-    @property
-    def about(self) -> str:
-        own = "each with a network of its own" if self.mode == "net" else "on one network"
-        return f"a throw-away Slurm of {self.nodes} nodes on this machine, {own}"
-
-    def boot(self) -> None:
-        """Bring up all nodes that are not."""
-        self.run(str(self.script), "up", "--nodes", str(self.nodes), "--mode", self.mode)
-
-    def kill_node(self, node: str) -> None:
-        """Cut the power of `node`: all its processes are killed. `boot` brings it back."""
-        self.run(str(self.script), "kill-node", node)
-
-    def shape(self, rate: str) -> None:
-        """Limit what each node sends and gets to `rate`, such as "250mbit"; "off" takes the limit away.
-
-        Raises:
-            NoSlurm: the nodes have no networks of their own.
-        """
-        if self.mode != "net":
-            raise NoSlurm("the nodes share one network here: that needs root and network namespaces")
-        self.run(str(self.script), "shape", rate)
-
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        with super().inside(), self._network():
-            yield
-
-    @contextlib.contextmanager
-    def _network(self) -> Iterator[None]:
-        """This thread in the network of the login node: the nodes can be reached from there only."""
-        if self.mode != "net":
-            yield
-            return
-        libc = ctypes.CDLL(None, use_errno=True)
-        pid = (self.state / "pid" / "login").read_text().split()[0]
-        with Path("/proc/thread-self/ns/net").open() as home, Path(f"/proc/{pid}/ns/net").open() as there:
-            if libc.setns(there.fileno(), 0):
-                raise OSError(ctypes.get_errno(), "setns: cannot enter the network of the login node")
-            try:
-                yield
-            finally:
-                libc.setns(home.fileno(), 0)
-
-    def down(self) -> None:
-        """End every process of the cluster and remove its files."""
-        self.allocation = None
-        if self._guard is not None:
-            self._guard.stdin.close()  # the guard's sign to take all of it down
-            self._guard.wait(60)
-            self._guard = None
-            atexit.unregister(self.down)
-
-
-def may_make_namespaces() -> bool:
-    """Whether this process may make networks, process tables and mounts of its own."""
-    command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "ip", "link"]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
-def find(script: str | Path, *, folder: str | Path = "slurm-jobs") -> Slurm:
-    """The Slurm of this machine, with `folder` for its jobs, or else a throw-away one.
+    `program` is a Python file with a function `up()` that returns a `Slurm`, or raises `NoSlurm`.
 
     Raises:
         NoSlurm: neither is to be had; says why.
@@ -310,7 +197,16 @@ def find(script: str | Path, *, folder: str | Path = "slurm-jobs") -> Slurm:
     try:
         return Slurm(folder)
     except NoSlurm:
-        return MiniSlurm(script)
+        if not program:
+            raise
+    if not Path(program).is_file():
+        raise NoSlurm(f"there is none on this machine, and no file {program} that would bring one up")
+    spec = importlib.util.spec_from_file_location(Path(program).stem, program)
+    if spec is None or spec.loader is None:
+        raise NoSlurm(f"there is none on this machine, and {program} is no Python file that brings one up")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.up()
 
 
 def _task_number(entry: list[str]) -> list[int]:
@@ -328,25 +224,28 @@ def load_ipython_extension(shell: Any) -> None:
         found: Slurm | None = None
         why = "no `%slurm up` has run"
 
-        @line_magic("slurm")
+        # IPython's types know one of the two forms of its decorator
+        @line_magic("slurm")  # type: ignore[arg-type]
         def line(self, line: str) -> None:
-            """`%slurm up SCRIPT` finds a Slurm or brings up a throw-away one; `%slurm down` ends that."""
-            word, _, script = line.strip().partition(" ")
+            """`%slurm up PROGRAM` finds a Slurm or runs what brings one up; `%slurm down` takes that down."""
+            word, _, program = line.strip().partition(" ")
             if word not in ("up", "down"):
-                raise ValueError(f"`%slurm {word}` means nothing. Write `%slurm up SCRIPT` or `%slurm down`.")
+                raise ValueError(
+                    f"`%slurm {word}` means nothing. Write `%slurm up PROGRAM` or `%slurm down`."
+                )
             if self.found is not None:
                 self.found.down()
                 self.found = None
             if word == "down":
                 return
             try:
-                self.found = find(script.strip() or "mini-slurm")
+                self.found = find(program.strip())
             except NoSlurm as reason:
                 self.why = str(reason)
                 print(f"No Slurm: {self.why}. Cells that begin with %%slurm are skipped.")
             else:
                 print(f"Jobs go to {self.found}.")
-            self.shell.user_ns["slurm"] = self.found
+            shell.user_ns["slurm"] = self.found
 
         def cell(self, line: str, cell: str) -> Any:
             """Run the cell where jobs are submitted, or say why not; `%%slurm net`: on separate nodes."""
@@ -362,14 +261,14 @@ def load_ipython_extension(shell: Any) -> None:
         def _execute(self, cell: str) -> Any:
             import ast
 
-            source, names = self.shell.transform_cell(cell), self.shell.user_ns
+            source, names = shell.transform_cell(cell), shell.user_ns
             tree = ast.parse(source)
             last = None
             if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
                 last = ast.Expression(tree.body.pop().value)
-            name = self.shell.compile.cache(source, self.shell.execution_count)
-            exec(self.shell.compile(tree, name, "exec"), names)
-            return None if last is None else eval(self.shell.compile(last, name, "eval"), names)
+            name = shell.compile.cache(source, shell.execution_count)
+            exec(shell.compile(tree, name, "exec"), names)
+            return None if last is None else eval(shell.compile(last, name, "eval"), names)
 
     magics = SlurmMagics(shell)
     shell.register_magics(magics)

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..results import Event, Run, name_ranks
-from .svg import INK, LINE, MUTED, RANK_COLOURS, Figure, Frames, drawing, line, rect
+from ..results import Event, Run, Values, name_ranks
+from .parts import WIDE, pale, rank_colour
+from .svg import INK, LINE, MUTED, Figure, Frames, drawing, line, rect
 from .svg import label as label_of_any_size
 
-WIDTH = 640
-_CELL, _TEXT, _NAMES, _ARROWS, _MARGIN = 40, 21, 86, 118, 12
+# px: the height of a block of numbers, the room for the ranks' names, and what is left free at the sides
+CELL, NAMES, MARGIN = 40, 86, 12
+_TEXT, _ARROWS = 21, 118
+_LEGIBLE = 0.42  # share of a rank's colour behind its numbers, so that black stays legible
 _LANE = 5  # px between the lines that leave the blocks of one row
 _GAP = 6  # px between two blocks
 _ROW = {"broadcast", "reduce", "all_reduce", "gather", "all_gather"}  # a rank sends its tensor as a whole
@@ -36,6 +39,9 @@ class _Block:
     @property
     def untouched(self) -> bool:
         return bool(self.numbers) and all(math.isnan(x) for x in self.numbers)
+
+
+_Held = dict[int, tuple[_Block, ...]]  # what each rank holds
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
     title += f" on {' and '.join(name_ranks(g) for g in scene.groups)}"
     send, found = _sentences(scene)
     figures = tuple(_draw(scene, title, step, foot) for step, foot in enumerate(("", send, found)))
-    return Frames(figures, ("before", "who sends what to whom", "after"), start=2)
+    return Frames(figures, ("before", "who sends what to whom", "after"), still=2)
 
 
 def matrices(
@@ -96,26 +102,26 @@ def matrices(
     `finding` says for those who do not see the picture what it shows. `owners` names the rank of each input
     where the ranks do not have equal shares of them.
     """
-    cell, top, width = 13, 34, WIDTH / columns
-    marks, text, y = [], [], _MARGIN
+    cell, top, width = 13, 34, WIDE / columns
+    marks, text, y = [], [], MARGIN
     items = [(name, [[float(x) for x in row] for row in matrix]) for name, matrix in named.items()]
     for i in range(0, len(items), columns):
         side_by_side = items[i : i + columns]
         for j, (name, matrix) in enumerate(side_by_side):
             share = len(matrix[0]) / world_size
             reads = (owners or {}).get(name) or [int(c / share) for c in range(len(matrix[0]))]
-            x = _MARGIN + j * width
+            x = MARGIN + j * width
             marks += [label(x, y + 22, name, bold=True), _matrix(x, y + top, matrix, cell, reads, world_size)]
             text.append(f"{name}\n" + "\n".join(" ".join("1" if x else "." for x in row) for row in matrix))
         y += top + cell * max(len(m) for _, m in side_by_side) + 22
-    marks.append(label(_MARGIN, y + 12, "row: a number of the output"))
-    marks.append(label(_MARGIN, y + 40, "column: a number of the input, in its rank's colour"))
+    marks.append(label(MARGIN, y + 12, "row: a number of the output"))
+    marks.append(label(MARGIN, y + 40, "column: a number of the input, in its rank's colour"))
     for r in range(world_size):
-        x = _MARGIN + 110 * r
-        marks.append(rect(x, y + 54, 18, 18, fill=_colour(r)) + label(x + 26, y + 70, f"rank {r}"))
+        x = MARGIN + 110 * r
+        marks.append(rect(x, y + 54, 18, 18, fill=rank_colour(r)) + label(x + 26, y + 70, f"rank {r}"))
     sizes = ", ".join(f"{name} {len(m)} x {len(m[0])}" for name, m in items)
     alt = f"{finding} Matrices of zeros and ones, outputs x inputs: {sizes}."
-    return drawing(WIDTH, y + 84, *marks, alt=alt, text="\n\n".join(text))
+    return drawing(WIDE, y + 84, *marks, alt=alt, text="\n\n".join(text))
 
 
 def _matrix(
@@ -135,7 +141,7 @@ def _matrix(
         for j, value in enumerate(row):
             if value:
                 marks.append(
-                    rect(x + j * cell + 1, y + i * cell + 1, cell - 2, cell - 2, fill=_colour(reads[j]))
+                    rect(x + j * cell + 1, y + i * cell + 1, cell - 2, cell - 2, fill=rank_colour(reads[j]))
                 )
     return "".join(marks)
 
@@ -162,10 +168,8 @@ def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
     chosen = [own[call - 1] for own in by_rank.values() if 1 <= call <= len(own)]
     if not chosen:
         raise ValueError(f"This run holds no {op} number {call}. Its collectives: {held}.")
-    if any(e.values is None for e in chosen):
-        raise ValueError(
-            f"The numbers of this {op} were not recorded. Run its cell with `--values`: `%%ranks 4 --values`."
-        )
+    for event in chosen:
+        _values(event)
     by_group = {e.rank: e for e in chosen}
     for event in chosen:
         missing = [r for r in event.ranks if r not in by_group or by_group[r].ranks != event.ranks]
@@ -175,6 +179,21 @@ def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
                 f"has none of {name_ranks(missing)}. Draw a call that the whole group made."
             )
     return sorted(chosen, key=lambda e: e.rank)
+
+
+def _values(event: Event) -> Values:
+    if event.values is None:
+        raise ValueError(
+            f"The numbers of this {event.op} were not recorded. "
+            "Run its cell with `--values`: `%%ranks 4 --values`."
+        )
+    return event.values
+
+
+def _root(event: Event) -> int:
+    """The rank that a rooted collective sends from or to."""
+    assert event.peer is not None, f"{event.op} without a root"
+    return event.peer
 
 
 def _parts(event: Event, tensors: tuple[tuple[float, ...], ...]) -> list[tuple[float, ...]]:
@@ -202,14 +221,19 @@ def _scene(events: list[Event]) -> _Scene:
     groups = {e.ranks: e for e in events}
     by_rank = {e.rank: e for e in events}
     for event in events:
-        recorded = max((len(t) for t in event.values.input_before + event.values.output_before), default=0)
+        recorded = max(
+            (len(t) for t in _values(event).input_before + _values(event).output_before), default=0
+        )
         size = math.prod(event.shape)
-        if event.values.input_before and recorded < size:
+        if _values(event).input_before and recorded < size:
             raise ValueError(
                 f"Only the first {recorded} of {size} numbers were recorded. "
                 f"Draw this {event.op} with a smaller tensor."
             )
-    before, empty, after, moves = {}, {}, {}, []
+    before: _Held = {}
+    empty: _Held = {}
+    after: _Held = {}
+    moves: list[_Move] = []
     for group, some in groups.items():
         _BUILD[some.op]([by_rank[r] for r in group], before, empty, after, moves)
     first = events[0]
@@ -230,13 +254,15 @@ def _blank(numbers: tuple[float, ...]) -> _Block:
     return _Block((math.nan,) * len(numbers))
 
 
-def _build_in_place(events: list[Event], before: dict, empty: dict, after: dict, moves: list) -> None:
+def _build_in_place(
+    events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]
+) -> None:
     """broadcast, reduce, all_reduce: one tensor, overwritten where the operation says so."""
     op, group, root = events[0].op, events[0].ranks, events[0].peer
     for e in events:
-        mine, result = _whole(e.values.input_before), _whole(e.values.output_after)
+        mine, result = _whole(_values(e).input_before), _whole(_values(e).output_after)
         reads, writes = op != "broadcast" or e.rank == root, op != "reduce" or e.rank == root
-        sources = (root,) if op == "broadcast" else group
+        sources = (_root(e),) if op == "broadcast" else group
         before[e.rank] = (_Block(mine, (e.rank,) if reads else ()),)
         empty[e.rank] = (_blank(result),)
         after[e.rank] = (_Block(result, sources if writes else ()),)
@@ -244,48 +270,50 @@ def _build_in_place(events: list[Event], before: dict, empty: dict, after: dict,
             moves += [_Move(s, e.rank, None, i) for i, s in enumerate(sources)]
 
 
-def _build_scatter(events: list[Event], before: dict, empty: dict, after: dict, moves: list) -> None:
-    root = events[0].peer
+def _build_scatter(
+    events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]
+) -> None:
+    root = _root(events[0])
     for i, e in enumerate(events):
-        sent = _parts(e, e.values.input_before) if e.rank == root else []
+        sent = _parts(e, _values(e).input_before) if e.rank == root else []
         before[e.rank] = tuple(_Block(p, (root,)) for p in sent)
-        empty[e.rank] = (_Block(_whole(e.values.output_before)),)
-        after[e.rank] = (_Block(_whole(e.values.output_after), (root,)),)
+        empty[e.rank] = (_Block(_whole(_values(e).output_before)),)
+        after[e.rank] = (_Block(_whole(_values(e).output_after), (root,)),)
         moves.append(_Move(root, e.rank, i, 0))
 
 
-def _build_gather(events: list[Event], before: dict, empty: dict, after: dict, moves: list) -> None:
+def _build_gather(events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]) -> None:
     """gather and all_gather: one place per rank, on the root or on all."""
     group, root = events[0].ranks, events[0].peer
     for e in events:
-        before[e.rank] = (_Block(_whole(e.values.input_before), (e.rank,)),)
+        before[e.rank] = (_Block(_whole(_values(e).input_before), (e.rank,)),)
         if root is not None and e.rank != root:
             empty[e.rank] = after[e.rank] = ()
             continue
-        empty[e.rank] = tuple(_Block(p) for p in _parts(e, e.values.output_before))
-        pieces = zip(_parts(e, e.values.output_after), group, strict=True)
+        empty[e.rank] = tuple(_Block(p) for p in _parts(e, _values(e).output_before))
+        pieces = zip(_parts(e, _values(e).output_after), group, strict=True)
         after[e.rank] = tuple(_Block(p, (s,)) for p, s in pieces)
         moves += [_Move(s, e.rank, None, i) for i, s in enumerate(group)]
 
 
-def _build_parts(events: list[Event], before: dict, empty: dict, after: dict, moves: list) -> None:
+def _build_parts(events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]) -> None:
     """reduce_scatter and all_to_all: part i of every rank goes to the i-th rank of the group."""
     group, combines = events[0].ranks, events[0].op == "reduce_scatter"
     for i, e in enumerate(events):
-        before[e.rank] = tuple(_Block(p, (e.rank,)) for p in _parts(e, e.values.input_before))
+        before[e.rank] = tuple(_Block(p, (e.rank,)) for p in _parts(e, _values(e).input_before))
         if combines:
-            empty[e.rank] = (_Block(_whole(e.values.output_before)),)
-            after[e.rank] = (_Block(_whole(e.values.output_after), group),)
+            empty[e.rank] = (_Block(_whole(_values(e).output_before)),)
+            after[e.rank] = (_Block(_whole(_values(e).output_after), group),)
         else:
-            empty[e.rank] = tuple(_Block(p) for p in _parts(e, e.values.output_before))
-            pieces = zip(_parts(e, e.values.output_after), group, strict=True)
+            empty[e.rank] = tuple(_Block(p) for p in _parts(e, _values(e).output_before))
+            pieces = zip(_parts(e, _values(e).output_after), group, strict=True)
             after[e.rank] = tuple(_Block(p, (s,)) for p, s in pieces)
         moves += [_Move(s, e.rank, i, j) for j, s in enumerate(group)]
     if not combines:
         _check_parts(group, before, after)
 
 
-def _check_parts(group: tuple[int, ...], before: Mapping, after: Mapping) -> None:
+def _check_parts(group: tuple[int, ...], before: _Held, after: _Held) -> None:
     """Equal parts are a guess for `all_to_all_single`: with unequal ones the colours would be wrong."""
     for i, target in enumerate(group):
         for j, source in enumerate(group):
@@ -344,25 +372,26 @@ def _arithmetic(scene: _Scene) -> str:
     result = scene.after[target][0].numbers[:1]
     if not result or not all(terms):
         return ""
-    joined = _COMBINES.get(scene.reduce_op or "SUM", ", ").join(_number(t[0]) for t in terms)
+    joined = _COMBINES.get(scene.reduce_op or "SUM", ", ").join(format_number(t[0]) for t in terms)
     if scene.reduce_op == "AVG":
         joined = f"({joined}) / {len(group)}"
     elif scene.reduce_op not in ("", "SUM", "PRODUCT"):
         joined = f"{scene.reduce_op.lower()}({joined})"
-    said = _number(result[0])
-    exact = _number(math.fsum(t[0] for t in terms)) if scene.reduce_op in ("", "SUM") else said
+    said = format_number(result[0])
+    exact = format_number(math.fsum(t[0] for t in terms)) if scene.reduce_op in ("", "SUM") else said
     end = f" = {said}" if said == exact else f" gave {said}, not {exact}"
     return f"first number of rank {target}: {joined}{end}"
 
 
-def _number(x: float) -> str:
+def format_number(x: float) -> str:
+    """A number of a tensor as the pictures write it: at most four digits, or ten of a large one."""
     if isinstance(x, bool) or x is None:
         return str(x)
     return "nan" if x != x else f"{x:.10g}" if abs(x) >= 1000 else f"{x:.4g}"
 
 
 def _say(blocks: Sequence[_Block]) -> str:
-    return " | ".join(" ".join(map(_number, b.numbers)) for b in blocks) if blocks else "-"
+    return " | ".join(" ".join(map(format_number, b.numbers)) for b in blocks) if blocks else "-"
 
 
 def _twin(scene: _Scene, title: str, step: int, foot: str) -> str:
@@ -401,7 +430,7 @@ class _Layout:
         return self.top + row * self.pitch
 
     def shown(self, block: _Block) -> list[str]:
-        texts = [_number(x) for x in block.numbers]
+        texts = [format_number(x) for x in block.numbers]
         return texts if len(texts) <= self.limit else [*texts[: self.limit - 1], "…"]
 
     def block_width(self, block: _Block) -> float:
@@ -415,7 +444,7 @@ def _layout(scene: _Scene) -> _Layout:
     sides = [scene.before, scene.after]
     longest = max(len(b.numbers) for side in sides for blocks in side.values() for b in blocks)
     widest = max(
-        len(_number(x))
+        len(format_number(x))
         for side in sides
         for blocks in side.values()
         for b in blocks
@@ -423,7 +452,7 @@ def _layout(scene: _Scene) -> _Layout:
         if x == x
     )
     need = max(0.64 * _TEXT * widest + 6, 28)
-    room = WIDTH - _NAMES - _ARROWS - _MARGIN
+    room = WIDE - NAMES - _ARROWS - MARGIN
     limit = longest
     while True:
         count, gaps = 0, 0
@@ -435,13 +464,13 @@ def _layout(scene: _Scene) -> _Layout:
         limit -= 1
     cell = max(min((room - gaps) / max(count, 1), 56), need)
     lanes = 0 if scene.op in _ROW else max(len(g) for g in scene.groups) * _LANE + 8
-    pitch = _CELL + max(lanes, 16)
-    layout = _Layout(cell, limit, _NAMES, 0, 84 + lanes, pitch, WIDTH)
+    pitch = CELL + max(lanes, 16)
+    layout = _Layout(cell, limit, NAMES, 0, 84 + lanes, pitch, WIDE)
     left = max(layout.blocks_width(b) for b in scene.before.values())
     right = max(layout.blocks_width(b) for b in scene.after.values())
     arrows = max(_ARROWS, min(200, room - left - right + _ARROWS))
-    start = _NAMES + left + arrows
-    return _Layout(cell, limit, _NAMES, start, 84 + lanes, pitch, max(WIDTH, start + right + _MARGIN))
+    start = NAMES + left + arrows
+    return _Layout(cell, limit, NAMES, start, 84 + lanes, pitch, max(WIDE, start + right + MARGIN))
 
 
 def _draw(scene: _Scene, title: str, step: int, foot: str) -> Figure:
@@ -450,22 +479,22 @@ def _draw(scene: _Scene, title: str, step: int, foot: str) -> Figure:
     in_place = scene.op in _IN_PLACE
     marks = [
         _stripes(scene),
-        label(_MARGIN, 28, title, bold=True),
+        label(MARGIN, 28, title, bold=True),
         label(at.left, 62, "tensor before" if in_place else "input", fill=MUTED),
         label(at.right, 62, "after" if in_place else "output", fill=MUTED),
     ]
     for row, rank in enumerate(ranks):
         y = at.y(row)
-        marks.append(label(_MARGIN, y + 27, f"rank {rank}"))
+        marks.append(label(MARGIN, y + 27, f"rank {rank}"))
         marks.append(_blocks(at, at.left, y, scene.before[rank], "no input"))
         right = (scene.after if step == 2 else scene.empty)[rank]
         marks.append(_blocks(at, at.right, y, right, "no output", "" if in_place and step < 2 else "nan"))
     if step:
         arrows = "".join(_arrow(scene, at, m) for m in scene.moves)
         marks.append(f'<g opacity="{1 if step == 1 else 0.3}">{arrows}</g>')
-    bottom = at.y(len(ranks) - 1) + _CELL
+    bottom = at.y(len(ranks) - 1) + CELL
     feet = _wrap(foot)
-    marks += [label(_MARGIN, bottom + 34 + 26 * i, text) for i, text in enumerate(feet)]
+    marks += [label(MARGIN, bottom + 34 + 26 * i, text) for i, text in enumerate(feet)]
     alt = f"{title}. {_alt(scene, step, foot)}"
     height = bottom + 34 + 26 * max(len(_wrap(f)) for f in _sentences(scene))
     return drawing(at.width, height, *marks, alt=alt, text=_twin(scene, title, step, foot))
@@ -504,10 +533,10 @@ def _blocks(
     for block in blocks:
         width = at.block_width(block)
         if block.untouched:
-            marks.append(rect(x, y, width, _CELL, stroke=MUTED, dash="4 4"))
+            marks.append(rect(x, y, width, CELL, stroke=MUTED, dash="4 4"))
             texts, step = [untouched], width
         else:
-            marks.append(rect(x, y, width, _CELL, fill=_fill(block.sources), stroke=_edge(block.sources)))
+            marks.append(rect(x, y, width, CELL, fill=fill_of(block.sources), stroke=edge_of(block.sources)))
             texts, step = at.shown(block), at.cell
         middle = "".join(
             f'<text x="{x + (i + 0.5) * step:.1f}" y="{y + 27:g}">{t}</text>' for i, t in enumerate(texts)
@@ -525,11 +554,11 @@ def _arrow(scene: _Scene, at: _Layout, move: _Move) -> str:
     blocks = scene.before[move.source]
     edge = at.left + at.blocks_width(blocks)
     senders = sum(m.target == move.target for m in scene.moves)
-    end = (at.right - 4, target_y + _CELL * (move.port + 0.5) / senders)
+    end = (at.right - 4, target_y + CELL * (move.port + 0.5) / senders)
     dash = "5 4" if move.source == move.target else ""
-    colour = _colour(move.source)
+    colour = rank_colour(move.source)
     if move.part is None:
-        start, lead = (edge + 4, source_y + _CELL / 2), ""
+        start, lead = (edge + 4, source_y + CELL / 2), ""
     else:
         y = source_y - 4 - (len(blocks) - 1 - move.part) * _LANE
         before = at.blocks_width(blocks[: move.part]) + (_GAP if move.part else 0)
@@ -542,24 +571,16 @@ def _arrow(scene: _Scene, at: _Layout, move: _Move) -> str:
     return lead + line(*start, *end, stroke=colour, width=2.5, dash=dash, arrow=True)
 
 
-def _colour(rank: int) -> str:
-    return RANK_COLOURS[rank % len(RANK_COLOURS)]
-
-
-def _tint(colour: str, share: float = 0.42) -> str:
-    """`colour` mixed with white, so that black numbers stay legible on it."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - share * (255 - p)):02x}" for p in parts)
-
-
-def _fill(sources: tuple[int, ...]) -> str:
+def fill_of(sources: tuple[int, ...]) -> str:
+    """The fill of a number that came from one rank, or the pattern (see `stripes`) of several combined."""
     if len(sources) > 1:
         return f"url(#s{'-'.join(map(str, sources))})"
-    return _tint(_colour(sources[0])) if sources else "none"
+    return pale(rank_colour(sources[0]), _LEGIBLE) if sources else "none"
 
 
-def _edge(sources: tuple[int, ...]) -> str:
-    return _colour(sources[0]) if len(sources) == 1 else INK if sources else LINE
+def edge_of(sources: tuple[int, ...]) -> str:
+    """The outline of a number that came from these ranks."""
+    return rank_colour(sources[0]) if len(sources) == 1 else INK if sources else LINE
 
 
 def _stripes(scene: _Scene) -> str:
@@ -567,11 +588,11 @@ def _stripes(scene: _Scene) -> str:
 
 
 def stripes(sets: Iterable[tuple[int, ...]]) -> str:
-    """One pattern per set of ranks whose numbers were combined."""
+    """The patterns that `fill_of` names: one per set of ranks whose numbers were combined."""
     patterns = []
     for sources in sorted(s for s in sets if len(s) > 1):
         bands = "".join(
-            f'<rect x="{8 * i}" width="8" height="8" fill="{_tint(_colour(r))}"/>'
+            f'<rect x="{8 * i}" width="8" height="8" fill="{pale(rank_colour(r), _LEGIBLE)}"/>'
             for i, r in enumerate(sources)
         )
         patterns.append(

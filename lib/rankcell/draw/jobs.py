@@ -7,11 +7,9 @@ colour and says so. It draws tasks that it is given and starts nothing.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .charts import _ticks as round_ticks
-from .charts import text_width
+from .parts import WIDTH, key, round_ticks, swatch, text_width
 from .svg import COLOURS, LINE, MUTED, PAPER, Figure, drawing, format_seconds, label, line, rect
 
-WIDTH = 600
 _LEFT, _RIGHT, _TOP, _ROW, _BAR = 92, 16, 44, 32, 22
 _RUNS, _WAITS, _FAILED = "#0072b2", COLOURS["wait"], "#d55e00"
 
@@ -61,8 +59,10 @@ def schedule(tasks: Sequence[Task], *, title: str = "") -> Figure:
     def x(seconds: float) -> float:
         return _LEFT + seconds / end * (WIDTH - _LEFT - _RIGHT)
 
-    marks = _key(any(t.exit_code for t in tasks))
-    for t in round_ticks((0.0, end), False, 10, most=6):
+    entries = [("waits", swatch(_WAITS)), ("runs", swatch(_RUNS))]
+    entries += [("failed", swatch(_FAILED))] * any(t.exit_code for t in tasks)
+    marks, _ = key(entries, 10, gap=22)
+    for t in round_ticks(0.0, end, most=6):
         marks.append(line(x(t), _TOP, x(t), bottom + 5, stroke=LINE))
         marks.append(label(x(t), bottom + 26, f"{t:g}", anchor="middle", fill=MUTED))
     marks.append(label((_LEFT + WIDTH) / 2, bottom + 54, "seconds since sbatch", anchor="middle", fill=MUTED))
@@ -90,15 +90,6 @@ def _finding(tasks: Sequence[Task], end: float) -> str:
     how = ", ".join(f"task {t.number} {t.state}" for t in bad) or "all completed"
     count = f"{len(tasks)} task{'s' * (len(tasks) != 1)}"
     return f"{count}, at most {at_once(tasks)} at a time, done after {format_seconds(end)}: {how}."
-
-
-def _key(failures: bool) -> list[str]:
-    entries = [("waits", _WAITS), ("runs", _RUNS)] + ([("failed", _FAILED)] if failures else [])
-    marks, at = [], 12.0
-    for text, fill in entries:
-        marks += [rect(at, 12, 18, 16, fill=fill), label(at + 26, 27, text, fill=MUTED)]
-        at += 26 + text_width(text) + 22
-    return marks
 
 
 def _characters(task: Task, zero: float, end: float, columns: int = 40) -> str:

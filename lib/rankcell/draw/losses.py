@@ -8,12 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from .charts import WIDTH, _mark, text_width
-from .charts import _ticks as round_ticks
-from .charts import _wrap_key as places_of_key
+from .parts import EDGE, WIDTH, key_of_lines, log_ticks, point, round_ticks, text_width
 from .svg import INK, MUTED, RANK_COLOURS, Figure, drawing, label, line
 
-_EDGE = 10
 _MAX_POINTS = 400  # beyond, every n-th point is drawn
 
 
@@ -46,9 +43,9 @@ def losses(
     low, high = _bounds(numbers, log)
     ticks = _loss_ticks(low, high, log)
     last = max((len(values) - 1) * strides[name] for name, values in curves.items()) or 1
-    entries = places_of_key(list(curves))
-    left = _EDGE + max(text_width(f"{t:g}") for t in ticks) + 8
-    top, bottom, right = 12 + 28 * (entries[-1][1] + 1) + 30, height - 66, WIDTH - _EDGE - 8
+    entries = key_of_lines(list(curves))
+    left = EDGE + max(text_width(f"{t:g}") for t in ticks) + 8
+    top, bottom, right = 12 + 28 * (entries[-1][1] + 1) + 30, height - 66, WIDTH - EDGE - 8
 
     def px(step: float) -> float:
         return left + step / last * (right - left)
@@ -60,7 +57,7 @@ def losses(
     marks = [line(left, py(t), right, py(t)) for t in ticks]
     marks += [label(left - 8, py(t) + 7, f"{t:g}", anchor="end", fill=MUTED) for t in ticks]
     marks.append(line(left, bottom, right, bottom, stroke=MUTED))
-    for step in round_ticks((0.0, float(last)), False, 10, 5):
+    for step in round_ticks(0.0, float(last), most=5):
         text = f"{step:g}"
         marks.append(line(px(step), bottom, px(step), bottom + 5, stroke=MUTED))
         x = min(px(step), WIDTH - 4 - text_width(text) / 2)
@@ -79,14 +76,14 @@ def losses(
         finite = [(i * strides[name], v) for i, v in enumerate(values) if math.isfinite(v)]
         if finite:
             step, value = finite[-1]
-            marks.append(_mark(k, px(step), py(value), colour, True, f"{name}: {value:.4g} at {step}"))
+            marks.append(point(k, px(step), py(value), colour, True, f"{name}: {value:.4g} at {step}"))
         x, row = entries[k]
         y = 20 + 28 * row
         marks.append(line(x, y, x + 30, y, stroke=colour, width=width))
-        marks.append(_mark(k, x + 15, y, colour, True, name))
+        marks.append(point(k, x + 15, y, colour, True, name))
         marks.append(label(x + 38, y + 6, name))
     scale = ", log scale" if log else ""
-    marks.append(label(_EDGE, top - 14, f"{y_label}{scale}", fill=MUTED))
+    marks.append(label(EDGE, top - 14, f"{y_label}{scale}", fill=MUTED))
     marks.append(label((left + right) / 2, height - 12, x_label, anchor="middle", fill=MUTED))
     text = f"{y_label} against {x_label}\n" + "\n".join(
         _in_words(name, values, strides[name]) for name, values in curves.items()
@@ -113,8 +110,10 @@ def _bounds(numbers: Sequence[float], log: bool) -> tuple[float, float]:
 
 
 def _loss_ticks(low: float, high: float, log: bool) -> tuple[float, ...]:
-    ticks = round_ticks((low, high), log, 10, 6)
-    if log and len(ticks) < 3:
+    if not log:
+        return round_ticks(low, high, most=6)
+    ticks = log_ticks(low, high, most=6)
+    if len(ticks) < 3:
         ticks = tuple(
             m * 10.0**e
             for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from ..results import KINDS, Memory
-from .charts import WIDTH, text_width
-from .charts import _wrap_key as places_of_key
+from .parts import EDGE, WIDTH, key, swatch, text_width
 from .svg import INK, MUTED, PAPER, RANK_COLOURS, Figure, drawing, format_bytes, label, line, rect
 
 # From the bottom of the pile to its top.
@@ -21,7 +20,6 @@ COLOURS = {
     "rest": "#bbbbbb",
 }
 _OTHERS = tuple(c for c in (*RANK_COLOURS, "#999999") if c not in COLOURS.values())
-_EDGE, _SIZE = 10, 20
 _WHITE_ON = {"#0072b2"}
 
 
@@ -57,21 +55,23 @@ def over_time(
     if held is None:
         if by not in ("change", "time"):
             raise ValueError(f'by={by!r}: samples can be drawn by="change" or by="time".')
-        at, held, x_label, phases = _from_samples(at, by, x_label, phases)
+        samples = [sample for sample in at if isinstance(sample, Memory)]
+        places, held, x_label, phases = _from_samples(samples, by, x_label, phases)
+    else:
+        places = [place for place in at if not isinstance(place, Memory)]
     for kind, values in held.items():
-        if len(values) != len(at):
-            raise ValueError(f"{kind} has {len(values)} values for {len(at)} places. Give one per place.")
+        if len(values) != len(places):
+            raise ValueError(f"{kind} has {len(values)} values for {len(places)} places. Give one per place.")
     kinds = _in_order(held)
-    total = [sum(held[kind][i] for kind in kinds) for i in range(len(at))]
-    peak = max(range(len(at)), key=lambda i: total[i])
+    total = [sum(held[kind][i] for kind in kinds) for i in range(len(places))]
+    peak = max(range(len(places)), key=lambda i: total[i])
     top_bytes = total[peak] or 1.0
     ticks = _binary_ticks(top_bytes)
-    low, high = at[0], at[-1] if at[-1] > at[0] else at[0] + 1
+    low, high = places[0], places[-1] if places[-1] > places[0] else places[0] + 1
 
-    entries = places_of_key(kinds)
-    key_height = 16 + 28 * (entries[-1][1] + 1)
-    names, rows = _phase_names(phases, low, high, left := _EDGE + max(map(_width, ticks)) + 8)
-    top, bottom, right = key_height + 26 * rows + 14, height - 62, WIDTH - _EDGE - 8
+    marks, key_height = _key(kinds)
+    names, rows = _phase_names(phases, low, high, left := EDGE + max(map(_width, ticks)) + 8)
+    top, bottom, right = key_height + 26 * rows + 14, height - 62, WIDTH - EDGE - 8
 
     def px(x: float) -> float:
         return left + (x - low) / (high - low) * (right - left)
@@ -79,13 +79,12 @@ def over_time(
     def py(nbytes: float) -> float:
         return bottom - nbytes / max(top_bytes, ticks[-1]) * (bottom - top)
 
-    marks = [_key(kinds, entries)]
     marks += [line(left, py(t), right, py(t)) for t in ticks]
-    below = [0.0] * len(at)
+    below = [0.0] * len(places)
     for kind in kinds:
         above = [b + v for b, v in zip(below, held[kind], strict=True)]
         if any(held[kind]):
-            path = _steps(at, above, px, py) + _steps(at, below, px, py)[::-1]
+            path = _steps(places, above, px, py) + _steps(places, below, px, py)[::-1]
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
             most = max(held[kind])
             tip = f"<title>{escape(kind)}: at most {format_bytes(most)}</title>"
@@ -100,11 +99,11 @@ def over_time(
             marks.append(label(x, y, name, fill=MUTED))
     marks.append(line(left, bottom, right, bottom, stroke=MUTED))
     marks.append(label((left + right) / 2, height - 14, x_label, anchor="middle", fill=MUTED))
-    where = _phase_at(phases, at[peak])
+    where = _phase_at(phases, places[peak])
     parts = ", ".join(f"{k} {format_bytes(held[k][peak])}" for k in kinds if held[k][peak])
     said = alt or f"Memory is highest{f' in {where}' if where else ''}, {format_bytes(total[peak])}: {parts}."
     return drawing(
-        WIDTH, height, *marks, alt=said, text=_twin_over_time(at, held, kinds, total, phases, x_label)
+        WIDTH, height, *marks, alt=said, text=_twin_over_time(places, held, kinds, total, phases, x_label)
     )
 
 
@@ -122,27 +121,23 @@ def by_rank(
     """
     if not measured:
         raise ValueError("There is nothing to draw: no rank was measured.")
-    measured = [row.by_kind if isinstance(row, Memory) else row for row in measured]
-    if formula and len(formula) != len(measured):
-        raise ValueError(
-            f"{len(measured)} were measured, the formula is for {len(formula)}. Give one for each."
-        )
-    names = tuple(names) or tuple(f"rank {r}" for r in range(len(measured)))
-    if len(names) != len(measured):
-        raise ValueError(f"{len(measured)} were measured, {len(names)} have names. Give one name for each.")
-    kinds = _in_order([kind for row in (*measured, *formula) for kind in row if row[kind]]) or ["rest"]
-    most = max(sum(row.values()) for row in (*measured, *formula)) or 1.0
-    entries = places_of_key(kinds)
-    y = 16 + 28 * (entries[-1][1] + 1)
-    marks = [_key(kinds, entries)]
+    rows = [row.by_kind if isinstance(row, Memory) else row for row in measured]
+    if formula and len(formula) != len(rows):
+        raise ValueError(f"{len(rows)} were measured, the formula is for {len(formula)}. Give one for each.")
+    names = tuple(names) or tuple(f"rank {r}" for r in range(len(rows)))
+    if len(names) != len(rows):
+        raise ValueError(f"{len(rows)} were measured, {len(names)} have names. Give one name for each.")
+    kinds = _in_order([kind for row in (*rows, *formula) for kind in row if row[kind]]) or ["rest"]
+    most = max(sum(row.values()) for row in (*rows, *formula)) or 1.0
+    marks, y = _key(kinds)
     if formula:
-        marks.append(rect(_EDGE, y + 4, 18, 16, fill=PAPER, stroke=INK))
-        marks.append(label(_EDGE + 26, y + 19, "outlined: by formula", fill=MUTED))
+        marks.append(rect(EDGE, y + 4, 18, 16, fill=PAPER, stroke=INK))
+        marks.append(label(EDGE + 26, y + 19, "outlined: by formula", fill=MUTED))
         y += 28
-    for i, (name, row) in enumerate(zip(names, measured, strict=True)):
+    for i, (name, row) in enumerate(zip(names, rows, strict=True)):
         total = format_bytes(sum(row.values()))
-        marks.append(label(_EDGE, y + 28, name))
-        marks.append(label(WIDTH - _EDGE, y + 28, total, anchor="end", bold=True))
+        marks.append(label(EDGE, y + 28, name))
+        marks.append(label(WIDTH - EDGE, y + 28, total, anchor="end", bold=True))
         marks += _bar(row, kinds, most, y + 36, 30, solid=True)
         y += 72
         if formula:
@@ -150,15 +145,15 @@ def by_rank(
             y += 20
     off = [
         abs(sum(m.values()) / sum(f.values()) - 1)
-        for m, f in zip(measured, formula, strict=False)
+        for m, f in zip(rows, formula, strict=False)
         if sum(f.values())
     ]
     return drawing(
         WIDTH,
         y + 4,
         *marks,
-        alt=alt or _said_by_rank(names, measured, kinds, off),
-        text=_twin_by_rank(names, measured, formula, kinds),
+        alt=alt or _said_by_rank(names, rows, kinds, off),
+        text=_twin_by_rank(names, rows, formula, kinds),
     )
 
 
@@ -180,36 +175,30 @@ def _in_order(kinds: Mapping[str, object] | Sequence[str]) -> list[str]:
     return [k for k in COLOURS if k in given] + [k for k in given if k not in COLOURS]
 
 
-def _key(kinds: Sequence[str], entries: Sequence[tuple[float, int]]) -> str:
-    """One square and name per kind, in the order of the pile."""
-    marks = []
-    for kind, (x, row) in zip(kinds, entries, strict=True):
-        marks.append(rect(x, 12 + 28 * row, 18, 16, fill=colour_of(kind, kinds)))
-        marks.append(label(x + 26, 27 + 28 * row, kind))
-    return "".join(marks)
+def _key(kinds: Sequence[str]) -> tuple[list[str], float]:
+    """One square and name per kind, in the order of the pile, and where the picture goes on below."""
+    entries = [(kind, swatch(colour_of(kind, kinds))) for kind in kinds]
+    marks, bottom = key(entries, 10, left=EDGE, gap=34, ink=INK)
+    return marks, bottom + 2
 
 
 def _bar(
     row: Mapping[str, float], kinds: Sequence[str], most: float, y: float, height: float, *, solid: bool
 ) -> list[str]:
-    scale, x, marks = (WIDTH - 2 * _EDGE) / most, float(_EDGE), []
+    scale, x, marks = (WIDTH - 2 * EDGE) / most, float(EDGE), []
     for kind in kinds:
         nbytes = row.get(kind, 0)
         if not nbytes:
             continue
         colour, width, text = colour_of(kind, kinds), nbytes * scale, format_bytes(nbytes)
         tip = f"{kind}: {text}{'' if solid else ' by formula'}"
-        mark = rect(
-            x + (0 if solid else 1),
-            y,
-            width - (0 if solid else 2),
-            height,
-            fill=colour if solid else PAPER,
-            stroke=PAPER if solid else colour,
-            title=tip,
-            radius=0,
-        )
-        marks.append(mark if solid else mark.replace("<rect", '<rect stroke-width="2"', 1))
+        if solid:
+            bar = rect(x, y, width, height, fill=colour, stroke=PAPER, title=tip, radius=0)
+        else:
+            bar = rect(
+                x + 1, y, width - 2, height, fill=PAPER, stroke=colour, stroke_width=2, title=tip, radius=0
+            )
+        marks.append(bar)
         if solid and text_width(text) + 6 <= width:
             ink = PAPER if colour in _WHITE_ON else INK
             marks.append(label(x + width / 2, y + height / 2 + 7, text, anchor="middle", fill=ink))
@@ -241,10 +230,11 @@ def _width(nbytes: float) -> float:
 def _phase_names(
     phases: Sequence[tuple[float, str]], low: float, high: float, left: float
 ) -> tuple[list[tuple[float, int, str]], int]:
-    """Where each phase's name stands, (px, row, name), in as few rows as keep the names apart; "" where even
-    three do not suffice.
+    """Where each phase's name stands, (px, row, name), in as few rows as keep the names apart.
+
+    The name is "" where even three rows do not suffice.
     """
-    right, ends, places = WIDTH - _EDGE - 8, [-1e9] * 3, []
+    right, ends, places = WIDTH - EDGE - 8, [-1e9] * 3, []
     for begin, name in phases:
         x = left + (begin - low) / (high - low) * (right - left) + 4
         x = min(x, WIDTH - 4 - text_width(name))

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..results import Event, Run, name_ranks
-from .charts import text_width
-from .svg import COLOURS, INK, LINE, MUTED, RANK_COLOURS, Figure, drawing, format_bytes, label, rect
+from .parts import WIDE, pale, rank_colour, text_width
+from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, format_bytes, label, rect
 
-WIDTH = 640
 _BOX, _GAP, _EDGE, _LINE = 40, 5, 12, 27
+_LIGHT = 0.5  # share of a group's colour, so that none looks like the mark of an operation
 _REST = "all ranks"  # events in a group that is no axis of the mesh
 # An axis: its name, its groups of ranks, and (operation, what each rank called of it).
 _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
@@ -130,7 +130,7 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
         marks.append(label(_EDGE, top + 20, title, bold=True))
         top += 38
     for name, members, lines in panels:
-        colours = {rank: _tint(i) for i, m in enumerate(members) for rank in m}
+        colours = {rank: pale(rank_colour(i), _LIGHT) for i, m in enumerate(members) for rank in m}
         for rank, fill in colours.items():
             place, column = divmod(rank, columns)
             number, row = divmod(place, rows)
@@ -141,16 +141,9 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
         twin.append(f"{_headline(name, members)}: " + ", ".join(name_ranks(m) for m in members))
         for i, (op, text) in enumerate(lines or [("", "nothing sent")], 1):
             y = top + i * _LINE
-            size = 20 if left + 24 + text_width(text, 20) <= WIDTH - 4 else 17
+            size = 20 if left + 24 + text_width(text, 20) <= WIDE - 4 else 17
             marks.append(rect(left, y + 5, 14, 14, fill=COLOURS.get(op, LINE)))
             marks.append(label(left + 24, y + 19, text, size=size, fill=INK if op else MUTED))
             twin.append(f"  {text}")
         top += max(rows * (_BOX + _GAP), _LINE * (1 + max(len(lines), 1))) + 18
-    return drawing(WIDTH, top - 4, *marks, alt=alt, text="\n".join(twin))
-
-
-def _tint(number: int) -> str:
-    """The colour of a group: a light one, so that none looks like the mark of an operation."""
-    colour = RANK_COLOURS[number % len(RANK_COLOURS)]
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - 0.5 * (255 - part)):02x}" for part in parts)
+    return drawing(WIDE, top - 4, *marks, alt=alt, text="\n".join(twin))

@@ -7,13 +7,14 @@ step comes from the messages of that run. Collectives have pictures of their own
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..results import Event, Run, name_ranks
-from .collectives import _CELL, _MARGIN, _NAMES, WIDTH, _colour, _edge, _fill, _number, label, stripes
+from ..results import Event, Run, Watched, name_ranks
+from .collectives import CELL, MARGIN, NAMES, edge_of, fill_of, format_number, label, stripes
+from .parts import WIDE, rank_colour
 from .svg import INK, MUTED, Figure, Frames, drawing, line, rect
 from .trace import messages
 
 MAX_NUMBERS = 8  # numbers per rank that fit into the picture twice
-_ARROWS, _TOP, _PITCH = 84, 78, _CELL + 22
+_ARROWS, _TOP, _PITCH = 84, 78, CELL + 22
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,22 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
     found = _in_steps(messages(tuple(events)))
     if not found:
         raise ValueError("This run holds no send that was received. Collectives: draw.collectives.steps.")
-    if any(e.watched is None for m in found for e in (m.sent, m.came)):
-        raise ValueError(
-            "No array was watched. Run the algorithm in `with rankcell.watch(x):` on every rank."
-        )
-    longest = max(len(m.sent.watched.before) for m in found)
+    longest = max(len(_watched(e).before) for m in found for e in (m.sent, m.came))
     if longest > MAX_NUMBERS:
         raise ValueError(f"The array has {longest} numbers, a picture has room for {MAX_NUMBERS}.")
     states = _states(found)
     title = title or f"{len(found)} messages in {len(states) - 1} steps"
     figures = tuple(_draw(states, found, step, title) for step in range(len(states)))
     labels = ("before", *(f"{step} of {len(states) - 1}" for step in range(1, len(states))))
-    return Frames(figures, labels, start=1)
+    return Frames(figures, labels, still=1)
+
+
+def _watched(event: Event) -> Watched:
+    if event.watched is None:
+        raise ValueError(
+            "No array was watched. Run the algorithm in `with rankcell.watch(x):` on every rank."
+        )
+    return event.watched
 
 
 def _in_steps(pairs: Sequence[tuple[Event, Event]]) -> list[_Message]:
@@ -84,13 +89,13 @@ def _states(found: Sequence[_Message]) -> list[dict[int, _State]]:
         calls.setdefault(m.came.rank, []).append((m.came, m))
     for own in calls.values():
         own.sort(key=lambda call: call[0].start)
-    first = {rank: own[0][0].watched.before for rank, own in sorted(calls.items())}
+    first = {rank: _watched(own[0][0]).before for rank, own in sorted(calls.items())}
     states = [{rank: _State(numbers, ((rank,),) * len(numbers)) for rank, numbers in first.items()}]
     for step in range(1, found[-1].step + 1):
         old, new = states[-1], {}
         for rank, own in calls.items():
             now = [event for event, m in own if m.step == step]
-            numbers = now[-1].watched.after if now else old[rank].numbers
+            numbers = _watched(now[-1]).after if now else old[rank].numbers
             sources = list(old[rank].sources)
             for event, m in own:
                 if m.step == step and event is m.came:
@@ -104,10 +109,10 @@ def _take_in(
     sources: list[tuple[int, ...]], old: dict[int, _State], m: _Message, numbers: tuple[float, ...]
 ) -> None:
     """Whose numbers are in the receiver's array once a message was received, and perhaps added to it."""
-    part = m.sent.watched.part
+    part = _watched(m.sent).part
     theirs = old[m.sent.rank].sources[slice(*part)] if part else ((m.sent.rank,),)
-    if m.came.watched.part:
-        begin, end = m.came.watched.part
+    if place := _watched(m.came).part:
+        begin, end = place
         for i in range(begin, end):
             sources[i] = theirs[(i - begin) % len(theirs)]
         return
@@ -123,35 +128,35 @@ def _draw(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: 
     before, after = states[max(step - 1, 0)], states[step]
     now = [m for m in found if m.step == step]
     length = len(before[ranks[0]].numbers)
-    cell = min((WIDTH - _NAMES - _ARROWS - _MARGIN) / (2 * length), 58)
-    left, right = _NAMES, WIDTH - _MARGIN - length * cell
+    cell = min((WIDE - NAMES - _ARROWS - MARGIN) / (2 * length), 58)
+    left, right = NAMES, WIDE - MARGIN - length * cell
     y = {rank: _TOP + row * _PITCH for row, rank in enumerate(ranks)}
     marks = [
         stripes({s for state in (before, after) for held in state.values() for s in held.sources}),
-        label(_MARGIN, 28, title, bold=True),
+        label(MARGIN, 28, title, bold=True),
         label(left, 64, "before" if step else "at the start", fill=MUTED),
     ]
-    marks += [label(_MARGIN, y[rank] + 27, f"rank {rank}") for rank in ranks]
+    marks += [label(MARGIN, y[rank] + 27, f"rank {rank}") for rank in ranks]
     marks += [_array(before[rank], left, y[rank], cell) for rank in ranks]
     if step:
         marks.append(label(right, 64, "after", fill=MUTED))
         marks += [_array(after[rank], right, y[rank], cell) for rank in ranks]
     for m in now:
-        colour = _colour(m.sent.rank)
+        colour = rank_colour(m.sent.rank)
         source, target = y[m.sent.rank], y[m.came.rank]
-        if m.sent.watched.part:
-            begin, end = m.sent.watched.part
+        if part := _watched(m.sent).part:
+            begin, end = part
             marks.append(_frame(left + begin * cell, source, (end - begin) * cell, colour))
         start = left + length * cell + 6
         marks.append(
-            line(start, source + _CELL / 2, right - 8, target + _CELL / 2, stroke=colour, width=3, arrow=True)
+            line(start, source + CELL / 2, right - 8, target + CELL / 2, stroke=colour, width=3, arrow=True)
         )
     foot = _foot(states, found, step)
     bottom = _TOP + len(ranks) * _PITCH
-    marks.append(label(_MARGIN, bottom + 16, foot, fill=MUTED))
+    marks.append(label(MARGIN, bottom + 16, foot, fill=MUTED))
     twin = [title, *_lines(before if step else after, after if step else None, now), foot]
     alt = f"{title}. {foot}. " + "; ".join(_lines(after, None, ()))
-    return drawing(WIDTH, bottom + 34, *marks, alt=alt, text="\n".join(twin))
+    return drawing(WIDE, bottom + 34, *marks, alt=alt, text="\n".join(twin))
 
 
 def _foot(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: int) -> str:
@@ -173,9 +178,9 @@ def _size(m: _Message) -> int:
 
 def _array(state: _State, x: float, y: float, cell: float) -> str:
     marks = []
-    for i, (number, sources) in enumerate(zip(state.numbers, state.sources, strict=True)):
-        marks.append(rect(x + i * cell, y, cell, _CELL, fill=_fill(sources), stroke=_edge(sources)))
-        text = _number(number)
+    for i, (value, sources) in enumerate(zip(state.numbers, state.sources, strict=True)):
+        marks.append(rect(x + i * cell, y, cell, CELL, fill=fill_of(sources), stroke=edge_of(sources)))
+        text = format_number(value)
         size = min(20.0, (cell - 4) / (0.6 * len(text)))
         marks.append(
             f'<text x="{x + (i + 0.5) * cell:.1f}" y="{y + 27:g}" font-size="{size:.1f}" '
@@ -185,26 +190,24 @@ def _array(state: _State, x: float, y: float, cell: float) -> str:
 
 
 def _frame(x: float, y: float, width: float, colour: str) -> str:
-    frame = rect(x - 1, y - 3, width + 2, _CELL + 6, stroke=colour)
-    return frame.replace("<rect", '<rect stroke-width="4"', 1)
+    return rect(x - 1, y - 3, width + 2, CELL + 6, stroke=colour, stroke_width=4)
 
 
 def _lines(before: dict[int, _State], after: dict[int, _State] | None, now: Iterable[_Message]) -> list[str]:
     """One line per rank: what it holds, what it sends where, what it holds then."""
-    held = {rank: " ".join(map(_number, state.numbers)) for rank, state in before.items()}
+    held = {rank: " ".join(map(format_number, state.numbers)) for rank, state in before.items()}
     width, lines = max(map(len, held.values())), []
     for rank, text in held.items():
         sent = []
         for m in now:
             if m.sent.rank == rank:
-                part = m.sent.watched.part
+                part = _watched(m.sent).part
                 numbers = before[rank].numbers[slice(*part)] if part else ()
-                sent.append(
-                    f"{' '.join(map(_number, numbers)) or 'other numbers'} -> {name_ranks([m.came.rank])}"
-                )
+                what = " ".join(map(format_number, numbers)) or "other numbers"
+                sent.append(f"{what} -> {name_ranks([m.came.rank])}")
         line_ = f"rank {rank}: {text:<{width}}"
         if after is not None:
-            then = " ".join(map(_number, after[rank].numbers))
+            then = " ".join(map(format_number, after[rank].numbers))
             line_ += f"   {', '.join(sent) or 'sends nothing':<24}   => {then}"
         lines.append(line_.rstrip())
     return lines

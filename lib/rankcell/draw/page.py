@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..results import Display, NotSent, RankResult, Run, name_ranks
+from .parts import rank_colour
 from .stepper import stepper
-from .svg import RANK_COLOURS, format_bytes
+from .svg import format_bytes
 
 HEAD, TAIL = 40, 15  # lines shown of a long output
 MAX_LINE = 2000  # characters shown of a long line
@@ -137,7 +138,7 @@ def _heading(group: Sequence[RankResult], run: Run) -> str:
 def _colour(group: Sequence[RankResult]) -> str:
     if group[0].state not in ("ok", "running"):
         return "#d55e00"
-    return RANK_COLOURS[group[0].rank % len(RANK_COLOURS)] if len(group) == 1 else "#999999"
+    return rank_colour(group[0].rank) if len(group) == 1 else "#999999"
 
 
 def _why(result: RankResult) -> str:
@@ -147,10 +148,9 @@ def _why(result: RankResult) -> str:
 
 
 def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
-    """What a rank said, in order: ("out", text), ("display", MIME types), ("err", text), ("value", MIME
-    types).
-    """
-    raw, pieces, at = result.stdout.encode(), [], 0
+    """What a rank said, in order, as (kind, text or `Display`): kinds are out, display, err and value."""
+    pieces: list[tuple[str, Any]] = []
+    raw, at = result.stdout.encode(), 0
     for display in result.displays:
         place = min(max(display.stdout_offset, at), len(raw))
         pieces.append(("out", shorten(settle(raw[at:place].decode("utf-8", "replace")))))

@@ -13,11 +13,9 @@ from .. import schedules
 from ..results import Event, Run
 from ..schedules import SCHEDULES, Action, Schedule
 from . import explorer
-from .charts import _ticks as round_ticks
-from .charts import text_width
-from .svg import INK, MUTED, PAPER, Figure, Frames, drawing, format_seconds, label, line
+from .parts import WIDTH, Swatch, key, pale, round_ticks, text_width, ticks_below
+from .svg import INK, MUTED, PAPER, Figure, Frames, drawing, format_seconds, label
 
-WIDTH = 600
 # what the next rank waits for is blue or green, what nobody waits for yellow
 COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#009e73", "W": "#f0e442"}
 _IDLE = "#efefef"
@@ -71,7 +69,7 @@ def grid(
 
 
 def cases(
-    plans: Mapping[str, Schedule | Iterable[Event]], *, name: str = "schedule", start: int = 0
+    plans: Mapping[str, Schedule | Iterable[Event]], *, name: str = "schedule", still: int = 0
 ) -> Frames:
     """One grid per case under a slider, all with the same length of time and the same number of ranks.
 
@@ -82,11 +80,11 @@ def cases(
     end = max(stop for row in every for *_, stop in row.boxes)
     in_units = all(isinstance(plan, Schedule) for plan in plans.values())
     figures = tuple(
-        _draw(found, end, case, f"{case}. {_finding(found, in_units)}", in_units, key=every)
+        _draw(found, end, case, f"{case}. {_finding(found, in_units)}", in_units, explain=every)
         for case, found in rows.items()
     )
     labels = tuple(f"{case}: idle {100 * _idle(found, measured=True):.0f} %" for case, found in rows.items())
-    return Frames(figures, labels, name=name, start=start)
+    return Frames(figures, labels, name=name, still=still)
 
 
 def explore() -> Any:
@@ -172,12 +170,6 @@ def _finding(rows: Sequence[_Row], in_units: bool) -> str:
     return "; ".join(sentences) + "."
 
 
-def _pale(colour: str, share: float) -> str:
-    """`colour` mixed with white; `share` of it is left."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
-
-
 def _draw(
     rows: Sequence[_Row],
     end: float,
@@ -186,9 +178,9 @@ def _draw(
     in_units: bool,
     *,
     note: str = "",
-    key: Sequence[_Row] = (),
+    explain: Sequence[_Row] = (),
 ) -> Figure:
-    """`note` stands under the title; the key explains what occurs in the rows `key`, by default these."""
+    """`note` stands under the title; the key says what occurs in the rows `explain`, by default these."""
     marks: list[str] = []
     top = 12.0
     if title:
@@ -197,7 +189,7 @@ def _draw(
     if note:
         marks.append(label(12, top + 14, note))
         top += 28
-    explained, bottom_of_key = _key(key or rows, top)
+    explained, bottom_of_key = key(_entries(explain or rows), top)
     top = max(bottom_of_key, top + 60) if note else bottom_of_key  # all with a note are of one height
     marks += explained
     span = WIDTH - _LEFT - _RIGHT
@@ -208,14 +200,8 @@ def _draw(
         y += _height(row) + (_GAP if last else 1)
     bottom = y - _GAP + 2
     factor = 1 if in_units else 1e3
-    reach = -1e9
-    for t in round_ticks((0.0, end * factor), False, 10, most=6):
-        x, text = _LEFT + span * t / factor / end, f"{t:g}"
-        half = text_width(text) / 2
-        marks.append(line(x, bottom, x, bottom + 6))
-        if x - half > reach:
-            marks.append(label(min(x, WIDTH - 6 - half), bottom + 26, text, anchor="middle", fill=MUTED))
-            reach = x + half + 10
+    ticks = ((_LEFT + span * t / factor / end, f"{t:g}") for t in round_ticks(0.0, end * factor, most=6))
+    marks += ticks_below(ticks, bottom, bottom + 6, bottom + 26)
     unit = "time, in forwards of a rank's layers" if in_units else "time in ms"
     marks.append(label(_LEFT + span / 2, bottom + 52, unit, anchor="middle", fill=MUTED))
     paths: dict[tuple[str, str], list[str]] = {}
@@ -257,39 +243,37 @@ def _style(kind: str, chunk: int, predicted: bool) -> tuple[str, str]:
     """Fill and stroke of a box."""
     share = (0.9, 0.5, 0.32, 0.2)[min(chunk, 3)]
     if predicted:
-        return _pale(COLOURS[kind], 0.45 * share), COLOURS[kind]
-    return _pale(COLOURS[kind], share), PAPER
+        return pale(COLOURS[kind], 0.45 * share), COLOURS[kind]
+    return pale(COLOURS[kind], share), PAPER
 
 
-def _key(rows: Sequence[_Row], top: float) -> tuple[list[str], float]:
-    """What the colours mean, in as many rows as it takes, and where the picture goes on below."""
+def _entries(rows: Sequence[_Row]) -> list[tuple[str, Swatch | None]]:
+    """What the key explains of these rows."""
     kinds = {a.kind for row in rows for a, *_ in row.boxes}
     names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     if {"B", "I"} <= kinds:
         names["B"] = "backward, input gradient"
         kinds.discard("I")
     predicted = {row.predicted for row in rows}
-    entries = [(names[k], COLOURS[k], True in predicted and len(predicted) == 1) for k in names if k in kinds]
+    entries: list[tuple[str, Swatch | None]] = []
+    for kind in filter(kinds.__contains__, names):
+        fill, stroke = COLOURS[kind], "none"
+        if predicted == {True}:
+            fill, stroke = pale(fill, 0.45), fill
+        entries.append((names[kind], _swatch(fill, stroke)))
     if len(predicted) == 2:
-        entries.append(("predicted", MUTED, True))
+        entries.append(("predicted", _swatch(PAPER, MUTED)))
     if any(len(row.chunks) > 1 for row in rows):
-        entries.append(("later chunk: paler", "", False))
-    entries.append(("idle", _IDLE, False))
-    marks, x, y = [], 12.0, top
-    for name, colour, outlined in entries:
-        width = (26 if colour else 0) + text_width(name)
-        if x > 12 and x + width > WIDTH - 8:
-            x, y = 12.0, y + 28
-        if colour:
-            fill = (PAPER if colour == MUTED else _pale(colour, 0.45)) if outlined else colour
-            stroke = colour if outlined else "none"
-            marks.append(
-                f'<rect x="{x + 1:.1f}" y="{y + 3:g}" width="16" height="14" fill="{fill}" stroke="{stroke}" '
-                f'stroke-width="1.5"/>'
-            )
-        marks.append(label(x + (26 if colour else 0), y + 17, name, fill=MUTED))
-        x += width + 18
-    return marks, y + 32
+        entries.append(("later chunk: paler", None))
+    return [*entries, ("idle", _swatch(_IDLE, "none"))]
+
+
+def _swatch(fill: str, stroke: str) -> Swatch:
+    """The mark of an entry of the key: a box with sharp corners, as those of the grid."""
+    return lambda x, y: (
+        f'<rect x="{x + 1:.1f}" y="{y + 3:g}" width="16" height="14" fill="{fill}" stroke="{stroke}" '
+        f'stroke-width="1.5"/>'
+    )
 
 
 def _twin(rows: Sequence[_Row], end: float, alt: str) -> str:

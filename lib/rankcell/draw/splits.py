@@ -7,18 +7,19 @@ each other. It draws what it is given (which part of which matrix) and computes 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .charts import text_width
-from .svg import INK, MUTED, PAPER, RANK_COLOURS, Figure, drawing, label, line, rect
+from .parts import WIDTH, rank_colour, text_width
+from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
-WIDTH = 600
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split: per rank the part of each matrix that it holds (`None`: nothing of it), and in a few
-    short lines what the ranks exchange, and how often.
+    """One way to split a computation over ranks.
+
+    `held` is per rank the part of each matrix that it holds (`None`: nothing of it); `exchange` says in a few
+    short lines what the ranks tell each other, and how often.
     """
 
     name: str
@@ -28,11 +29,11 @@ class Split:
 
 def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
     """A part of a matrix of shape `of`, from slices: `part(slice(0, 4), slice(None), of=(8, 4))`."""
-    ends = [
-        s.indices(n)[:2] if isinstance(s, slice) else (s, s + 1)
-        for s, n in zip((rows, columns), of, strict=True)
-    ]
-    return tuple(ends[0]), tuple(ends[1])
+
+    def ends(chosen: slice | int, length: int) -> tuple[int, int]:
+        return (chosen, chosen + 1) if isinstance(chosen, int) else chosen.indices(length)[:2]
+
+    return ends(rows, of[0]), ends(columns, of[1])
 
 
 def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]], *, alt: str = "") -> Figure:
@@ -58,7 +59,7 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
         marks.append(label(x0 + panel / 2, 26, split.name, anchor="middle", bold=True))
         for r, top in enumerate(tops):
             marks.append(rect(x0 + 3, top, panel - 6, box, stroke=MUTED, radius=6))
-            marks += _matrices(split.held[r], shapes, RANK_COLOURS[r], x0 + panel / 2, top, unit)
+            marks += _matrices(split.held[r], shapes, rank_colour(r), x0 + panel / 2, top, unit)
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
                 at = top - between + 26 * (i + 1)

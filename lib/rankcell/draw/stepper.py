@@ -8,10 +8,12 @@ rank has not yet begun. A line that a rank passes many times is shown twice and 
 from collections.abc import Sequence
 
 from ..results import Event, Run, Step
+from .parts import WIDE, rank_colour
 from .svg import INK, MUTED, PAPER, RANK_COLOURS, Figure, Frames, drawing, label, rect
 
 MAX_FRAMES = 40
-_WIDTH, _ROW, _SIZE = 640, 27, 19
+_ROW, _SIZE = 27, 19
+_LIGHT = {RANK_COLOURS[i] for i in (1, 4, 6)}  # dark text on these
 _CHARS, _ROW_CHARS = 43, 52  # characters that fit: of a source line, of a row of values
 _MARKERS = 4  # more ranks than these at one line are counted
 
@@ -87,7 +89,7 @@ def _picture(lines: list[str], first: int, state: dict[int, Step], waiting: dict
     for number, text in enumerate(code, first + 1):
         ranks = here.get(number, [])
         if ranks:
-            marks.append(rect(4, y, _WIDTH - 8, _ROW, fill="#f1f4fb"))
+            marks.append(rect(4, y, WIDE - 8, _ROW, fill="#f1f4fb"))
         if len(ranks) > _MARKERS:
             marks.append(label(8, y + 20, f"{len(ranks)} ranks", size=_SIZE))
         else:
@@ -114,7 +116,7 @@ def _picture(lines: list[str], first: int, state: dict[int, Step], waiting: dict
             marks.append(label(40, y + 20, row, size=_SIZE, mono=True))
             y += _ROW
         said.append(f"rank {rank} {doing}" + (f": {', '.join(shown)}" if shown else ""))
-    return drawing(_WIDTH, y + 10, *marks, alt="; ".join(said), text="\n".join(said))
+    return drawing(WIDE, y + 10, *marks, alt="; ".join(said), text="\n".join(said))
 
 
 def _rows(shown: list[str]) -> list[str]:
@@ -131,10 +133,8 @@ def _rows(shown: list[str]) -> list[str]:
 
 def _marker(x: float, y: float, rank: int, waits: bool) -> str:
     """A rank's number in its colour; an outline while it waits in an operation."""
-    colour = RANK_COLOURS[rank % len(RANK_COLOURS)]
-    fill, ink = (
-        (PAPER, INK) if waits else (colour, PAPER if rank % len(RANK_COLOURS) not in (1, 4, 6) else INK)
-    )
+    colour = rank_colour(rank)
+    fill, ink = (PAPER, INK) if waits else (colour, INK if colour in _LIGHT else PAPER)
     box = rect(x, y, 22, 22, fill=fill, stroke=colour, radius=11)
     return box + label(x + 11, y + 17, rank, size=16, anchor="middle", fill=ink, bold=True)
 

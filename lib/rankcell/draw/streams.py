@@ -10,8 +10,7 @@ measures nothing.
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..results import Event
-from .charts import _ticks as round_ticks
-from .charts import text_width
+from .parts import WIDTH, Swatch, key, outlined_swatch, pale, round_ticks, swatch, text_width, ticks_below
 from .svg import (
     COLOURS,
     INK,
@@ -27,10 +26,10 @@ from .svg import (
     rect,
 )
 
-WIDTH = 600
 _RIGHT, _BAR, _GAP = 14, 34, 14
 _COLUMNS = 60  # characters of a row of the text twin
 _COPY = "#e69f00"  # as a send: bytes that move from one place to another
+_PREDICTED = 0.3  # share of the colour inside a predicted bar, so that dark text reads on it
 _SIGNS = {"compute": "=", "copy": ">", "comm": "#", "host": "|", "wait": "-"}
 _MAX_LAUNCH_LINES = 8
 
@@ -45,7 +44,7 @@ def streams(events: Iterable[Event], *, title: str = "") -> Figure:
     return _draw(events, _rows(events), max(e.end for e in events), title)
 
 
-def cases(named: Mapping[str, Iterable[Event]], *, name: str = "case", start: int = 0) -> Frames:
+def cases(named: Mapping[str, Iterable[Event]], *, name: str = "case", still: int = 0) -> Frames:
     """The same picture for several runs under a slider, with the same rows and the same length of time.
 
     cases({"pageable": one.events, "pinned": other.events})
@@ -54,7 +53,7 @@ def cases(named: Mapping[str, Iterable[Event]], *, name: str = "case", start: in
     rows = _rows([e for events in runs.values() for e in events])
     end = max(e.end for events in runs.values() for e in events)
     figures = tuple(_draw(events, rows, end, case) for case, events in runs.items())
-    return Frames(figures, tuple(runs), name=name, start=start)
+    return Frames(figures, tuple(runs), name=name, still=still)
 
 
 def _sorted(events: Iterable[Event]) -> list[Event]:
@@ -106,18 +105,12 @@ def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: 
         simulated = "simulated: " if all(e.predicted for e in events) else ""
         marks.append(label(12, top + 18, simulated + title, bold=True))
         top += 32
-    key, top = _key(events, top)
-    marks += key
+    explained, top = key(_entries(events), top)
+    marks += explained
     y = {row: top + 6 + i * (_BAR + _GAP) for i, row in enumerate(rows)}
     bottom = y[rows[-1]] + _BAR + 6
-    reach = -1e9
-    for t in round_ticks((0.0, end * 1e3), False, 10, most=6):
-        at, text = x(t / 1e3), f"{t:g}"
-        marks.append(line(at, top, at, bottom + 4))
-        half = text_width(text) / 2
-        if at - half > reach:
-            marks.append(label(min(at, WIDTH - 6 - half), bottom + 24, text, anchor="middle", fill=MUTED))
-            reach = at + half + 10
+    ticks = ((x(t / 1e3), f"{t:g}") for t in round_ticks(0.0, end * 1e3, most=6))
+    marks += ticks_below(ticks, top, bottom + 4, bottom + 24)
     marks.append(label(left + span / 2, bottom + 50, "time in ms", anchor="middle", fill=MUTED))
     for row in rows:
         marks.append(label(12, y[row] + _BAR / 2 + 7, names[row]))
@@ -155,8 +148,10 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
     elif e.kind == "host" and e.op.startswith("launch "):
         return rect(start, y, width, _BAR, fill=INK, stroke=PAPER if width > 4 else "none", title=tip)
     elif e.predicted and width > 6:
-        bar = rect(start + 1, y + 1, width - 2, _BAR - 2, fill=_pale(colour), stroke=colour, title=tip)
-        bar = bar.replace("<rect", '<rect stroke-width="2"', 1)
+        inside = pale(colour, _PREDICTED)
+        bar = rect(
+            start + 1, y + 1, width - 2, _BAR - 2, fill=inside, stroke=colour, stroke_width=2, title=tip
+        )
     else:
         bar = rect(start, y, width, _BAR, fill=colour, stroke=PAPER if width > 6 else "none", title=tip)
     text = "waits" if e.kind == "wait" else e.op
@@ -171,45 +166,25 @@ def _colour(e: Event) -> str:
     return COLOURS.get(e.op, COLOURS["barrier"]) if e.kind == "comm" else COLOURS["compute"]
 
 
-def _pale(colour: str) -> str:
-    """`colour` with a lot of white, so that dark text reads on it."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - 0.3 * (255 - p)):02x}" for p in parts)
-
-
-def _key(events: Sequence[Event], top: float) -> tuple[list[str], float]:
-    """What the colours mean, in as many rows as it takes, and where the picture goes on below."""
+def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
+    """What the key explains of these events."""
     kinds = {e.kind for e in events}
-    simulated = any(e.predicted for e in events)
-    entries: list[tuple[str, str]] = []
-    if "compute" in kinds or any(e.kind == "host" and not e.op.startswith("launch ") for e in events):
-        entries.append(("compute", COLOURS["compute"]))
+    launches = [e.op.startswith("launch ") for e in events if e.kind == "host"]
+    computes = "compute" in kinds or not all(launches)
+    colours = {"compute": COLOURS["compute"]} if computes else {}
     if "copy" in kinds:
-        entries.append(("copy", _COPY))
-    entries += [
-        (op, COLOURS.get(op, COLOURS["barrier"])) for op in sorted({e.op for e in events if e.kind == "comm"})
-    ]
-    if any(e.kind == "host" and e.op.startswith("launch ") for e in events):
-        entries.append(("launch", INK))
+        colours["copy"] = _COPY
+    for op in sorted({e.op for e in events if e.kind == "comm"}):
+        colours[op] = COLOURS.get(op, COLOURS["barrier"])
+    entries: list[tuple[str, Swatch | None]] = []
+    for name, colour in colours.items():
+        predicted = outlined_swatch(pale(colour, _PREDICTED), colour, stroke_width=2)
+        entries.append((name, predicted if any(e.predicted for e in events) else swatch(colour)))
+    if any(launches):
+        entries.append(("launch", lambda x, y: rect(x + 6, y + 2, 5, 16, fill=INK)))
     if "wait" in kinds:
-        entries.append(("host waits", "dashed"))
-    marks, x, y = [], 12.0, top
-    for name, colour in entries:
-        width = 26 + text_width(name)
-        if x > 12 and x + width > WIDTH - 8:
-            x, y = 12.0, y + 28
-        if colour == "dashed":
-            marks.append(rect(x + 1, y + 3, 16, 14, fill="#f4f4f4", stroke=MUTED, dash="4 3"))
-        elif colour == INK:
-            marks.append(rect(x + 6, y + 2, 5, 16, fill=INK))
-        elif simulated:
-            mark = rect(x + 1, y + 3, 16, 14, fill=_pale(colour), stroke=colour)
-            marks.append(mark.replace("<rect", '<rect stroke-width="2"', 1))
-        else:
-            marks.append(rect(x, y + 2, 18, 16, fill=colour))
-        marks.append(label(x + 26, y + 17, name, fill=MUTED))
-        x += width + 18
-    return marks, y + 32
+        entries.append(("host waits", outlined_swatch("#f4f4f4", MUTED, dash="4 3")))
+    return entries
 
 
 def _twin(

@@ -33,23 +33,34 @@ RANK_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 INK, MUTED, PAPER, LINE = "#1a1a1a", "#5a5a5a", "#ffffff", "#c8c8c8"
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif"
 
-# The script that turns the still picture into a slider; it runs on the static site and in a trusted notebook.
-_SLIDER = """(s=>{const f=s.closest('figure'),d=JSON.parse(f.querySelector('script[type="application/json"]').
-textContent),box=document.createElement('div'),lab=document.createElement('label'),inp=document.createElement('input'),out=document.createElement('output');
-lab.style.cssText='display:flex;flex-wrap:wrap;gap:.75em;align-items:center';
-inp.style.cssText='flex:1 1 12em;min-width:8em';
-inp.type='range';inp.min=0;inp.max=d.frames.length-1;inp.value=d.start;lab.append(d.name,inp,out);
-const img=f.querySelector('img'),show=()=>{const k=inp.value;
-img.src='data:image/svg+xml,'+encodeURIComponent(d.frames[k].map(i=>d.parts[i]).join(''));
-img.alt=d.alts[k];out.value=inp.ariaValueText=d.labels[k]};
-inp.oninput=show;img.after(box,lab);show();f.dataset.ready='1'})(document.currentScript)"""
+# The script that turns the still picture into a slider between two buttons; it runs on the static site and in
+# a trusted notebook. It opens on the first picture: the last one is often the answer. On paper the still one
+# stands again. What is beside the slider keeps its width, so that nothing moves under the pointer, and
+# `lmSuppressShortcuts` tells JupyterLab to leave the arrow keys to the slider.
+_SLIDER = """(script=>{
+const figure=script.closest('figure'),img=figure.querySelector('img'),
+d=JSON.parse(figure.querySelector('script[type="application/json"]').textContent),
+make=(tag,style,props)=>{const e=Object.assign(document.createElement(tag),props);
+e.style.cssText=style;e.dataset.lmSuppressShortcuts='true';return e},
+show=k=>{img.src='data:image/svg+xml,'+encodeURIComponent(d.frames[k].map(i=>d.parts[i]).join(''));
+img.alt=d.alts[k];out.value=slider.ariaValueText=d.labels[k]},
+step=by=>{slider.value=+slider.value+by;show(slider.value)},
+slider=make('input','flex:1 1 8em;min-width:6em',{type:'range',min:0,max:d.frames.length-1,value:0}),
+button=(text,name,by)=>make('button','font:inherit;line-height:1.5;padding:0 .7em;cursor:pointer',
+{type:'button',textContent:text,ariaLabel:name+' '+d.name,onclick:()=>step(by)}),
+longest=Math.max(...d.labels.map(l=>l.length)),
+out=make('output',longest>24?'flex:1 0 100%':'flex:0 0 '+longest+'ch',{}),
+name=make('label','flex:1 1 14em;display:flex;gap:.75em;align-items:center',{}),
+row=make('div','display:flex;flex-wrap:wrap;gap:.5em;align-items:center',{});
+slider.oninput=()=>show(slider.value);
+addEventListener('beforeprint',()=>show(d.still));addEventListener('afterprint',()=>show(slider.value));
+name.append(d.name,slider);row.append(button('\u2039','previous',-1),name,button('\u203a','next',1),out);
+img.after(row);show(0);figure.dataset.ready='1'})(document.currentScript)"""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture: SVG text, a sentence that says the finding, and a text twin for terminals and screen
-    readers.
-    """
+    """One picture: SVG text, a sentence with the finding, a text twin for terminals and screen readers."""
 
     svg: str
     alt: str
@@ -71,16 +82,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Frames:
-    """Several pictures of one size under a slider; the picture `start` alone where scripts are off.
+    """Several pictures of one size above a slider, which opens on the first of them.
 
-    `labels` says what each picture shows, `name` what the slider moves through (for example "step").
+    `labels` says what each picture shows, `name` what the slider moves through (for example "step"). Where
+    scripts are off, and on paper, the picture number `still` stands alone.
     """
 
     figures: tuple[Figure, ...]
     labels: tuple[str, ...]
     name: str = "step"
     caption: str = ""
-    start: int = 0
+    still: int = 0
 
     def __post_init__(self) -> None:
         if not self.figures or len(self.figures) != len(self.labels):
@@ -95,7 +107,7 @@ class Frames:
         )
 
     def _repr_html_(self) -> str:
-        first = self.figures[self.start]
+        alone = self.figures[self.still]
         # the pictures share most of their marks: each mark is stored once, a picture as a list of numbers
         parts: dict[str, int] = {}
         frames = [
@@ -109,13 +121,13 @@ class Frames:
                 "frames": frames,
                 "alts": [f.alt for f in self.figures],
                 "labels": self.labels,
-                "start": self.start,
+                "still": self.still,
             }
         ).replace("</", "<\\/")
         caption = f"<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
         return (
-            f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(first.alt)}" '
-            f'src="{first.data_uri()}" style="max-width:100%">{caption}'
+            f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(alone.alt)}" '
+            f'src="{alone.data_uri()}" style="max-width:100%">{caption}'
             f'<script type="application/json">{data}</script><script>{_SLIDER}</script></figure>'
         )
 
@@ -144,19 +156,21 @@ def rect(
     *,
     fill: str = "none",
     stroke: str = "none",
+    stroke_width: float = 1,
     title: str = "",
     radius: float = 2,
     dash: str = "",
 ) -> str:
-    """A bar. `title` is what a mouse over it shows. An outline without fill means predicted, a filled bar
-    measured.
+    """A bar. `title` is what a mouse over it shows.
+
+    An outline without fill means predicted, a filled bar measured.
     """
     tip = f"<title>{escape(title)}</title>" if title else ""
+    thick = f' stroke-width="{stroke_width:g}"' if stroke_width != 1 else ""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
-        f'rx="{radius:g}" '
-        f'fill="{fill}" stroke="{stroke}"{dashed}>{tip}</rect>'
+        f'<rect{thick} x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
+        f'rx="{radius:g}" fill="{fill}" stroke="{stroke}"{dashed}>{tip}</rect>'
     )
 
 
@@ -177,8 +191,7 @@ def label(
     family = " font-family=\"ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace\"" if mono else ""
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"'
-        f"{weight}{family}{keep}>"
-        f"{escape(str(text))}</text>"
+        f"{weight}{family}{keep}>{escape(str(text))}</text>"
     )
 
 

@@ -11,23 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..results import Event, Run, name_ranks
-from .charts import _ticks as round_ticks
-from .charts import text_width
-from .svg import (
-    COLOURS,
-    INK,
-    MUTED,
-    PAPER,
-    Figure,
-    drawing,
-    format_bytes,
-    format_seconds,
-    label,
-    line,
-    rect,
-)
+from .parts import WIDTH, Swatch, key, outlined_swatch, pale, round_ticks, swatch, text_width, ticks_below
+from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
-WIDTH = 600
 _NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
 _NODE = 30  # px above the first rank of a node, for its name
 _MAX_LANES = 3
@@ -36,6 +22,7 @@ _MAX_COLUMN_PARTS = 500
 _MAX_ARROWS = 60
 _COLUMNS = 60  # characters of a row of the text twin
 _ASYNC = {"isend", "irecv", "batch_isend_irecv"}  # the dispatcher does not mark these as asynchronous
+_WAITING = 0.3  # share of the operation's colour in a bar that waits
 _DARK = {"all_reduce", "barrier"}  # white text on these
 
 
@@ -188,7 +175,7 @@ def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> tuple[_Bar, 
             if e.wait_start is None:
                 continue
             begin = min(e.wait_start, e.end)
-        came = min(max(ready.get(_meeting(e), begin), begin), e.end)
+        came = min(max(ready.get(_meeting(e) or (), begin), begin), e.end)
         if came > begin:
             bars.append(_Bar(begin, came, e.op, waiting=True))
         if e.end > came:
@@ -259,10 +246,9 @@ def _draw(
         marks.append(label(12, top + 18, title, bold=True))
         top += 32
     step = _step(rows)
-    key, top = _key(rows, top, dense=bool(step))
-    marks += key
+    explained, top = key(_entries(rows, dense=bool(step)), top)
+    marks += explained
     factor, unit = _unit(end)
-    ticks = round_ticks((0.0, end * factor), False, 10, most=6)
     lanes = max(r.lanes for r in rows)
     heights = [(22 if mixed and r.predicted else _BAR) + _LANE * lanes for r in rows]
     gaps = [4 if mixed and not r.predicted else _GAP for r in rows]
@@ -275,14 +261,8 @@ def _draw(
         )
     )
     bottom = tops[-1] - gaps[-1] + 6
-    last = -1e9
-    for t in ticks:
-        x, text = scale.x(t / factor), f"{t:g}"
-        marks.append(line(x, top, x, bottom + 4))
-        half = text_width(text) / 2
-        if x - half > last:
-            marks.append(label(min(x, WIDTH - 6 - half), bottom + 24, text, anchor="middle", fill=MUTED))
-            last = x + half + 10
+    ticks = ((scale.x(t / factor), f"{t:g}") for t in round_ticks(0.0, end * factor, most=6))
+    marks += ticks_below(ticks, top, bottom + 4, bottom + 24)
     marks.append(
         label((_NAMES + WIDTH - _RIGHT) / 2, bottom + 50, f"time in {unit}", anchor="middle", fill=MUTED)
     )
@@ -332,7 +312,7 @@ def _dense_row(row: _Row, scale: _Scale, y: float, height: float, step: float) -
         )
         for bar, share in parts:
             bottom -= share * tall
-            fill = PAPER if row.predicted else _light(_colour(bar)) if bar.waiting else _colour(bar)
+            fill = PAPER if row.predicted else pale(_colour(bar), _WAITING) if bar.waiting else _colour(bar)
             edge = _colour(bar) if row.predicted else "none"
             marks.append(rect(x, bottom, width, share * tall, fill=fill, stroke=edge, radius=0))
     return marks
@@ -341,24 +321,16 @@ def _dense_row(row: _Row, scale: _Scale, y: float, height: float, step: float) -
 def _bar(bar: _Bar, x: float, y: float, width: float, height: float, predicted: bool) -> str:
     colour = _colour(bar)
     if predicted:
-        mark = rect(
-            x + 1, y + 1, width - 2, height - 2, fill=PAPER, stroke=colour, dash="4 3" if bar.waiting else ""
-        )
-        return mark.replace("<rect", '<rect stroke-width="2"', 1)
+        dash = "4 3" if bar.waiting else ""
+        return rect(x + 1, y + 1, width - 2, height - 2, fill=PAPER, stroke=colour, stroke_width=2, dash=dash)
     if bar.waiting:
-        return rect(x, y, width, height, fill=_light(colour))
+        return rect(x, y, width, height, fill=pale(colour, _WAITING))
     # a thin white edge keeps bars that touch apart
     return rect(x, y, width, height, fill=colour, stroke=PAPER if width > 6 and bar.lane is None else "none")
 
 
 def _colour(bar: _Bar) -> str:
     return COLOURS["compute"] if bar.kind != "comm" else COLOURS.get(bar.op, COLOURS["barrier"])
-
-
-def _light(colour: str) -> str:
-    """`colour` with a lot of white: waiting."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - 0.3 * (255 - p)):02x}" for p in parts)
 
 
 def _room(bar: _Bar, row: _Row, scale: _Scale) -> float | None:
@@ -408,43 +380,28 @@ def _arrow(
     return f'<g opacity="0.7">{mark}</g>'
 
 
-def _key(rows: Sequence[_Row], top: float, *, dense: bool) -> tuple[list[str], float]:
-    """What the colours mean, in as many rows as it takes, and where the picture goes on below."""
+def _entries(rows: Sequence[_Row], *, dense: bool) -> list[tuple[str, Swatch | None]]:
+    """What the key explains of these rows."""
     bars = [b for r in rows for b in r.bars]
     ops = [op for op in COLOURS if any(b.kind == "comm" and b.op == op for b in bars)]
     ops += sorted({b.op for b in bars if b.kind == "comm"} - set(ops))
-    entries: list[tuple[str, str, str]] = []
+    entries: list[tuple[str, Swatch | None]] = []
     if any(b.kind != "comm" for b in bars):
-        entries.append(("compute", COLOURS["compute"], "fill"))
+        entries.append(("compute", swatch(COLOURS["compute"])))
     if "send" in ops and "recv" in ops:
         ops = [op for op in ops if op != "recv"]
     for op in ops:
         name = "send, recv" if op == "send" and any(b.op == "recv" for b in bars) else op
-        entries.append((name, COLOURS.get(op, COLOURS["barrier"]), "fill"))
+        entries.append((name, swatch(COLOURS.get(op, COLOURS["barrier"]))))
     if any(b.waiting for b in bars):
-        entries.append(("waits (lighter)", _light(COLOURS[ops[0]] if ops[0] in COLOURS else MUTED), "fill"))
+        entries.append(("waits (lighter)", swatch(pale(COLOURS.get(ops[0], MUTED), _WAITING))))
     if any(b.lane is not None for b in bars):
-        entries.append(("in the background", MUTED, "thin"))
+        entries.append(("in the background", lambda x, y: rect(x, y + 6, 18, _THIN, fill=MUTED)))
     if any(r.predicted for r in rows):
-        entries.append(("predicted", MUTED, "outline"))
+        entries.append(("predicted", outlined_swatch(PAPER, MUTED)))
     if dense:
-        entries.append(("height: share of the time", MUTED, "none"))
-    marks, x, y = [], 12.0, top
-    for name, colour, form in entries:
-        width = 26 + text_width(name)
-        if x > 12 and x + width > WIDTH - 8:
-            x, y = 12.0, y + 28
-        if form == "thin":
-            marks.append(rect(x, y + 6, 18, _THIN, fill=colour))
-        elif form == "none":
-            x -= 26
-        elif form == "outline":
-            marks.append(rect(x + 1, y + 3, 16, 14, fill=PAPER, stroke=colour))
-        else:
-            marks.append(rect(x, y + 2, 18, 16, fill=colour))
-        marks.append(label(x + 26, y + 17, name, fill=MUTED))
-        x += width + 18
-    return marks, y + 32
+        entries.append(("height: share of the time", None))
+    return entries
 
 
 def _twin(rows: Sequence[_Row], end: float, alt: str, nodes: Sequence[str]) -> str:

@@ -52,7 +52,7 @@ def save_trace(run: Run, path: str | Path) -> Path:
 
 def messages(events: tuple[Event, ...]) -> list[tuple[Event, Event]]:
     """The sends with the receives that took them: same pair, tag and count."""
-    receives = {
+    receives: dict[tuple, Event] = {
         (e.group, e.peer, e.rank, e.tag, e.seq): e for e in events if e.op == "recv" and e.peer is not None
     }
     pairs = []

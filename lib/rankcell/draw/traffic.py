@@ -8,12 +8,10 @@ import itertools
 from collections.abc import Sequence
 
 from ..results import name_ranks
-from .charts import text_width
+from .parts import EDGE, SIZE, WIDTH, pale, text_width
 from .svg import COLOURS, INK, LINE, MUTED, PAPER, Figure, drawing, format_bytes, label, rect
 
-WIDTH = 600
-_TEXT = 20  # px; 11 px on a phone
-_LEFT, _TOTAL, _ROW, _EDGE = 84, 104, 46, 10
+_LEFT, _TOTAL, _ROW = 84, 104, 46
 
 
 def traffic(
@@ -81,15 +79,15 @@ def _draw(
 ) -> Figure:
     n, marks, top = len(rows), [], 12.0
     if title:
-        marks.append(label(_EDGE, top + 18, title, bold=True))
+        marks.append(label(EDGE, top + 18, title, bold=True))
         top += 34
     total = _TOTAL
-    cell = (WIDTH - _EDGE - _LEFT - total) / n
+    cell = (WIDTH - EDGE - _LEFT - total) / n
     texts = [[_short(x) for x in row] for row in rows]
     widest = max(text_width(t) for row in texts for t in row)
-    size = _TEXT if widest + 4 <= cell else 0.0  # numbers that do not fit are left to the text twin
+    size = SIZE if widest + 4 <= cell else 0.0  # numbers that do not fit are left to the text twin
     marks.append(label(_LEFT + cell * n / 2, top + 18, "to rank", anchor="middle", fill=MUTED))
-    marks.append(label(WIDTH - _EDGE, top + 18, "sent in all", anchor="end", fill=MUTED))
+    marks.append(label(WIDTH - EDGE, top + 18, "sent in all", anchor="end", fill=MUTED))
     top += 50
     step = max(1, round(0.5 + 26 / cell))
     for j in range(0, n, step):
@@ -104,16 +102,14 @@ def _draw(
                 dark = x > 0.6 * most and not predicted
                 ink = PAPER if dark else INK
                 marks.append(label(_LEFT + (j + 0.5) * cell, y + 30, texts[i][j], anchor="middle", fill=ink))
-        marks.append(label(WIDTH - _EDGE, y + 30, format_bytes(sum(row)), anchor="end", bold=True))
+        marks.append(label(WIDTH - EDGE, y + 30, format_bytes(sum(row)), anchor="end", bold=True))
     bottom = top + n * _ROW + 10
     for name, block in itertools.groupby(range(len(nodes)), key=lambda i: nodes[i]):
         members = list(block)
         x, y, side = _LEFT + members[0] * cell, top + members[0] * _ROW, len(members)
         marks.append(rect(x, y, side * cell, side * _ROW, stroke=INK, radius=4))
         bottom += 28
-        marks.append(
-            label(_EDGE, bottom - 14, f"{name}: {name_ranks(members)}, inside its frame", fill=MUTED)
-        )
+        marks.append(label(EDGE, bottom - 14, f"{name}: {name_ranks(members)}, inside its frame", fill=MUTED))
     return drawing(WIDTH, bottom, *marks, alt=alt, text=_twin(rows, alt))
 
 
@@ -127,9 +123,7 @@ def _cell(x: float, y: float, width: float, share: float, predicted: bool, *, di
     colour = COLOURS["all_reduce"]
     if predicted:
         return rect(x + 2, y + 2, width - 4, _ROW - 4, fill=PAPER, stroke=colour if share else LINE)
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    fill = "#" + "".join(f"{round(255 - share * (255 - p)):02x}" for p in parts)
-    return rect(x + 1, y + 1, width - 2, _ROW - 2, fill=fill, stroke=LINE)
+    return rect(x + 1, y + 1, width - 2, _ROW - 2, fill=pale(colour, share), stroke=LINE)
 
 
 def _twin(rows: Sequence[Sequence[float]], alt: str) -> str:

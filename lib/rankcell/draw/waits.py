@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence, Set
 
 from ..results import Run, Standing, name_ranks
-from .charts import SIZE, WIDTH, text_width
+from .parts import EDGE, SIZE, WIDTH, text_width, wrap
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, label, line
 
-_EDGE = 10
 _RADIUS = 26  # px of a rank's circle
 _GAP = 10  # px between a circle and its words, and between parallel arrows
 _ROW = 27  # px from one line of text to the next
+_BOLD = 1.12  # how much wider bold text is
 _LABELLED = 8  # a larger world has its words below the picture, not beside the ranks
 _OVER = {  # phase: what stands beside the rank, what is said of it in the finding
     "finished": ("finished", "has finished"),
@@ -58,10 +58,10 @@ def waits(run: Run) -> Figure:
         rows = []
     else:
         rows = _grouped(standings)
-    for row in _wrap(rows):
-        marks.append(label(_EDGE, height + 20, row))
+    for row in (part for whole in rows for part in wrap(whole, WIDTH - 2 * EDGE)):
+        marks.append(label(EDGE, height + 20, row))
         height += _ROW
-    for row in _wrap([f"{finding[0].upper()}{finding[1:]}."], bold=True):
+    for row in wrap(f"{finding[0].upper()}{finding[1:]}.", WIDTH - 2 * EDGE, SIZE * _BOLD):
         marks.append(label(WIDTH / 2, height + 20, row, anchor="middle", bold=True))
         height += _ROW
     text = "\n".join(
@@ -98,7 +98,8 @@ def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
     """What the picture shows, without the full stop."""
     by_rank = {s.rank: s for s in standings}
     waiting = {s.rank for s in standings if s.waits_for}
-    said, told = [], set()
+    said: list[str] = []
+    told: set[int] = set()
     for cycle in cycles:
         each_one = all(len(set(by_rank[r].waits_for) & cycle) == 1 for r in cycle)
         if len(cycle) > 2 and each_one:
@@ -121,8 +122,8 @@ def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
     for state, (waiters, peers) in causes.items():
         verb = "waits" if len(waiters) == 1 else "wait"
         if len(peers) > 1:
-            one, *rest = state.split(" ")
-            state = " ".join([_PLURAL.get(one, one), *rest])
+            verb_of_state, _, more = state.partition(" ")
+            state = f"{_PLURAL.get(verb_of_state, verb_of_state)} {more}".rstrip()
         said.append(f"{_name(waiters)} {verb} for {_name(peers)}, which {state}")
         told |= waiters
     if rest := waiting - told:
@@ -170,7 +171,7 @@ def _layout(
     if n <= _LABELLED:
         radius = float(_RADIUS)
         widest = max(text_width(word) for s in standings for word in _label(s))
-        rx = min(130.0, max(60.0, middle - _EDGE - radius - _GAP - widest))
+        rx = min(130.0, max(60.0, middle - EDGE - radius - _GAP - widest))
         rx = min(170.0, rx * 2**0.5) if n == 4 else rx  # four ranks stand at the corners
         ry = 0.0 if n <= 2 else 110.0 if n <= 4 else 170.0
     else:
@@ -179,7 +180,7 @@ def _layout(
     angles = [2 * math.pi * k / n - math.pi / 2 - math.pi / n for k in range(n)]
     at = [(middle + rx * math.cos(a), ry * math.sin(a)) for a in angles] if n > 1 else [(middle, 0.0)]
     top = min(y for _, y in at)
-    shift = _EDGE + max(radius, _ROW) + 4 - top
+    shift = EDGE + max(radius, _ROW) + 4 - top
     place = {s.rank: (x, y + shift) for s, (x, y) in zip(standings, at, strict=True)}
     return place, middle, max(y for _, y in place.values()) + max(radius, _ROW) + 14, radius
 
@@ -272,18 +273,3 @@ def _grouped(standings: Sequence[Standing]) -> list[str]:
     for s in standings:
         rows.setdefault(", ".join(_label(s)), []).append(s.rank)
     return [f"{name_ranks(ranks)}: {what}" for what, ranks in rows.items()]
-
-
-def _wrap(rows: Sequence[str], *, bold: bool = False) -> list[str]:
-    """Rows no wider than the picture, broken between words."""
-    wrapped, size = [], SIZE * (1.12 if bold else 1)
-    for row in rows:
-        now = ""
-        for word in row.split(" "):
-            if now and text_width(f"{now} {word}", size) > WIDTH - 2 * _EDGE:
-                wrapped.append(now)
-                now = word
-            else:
-                now = f"{now} {word}" if now else word
-        wrapped.append(now)
-    return wrapped

@@ -1,9 +1,9 @@
 """Keeps the course's notebooks executed, clean and in step with their outputs; makes the student copies.
 
-    python -m rankcell.notebooks stale notebooks/*.ipynb      # which notebooks need a run, and why
-    python -m rankcell.notebooks execute notebooks/04_*.ipynb # run these top to bottom, in place
-    python -m rankcell.notebooks execute --stale notebooks/*  # run only those that need it
-    python -m rankcell.notebooks student --to student notebooks/*.ipynb
+    python tools/notebooks.py stale notebooks/*.ipynb       # which notebooks need a run, and why
+    python tools/notebooks.py execute notebooks/04_*.ipynb  # run these top to bottom, in place
+    python tools/notebooks.py execute --stale notebooks/*   # run only those that need it
+    python tools/notebooks.py student --to student notebooks/*.ipynb
 
 A notebook is stale when its code is not the code that made its outputs. A change in the library does not make
 it stale: `make test` runs every notebook against the library of the day. This module does not judge prose or
@@ -271,7 +271,7 @@ def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the number for the shell is 0 when all went well."""
-    parser = argparse.ArgumentParser(prog="python -m rankcell.notebooks", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python tools/notebooks.py", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
         ("stale", "name the notebooks whose outputs are not those of their code"),

@@ -1,0 +1,147 @@
+"""Parts that several pictures share: sizes, paler colours, the key, ticks, the marks of points.
+
+Each stands here once, so that all pictures look alike. It draws no picture by itself; marks that know nothing
+of the course (a bar, a line, a text) are in `svg`.
+"""
+
+import html
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from .svg import LINE, MUTED, PAPER, RANK_COLOURS, label, line, rect
+
+WIDTH, WIDE = 600, 640  # px of a picture with an axis, and of one that shows numbers in boxes
+EDGE = 10  # px left free at the sides
+SIZE = 20  # px of text; 380/600 of it is over 12 px on a phone
+ROW = 28  # px from one row of a key to the next
+
+Swatch = Callable[[float, float], str]  # what draws the mark of an entry of a key, 18 x 20 px from (x, y)
+
+
+def text_width(text: str, size: float = SIZE) -> float:
+    """About how many px `text` takes: a little more than the fonts we name need."""
+    return (
+        sum(0.3 if c in " .,:;il|'()[]/-" else 0.62 if c.islower() or c.isdigit() else 0.72 for c in text)
+        * size
+    )
+
+
+def wrap(text: str, width: float, size: float = SIZE) -> list[str]:
+    """`text` in lines that fit `width` px, broken between words; a word that is wider stands alone."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and text_width(longer, size) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def pale(colour: str, share: float) -> str:
+    """`colour` (#rrggbb) mixed with white; `share` of it is left."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
+
+
+def rank_colour(rank: int) -> str:
+    """The colour of a rank, the same in every picture; after eight ranks they begin again."""
+    return RANK_COLOURS[rank % len(RANK_COLOURS)]
+
+
+def swatch(fill: str, stroke: str = "none") -> Swatch:
+    """The mark of a key's entry: a small bar in its colour."""
+    return lambda x, y: rect(x, y + 2, 18, 16, fill=fill, stroke=stroke)
+
+
+def outlined_swatch(fill: str, stroke: str, *, stroke_width: float = 1, dash: str = "") -> Swatch:
+    """The mark of a key's entry whose bars have an outline, such as what is predicted."""
+    return lambda x, y: rect(
+        x + 1, y + 3, 16, 14, fill=fill, stroke=stroke, stroke_width=stroke_width, dash=dash
+    )
+
+
+def key(
+    entries: Iterable[tuple[str, Swatch | None]],
+    top: float,
+    *,
+    left: float = 12,
+    gap: float = 18,
+    ink: str = MUTED,
+) -> tuple[list[str], float]:
+    """What the colours of a picture mean, in as many rows as it takes, and where the picture goes on below.
+
+    An entry is its name and what draws the mark before it; `None` makes it a remark without a mark. `gap` is
+    the room between two entries in px.
+    """
+    marks, x, y = [], left, top
+    for name, swatch in entries:
+        indent = 26 if swatch else 0
+        width = indent + text_width(name)
+        if x > left and x + width > WIDTH - 8:
+            x, y = left, y + ROW
+        if swatch:
+            marks.append(swatch(x, y))
+        marks.append(label(x + indent, y + 17, name, fill=ink))
+        x += width + gap
+    return marks, y + 32
+
+
+def key_of_lines(names: Sequence[str]) -> list[tuple[float, int]]:
+    """Where each entry of a key of lines begins, with 38 px for its line: px from the left, and its row."""
+    places, at, row = [], float(EDGE), 0
+    for name in names:
+        width = 38 + text_width(name)
+        if at > EDGE and at + width > WIDTH - EDGE:
+            at, row = float(EDGE), row + 1
+        places.append((at, row))
+        at += width + 22
+    return places
+
+
+def point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
+    """A point of series number `kind`: circle, square, diamond or triangle, so that colour is never alone."""
+    tip = f"<title>{html.escape(title)}</title>"
+    corners: tuple[tuple[float, float], ...]
+    style = f'fill="{colour if filled else PAPER}" stroke="{colour}" stroke-width="2.5"'
+    match kind % 4:
+        case 0:
+            return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="6" {style}>{tip}</circle>'
+        case 1:
+            corners = ((-5.5, -5.5), (5.5, -5.5), (5.5, 5.5), (-5.5, 5.5))
+        case 2:
+            corners = ((0, -7.5), (7.5, 0), (0, 7.5), (-7.5, 0))
+        case _:
+            corners = ((0, -7), (7, 6), (-7, 6))
+    points = " ".join(f"{x + dx:.2f},{y + dy:.2f}" for dx, dy in corners)
+    return f'<polygon points="{points}" {style}>{tip}</polygon>'
+
+
+def round_ticks(low: float, high: float, *, most: int) -> tuple[float, ...]:
+    """About `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of 10."""
+    raw = (high - low) / most
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw)
+    return tuple(k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1))
+
+
+def log_ticks(low: float, high: float, *, most: int, base: int = 10) -> tuple[float, ...]:
+    """At most `most` powers of `base` from `low` to `high`; where there is one at most, round numbers."""
+    first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
+    if last - first >= 1:
+        step = max(1, math.ceil((last - first + 1) / most))
+        return tuple(float(base) ** k for k in range(first, last + 1, step))
+    steps = [m * 10.0 ** math.floor(math.log10(low) + d) for d in (0, 1) for m in (1, 2, 5)]
+    return tuple(t for t in steps if low <= t <= high) or (low, high)
+
+
+def ticks_below(ticks: Iterable[tuple[float, str]], top: float, bottom: float, y: float) -> list[str]:
+    """An upright line from `top` to `bottom` at the x of each tick, and its text at `y` where it has room."""
+    marks, reach = [], -1e9
+    for x, text in ticks:
+        marks.append(line(x, top, x, bottom, stroke=LINE))
+        half = text_width(text) / 2
+        if x - half > reach:
+            marks.append(label(min(x, WIDTH - 6 - half), y, text, anchor="middle", fill=MUTED))
+            reach = x + half + 10
+    return marks
