@@ -6,6 +6,8 @@ it would change from run to run and teach nothing. It is kept in `error.run.rank
 
 import difflib
 import linecache
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +18,26 @@ class Told:
     """An error whose message says it all: IPython shows it without a traceback through our own code."""
 
     def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
+        return [_wrapped(f"{type(self).__name__}: {self}")]
+
+
+def _wrapped(text: str, width: int = 88) -> str:
+    """`text` in lines that JupyterLab shows without breaking words; a line goes on below its own beginning."""
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        name = re.match(r" +ranks? [0-9, -]+  +", line)  # a row about some ranks: what they do stands apart
+        hanging = " " * len(name[0]) if name else indent
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=hanging,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+            replace_whitespace=False,
+        ) or [""]
+    return "\n".join(lines)
 
 
 class RankError(Told, RuntimeError):
@@ -63,7 +84,7 @@ class RanksInterrupted(KeyboardInterrupt):
         self.args = (f"{self}\n{sentence}",)
 
     def _render_traceback_(self) -> list[str]:
-        return [f"KeyboardInterrupt: {self}"]
+        return [_wrapped(f"KeyboardInterrupt: {self}")]
 
 
 class RankMismatch(RankError):
@@ -185,7 +206,7 @@ class CellSyntaxError(Told, ValueError):
         super().__init__("\n".join([*lines, "No rank has run."]))
 
     def _render_traceback_(self) -> list[str]:
-        return [f"SyntaxError: {self}"]
+        return [_wrapped(f"SyntaxError: {self}")]
 
 
 def unknown_option(word: str, known: Sequence[str], magic: str) -> str:

@@ -4,13 +4,13 @@ Parses the magic's line, calls `Ranks.run`, returns its value. The worlds live i
 instance that `%load_ext rankcell` makes.
 """
 
-import argparse
 import ast
 import os
 import re
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from IPython.core.completer import SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -19,53 +19,22 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import MagicArgumentParser, argument, magic_arguments
 from IPython.display import clear_output, display
 
-from . import errors
+from . import errors, source
 from .draw import page
 from .draw.svg import format_bytes
 from .engine import world
 from .results import Run
 
 PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
-KEPT = 20  # runs that stay whole in Out without a name; of older ones what they printed and their values
+KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 _WORDS = ("stop", "restart", "export")
 
 
-def _ranks(text: str) -> list[int]:
-    """Ranks from "2", "0,2" or "0-2"."""
-    ranks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if not match:
-            raise argparse.ArgumentTypeError(f"{text!r} names no ranks. Write 2, or 0,2, or 0-2.")
-        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return ranks
-
-
-def _names(text: str) -> list[str]:
-    """Names from "a,b"."""
-    names = [n.strip() for n in text.split(",") if n.strip()]
-    wrong = [n for n in names if not n.isidentifier()]
-    if wrong or not names:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of names. Write x or x,y.")
-    return names
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no time. Write a number of seconds above 0, such as 60."
-        )
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch("[0-9]+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes. Write for example --nodes 2.")
-    return int(text)
+def _with_options(method: Any) -> Any:
+    """The magic with the options of `source.OPTIONS`, which `%%ranks?` explains."""
+    for flags, how in reversed(source.OPTIONS):
+        method = argument(*flags, **how)(method)
+    return method
 
 
 @magics_class
@@ -75,7 +44,7 @@ class RankMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
-        self._unnamed: deque[Run] = deque()  # the latest runs that nobody has named
+        self._latest: deque[Run] = deque()  # the values of the latest rank cells
 
     @magic_arguments()
     @argument(
@@ -85,34 +54,7 @@ class RankMagics(Magics):
         "`%%ranks stop` ends their processes, `%%ranks restart` gives fresh ones, `%%ranks export` writes "
         "the notebook's rank cells as a script for torchrun and srun.",
     )
-    @argument(
-        "--only", type=_ranks, metavar="RANKS", help="run on these ranks of the world only: 2, or 0,2, or 0-2"
-    )
-    @argument(
-        "--push", type=_names, metavar="NAMES", help="copy these names from the notebook to the ranks first"
-    )
-    @argument(
-        "--pull", type=_names, metavar="NAMES", help="afterwards fetch these names, each as a list by rank"
-    )
-    @argument("-o", "--out", type=_names, metavar="NAME", help="name the Run in the notebook")
-    @argument("--timeout", type=_seconds, metavar="SECONDS", help="interrupt the ranks after this time")
-    @argument(
-        "--device", default="auto", help="cpu, cuda, or auto (the default: a GPU for each rank, else the CPU)"
-    )
-    @argument(
-        "--nodes",
-        type=_count,
-        metavar="NODES",
-        help="spread the ranks over so many nodes of the Slurm allocation that the notebook runs in",
-    )
-    @argument("--fresh", action="store_true", help="start new ranks first: no names from earlier cells")
-    @argument(
-        "--step",
-        type=_names,
-        metavar="NAMES",
-        help="show the cell as a slider: where each rank stands, and what these names hold there",
-    )
-    @argument("--values", action="store_true", help="record what the tensors of every communication held")
+    @_with_options
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on several real ranks, and show what each of them said.
@@ -136,12 +78,12 @@ class RankMagics(Magics):
                 f"{options.world_size!r} is no number of ranks. Write for example `%%ranks 4`."
             )
         push = self._pushed(options.push or ())
-        source = self._source(cell)
+        text = self._source(cell)
         ranks = self._world(int(options.world_size), options.device, options.nodes, fresh=options.fresh)
         live = _Live()
         try:
             run = ranks.run(
-                source,
+                text,
                 only=options.only,
                 push=push,
                 pull=options.pull or (),
@@ -159,19 +101,18 @@ class RankMagics(Magics):
             raise
         live.end()
         self._tell(ranks)
-        self._keep(run, options)
-        return run
+        return self._keep(run, options)
 
     def _source(self, cell: str) -> str:
         """The cell with its magics translated, and lines counted as the notebook counts them: `%%ranks` is
         line 1.
         """
-        source = "\n" + self.shell.input_transformer_manager.transform_cell(cell)
+        text = "\n" + self.shell.input_transformer_manager.transform_cell(cell)
         try:
-            ast.parse(source)
+            ast.parse(text)
         except SyntaxError as error:
             raise errors.CellSyntaxError(error) from None
-        return source
+        return text
 
     def _name_of_cell(self) -> str:
         """What tracebacks call this cell: its number is the one in front of it, as in In [3]."""
@@ -211,18 +152,20 @@ class RankMagics(Magics):
         while ranks.notes:
             print(ranks.notes.pop(0))
 
-    def _keep(self, run: Run, options: Any) -> None:
-        """Give the notebook the names that it asked for."""
+    def _keep(self, run: Run, options: Any) -> Run:
+        """Give the notebook the names that it asked for; the run that is the cell's value, which Out keeps.
+
+        Pulled values are held by their names alone, so that `del name` frees them.
+        """
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
-        # held by their names alone: `del name` frees them, though the notebook keeps every Run in Out
-        run.forget_pulled()
         if options.out:
             self.shell.user_ns[options.out[0]] = run
-            return
-        self._unnamed.append(run)
-        if len(self._unnamed) > KEPT:
-            self._unnamed.popleft().forget_details()
+        kept = replace(run, pulled={})
+        self._latest.append(kept)
+        if len(self._latest) > KEPT:
+            self._latest.popleft().forget_details()
+        return kept
 
     def _line(self, line: str) -> Any:
         word = line.strip()

@@ -314,10 +314,6 @@ class Run:
     pulled: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     standstill: tuple[Standing, ...] = ()  # where the ranks stood, if the cell had to be ended
 
-    def forget_pulled(self) -> None:
-        """Let go of the pulled values: whoever named them holds them."""
-        object.__setattr__(self, "pulled", {})
-
     def forget_details(self) -> None:
         """Let go of events, memory samples and steps; what was printed, shown and returned stays."""
         slim = (replace(r, events=(), connections=None, steps=(), memory=(), order=()) for r in self.ranks)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import source as cell_source
 from . import dataflow, scripts
 
 MODULES = "lesson_modules"  # the folder of copied modules, beside the script
@@ -32,17 +33,7 @@ PREDEFINED = {"rank", "world_size", "device", "torch", "dist"}
 _HERE = Path(__file__).parent
 _OURS = _HERE.parent
 # what runs cells, records them and draws them: it stays with the notebook
-_ENGINE = {
-    "magics",
-    "world",
-    "worker",
-    "record",
-    "channel",
-    "preload",
-    "diagnose",
-    "draw",
-    "cluster/slurm",
-}
+_NOTEBOOK_ONLY = {"magics", "engine", "draw", "cluster/slurm"}
 
 
 class ExportError(ValueError):
@@ -170,31 +161,16 @@ def read(path: str | Path) -> list[Cell]:
 
 def _options(words: Sequence[str], name: str) -> argparse.Namespace:
     """What the line of a rank cell asks for. Recording and time limits mean nothing in a script."""
-    names = lambda text: tuple(n.strip() for n in text.split(",") if n.strip())  # noqa: E731
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("world_size", type=int)
-    parser.add_argument("--only", type=_ranks)
-    for option in ("--push", "--pull"):
-        parser.add_argument(option, type=names, default=())
-    parser.add_argument("-o", "--out", default="")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--fresh", action="store_true")
-    for option in ("--step", "--timeout", "--nodes"):
-        parser.add_argument(option)
     try:
-        return parser.parse_known_args(words)[0]
+        options = cell_source.parse(words)
+        options.push, options.pull = tuple(options.push or ()), tuple(options.pull or ())
+        options.out = options.out[0] if options.out else ""
+        options.only = None if options.only is None else tuple(options.only)
+        return options
     except argparse.ArgumentError as error:
         raise ExportError(
             f"{name}: the line `%%ranks {' '.join(words)}` is not understood: {error}."
         ) from None
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    ranks: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
 
 
 class _Conversion:
@@ -474,7 +450,7 @@ def _closure(module: str) -> set[str]:
         file = _file_of(name)
         if name in found or file is None:
             continue
-        if name in _ENGINE or name.split("/")[0] in _ENGINE:
+        if name in _NOTEBOOK_ONLY or name.split("/")[0] in _NOTEBOOK_ONLY:
             raise _NotPortable(f"needs rankcell.{module.replace('/', '.')}, which works in a notebook only")
         found.add(name)
         package = file.parent.relative_to(_OURS)
@@ -518,7 +494,7 @@ def _with_value(source: str) -> tuple[str, bool]:
     tree = ast.parse(source)
     last = tree.body[-1] if tree.body else None
     lines = source.rstrip("\n").splitlines()
-    if not isinstance(last, ast.Expr) or lines[-1].split("#")[0].rstrip().endswith(";"):
+    if not isinstance(last, ast.Expr) or cell_source.is_silenced(source):
         return source.strip("\n"), False
     encoded = lines[last.lineno - 1].encode()
     # a value in brackets begins inside them: take the statement's own place

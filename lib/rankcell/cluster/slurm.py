@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..source import split
+
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
 OVER = {
@@ -259,13 +261,8 @@ def load_ipython_extension(shell: Any) -> None:
             return None
 
         def _execute(self, cell: str) -> Any:
-            import ast
-
             source, names = shell.transform_cell(cell), shell.user_ns
-            tree = ast.parse(source)
-            last = None
-            if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
-                last = ast.Expression(tree.body.pop().value)
+            tree, last = split(source)
             name = shell.compile.cache(source, shell.execution_count)
             exec(shell.compile(tree, name, "exec"), names)
             return None if last is None else eval(shell.compile(last, name, "eval"), names)

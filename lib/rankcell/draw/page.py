@@ -88,6 +88,7 @@ def groups(run: Run) -> list[list[RankResult]]:
             result.state,
             shorten(settle(result.stdout)),
             shorten(settle(result.stderr)),
+            result.order,
             tuple((d.stdout_offset, _freeze(d.data)) for d in result.displays),
             _freeze(result.data),
             _why(result) if result.state != "ok" else "",
@@ -149,15 +150,23 @@ def _why(result: RankResult) -> str:
 
 def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
     """What a rank said, in order, as (kind, text or `Display`): kinds are out, display, err and value."""
+    out, err = result.stdout.encode(), result.stderr.encode()
+    # places in stdout where something else stands: displays, and what went to stderr meanwhile
+    marks: list[tuple[int, str, Any]] = [(d.stdout_offset, "display", d) for d in result.displays]
+    turns = result.order
+    ends = [begin for begin, _ in turns[1:]] + [len(err)]
+    if turns and turns[0][0] == 0 and ends == sorted(ends) and ends[-1] <= len(err):
+        marks += [(place, "err", err[begin:end]) for (begin, place), end in zip(turns, ends, strict=True)]
+        err = b""
     pieces: list[tuple[str, Any]] = []
-    raw, at = result.stdout.encode(), 0
-    for display in result.displays:
-        place = min(max(display.stdout_offset, at), len(raw))
-        pieces.append(("out", shorten(settle(raw[at:place].decode("utf-8", "replace")))))
-        pieces.append(("display", display))
+    at = 0
+    for place, kind, what in sorted(marks, key=lambda mark: mark[0]):
+        place = min(max(place, at), len(out))
+        pieces.append(("out", _text(out[at:place])))
+        pieces.append((kind, what if kind == "display" else _text(what)))
         at = place
-    pieces.append(("out", shorten(settle(raw[at:].decode("utf-8", "replace")))))
-    pieces.append(("err", shorten(settle(result.stderr))))
+    pieces.append(("out", _text(out[at:])))
+    pieces.append(("err", _text(err)))
     if result.data:
         pieces.append(("value", Display(result.data)))
     if isinstance(result.value, NotSent) and not result.data:
@@ -168,6 +177,10 @@ def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
             for kind, piece in pieces
         ]
     return pieces
+
+
+def _text(raw: bytes) -> str:
+    return shorten(settle(raw.decode("utf-8", "replace")))
 
 
 def _plain(display: Display) -> str:

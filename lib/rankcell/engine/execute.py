@@ -3,14 +3,14 @@
 import ast
 import asyncio
 import inspect
-import io
 import linecache
 import sys
-import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from ..source import split
 
 MAX_STEPS = 5_000  # lines noted per rank with `--step`
 
@@ -26,10 +26,7 @@ def execute(
     what those names hold.
     """
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    tree = ast.parse(source, filename)
-    last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not is_silenced(source):
-        last = ast.Expression(tree.body.pop().value)
+    tree, last = split(source, filename)
     parts = [compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]
     if last is not None:
         parts.append(compile(last, filename, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
@@ -85,21 +82,3 @@ def _short(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def is_silenced(source: str) -> bool:
-    """Whether the cell's last expression ends in a semicolon, which hides its value as in any notebook."""
-    last = ""
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type not in (
-                tokenize.COMMENT,
-                tokenize.NEWLINE,
-                tokenize.NL,
-                tokenize.ENDMARKER,
-                tokenize.DEDENT,
-            ):
-                last = token.string
-    except (tokenize.TokenError, SyntaxError):
-        return False
-    return last == ";"

@@ -122,12 +122,21 @@ class ForkServer:
 
     def kill(self, pids: Sequence[int]) -> None:
         """End these ranks at once, with all processes that they have started."""
+        if pids:
+            self._order(b"k", list(pids))
+
+    def remove_at_end(self, folder: str) -> None:
+        """Remove a folder when this process ends, in whatever way it does."""
+        self.warm_up()
+        self._order(b"d", folder)
+
+    def _order(self, kind: bytes, what: object) -> None:
         with self._lock:
-            if self._channel is not None and pids:
-                order = pickle.dumps(list(pids))
+            if self._channel is not None:
+                order = pickle.dumps(what)
                 try:
-                    self._channel.socket.sendall(b"k" + len(order).to_bytes(8, "big") + order)
-                except OSError:  # it has ended, and they with it
+                    self._channel.socket.sendall(kind + len(order).to_bytes(8, "big") + order)
+                except OSError:  # it has ended, and the ranks with it
                     return
 
     def exit_code(self, pid: int, *, wait: float = 0.0) -> int | None:

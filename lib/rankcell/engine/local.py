@@ -88,6 +88,7 @@ class Local:
                 f"ranks could not be started: nothing can be written in {tempfile.gettempdir()} ({error.strerror}). "
                 f"Make room there, or name another folder in TMPDIR and restart the kernel."
             ) from None
+        forks.server.remove_at_end(self._folder)
         self.notes = [note] if note else []
         self._selector = selectors.DefaultSelector()
         self._listen_to_server()

@@ -12,6 +12,7 @@ import gc
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -48,6 +49,7 @@ def main(fd: int) -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: set[int] = set()
+    folders: list[str] = []  # to be removed when the notebook is gone
     try:
         while os.getppid() == notebook:
             ready, _, _ = select.select([channel, wake_read], [], [], _LOOK)
@@ -55,15 +57,17 @@ def main(fd: int) -> None:
                 os.read(wake_read, 4096)
                 _bury(children, channel)
             if channel in ready:
-                _obey(channel, children, wake_read, wake_write)
+                _obey(channel, children, folders, wake_read, wake_write)
     except (EOFError, OSError):
         pass
     for pid in children:
         _end(pid)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def _obey(channel: Channel, children: set[int], *pipe: int) -> None:
+def _obey(channel: Channel, children: set[int], folders: list[str], *pipe: int) -> None:
     head, descriptors, _, _ = socket.recv_fds(channel.socket, 9, 8)
     while 0 < len(head) < 9:
         head += channel.socket.recv(9 - len(head))
@@ -75,6 +79,9 @@ def _obey(channel: Channel, children: set[int], *pipe: int) -> None:
         if not (part := channel.socket.recv(size - len(order))):
             raise EOFError
         order += part
+    if head[:1] == b"d":
+        folders.append(pickle.loads(order))
+        return
     if head[:1] == b"k":
         for pid in pickle.loads(order):
             if pid in children:
