@@ -30,9 +30,10 @@ html: $(INSTALLED) ## build the course site, after running the notebooks that ne
 	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
 	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
 
-test: $(INSTALLED) ## lint, all tests, then every notebook from top to bottom
+test: $(INSTALLED) ## lint, types, all tests, then every notebook from top to bottom
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	@$(MAKE) --jobs=2 --output-sync=target --no-print-directory .waiting-tests .other-tests
 	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(NOTEBOOKS))
@@ -47,9 +48,10 @@ execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=n
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))
 	@$(BIN)/python tools/notebooks.py execute $(or $(NB),--stale $(NOTEBOOKS))
 
-check: $(INSTALLED) ## format, lint and fast tests
+check: $(INSTALLED) ## format, lint, types and fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyparallel to the environment)

@@ -90,7 +90,9 @@ def test_calls_that_nobody_waited_for_are_counted_at_the_end():
     more = unmatched({0: {key: 3}, 1: {key: 2}}, [0, 1])
     assert more.startswith("rank 0 called 1 collective more than rank 1, and did not wait")
     absent = unmatched({0: {key: 3}, 1: {key: 2}}, [0])
-    assert absent.startswith("rank 0 called 1 collective more than rank 1 (rank 1 did not run this cell), and")
+    assert absent.startswith(
+        "rank 0 called 1 collective more than rank 1 (rank 1 did not run this cell), and"
+    )
 
 
 def test_the_live_line_groups_ranks_by_what_they_do():

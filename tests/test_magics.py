@@ -28,7 +28,7 @@ def test_the_value_of_a_cell_is_a_run(cell):
 
 def test_out_names_the_run(cell, shell):
     run = cell("4 -o kept", "print(rank)")
-    assert shell.user_ns["kept"] is run and run.ranks[2].stdout == "2\n"
+    assert shell.user_ns["kept"].ranks == run.ranks and run.ranks[2].stdout == "2\n"
 
 
 def test_push_and_pull(cell, shell):

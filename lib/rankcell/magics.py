@@ -43,7 +43,9 @@ class RankMagics(Magics):
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
+        self.shell: Any = shell
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
+        self.matcher: Any = None  # completes names in rank cells
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
 
     @magic_arguments()
@@ -325,7 +327,7 @@ def load(shell: Any) -> RankMagics:
         return SimpleMatcherResult(completions=[SimpleCompletion(text=n[prefix:]) for n in found])
 
     shell.Completer.custom_matchers.append(matcher)
-    magics._matcher = matcher
+    magics.matcher = matcher
     # torch takes over a second to import: the fork server does it meanwhile, and so does this process
     world.warm_up()
     threading.Thread(target=_import_torch, name="rankcell import", daemon=True).start()
@@ -347,7 +349,7 @@ def _import_torch() -> None:
 def unload(shell: Any, magics: RankMagics) -> None:
     """Stop the worlds and take the completion away."""
     magics.stop()
-    if magics._matcher in shell.Completer.custom_matchers:
-        shell.Completer.custom_matchers.remove(magics._matcher)
+    if magics.matcher in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.remove(magics.matcher)
     shell.magics_manager.magics["cell"].pop("ranks", None)
     shell.magics_manager.magics["line"].pop("ranks", None)

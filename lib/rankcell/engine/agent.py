@@ -35,12 +35,13 @@ class Agent:
             selector.register(talk, selectors.EVENT_READ)
             listening = False
             while True:
-                wanted = self.ranks is not None and talk.unsent < MAX_WAITING
-                if wanted and not listening:
-                    selector.register(self.ranks, selectors.EVENT_READ)
-                elif listening and not wanted:
-                    selector.unregister(self.ranks)
-                listening = wanted
+                if self.ranks is not None:
+                    wanted = talk.unsent < MAX_WAITING
+                    if wanted and not listening:
+                        selector.register(self.ranks, selectors.EVENT_READ)
+                    elif listening and not wanted:
+                        selector.unregister(self.ranks)
+                    listening = wanted
                 write = selectors.EVENT_WRITE if talk.unsent else 0
                 selector.modify(talk, selectors.EVENT_READ | write)
                 for key, ready in selector.select():

@@ -74,7 +74,7 @@ class Control:
             self._rank.groups.close()
             if self._rank.birth.backend == "nccl" and dist.is_initialized():
                 # nccl has no connections to shut: its kernels spin on the GPU until the communicator is aborted
-                dist.group.WORLD.abort()
+                dist.distributed_c10d._get_default_group().abort()
             self._await_end(BACK)
         if self._rank.running:
             signal.pthread_kill(self._rank.main_thread, signal.SIGINT)

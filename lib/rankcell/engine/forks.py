@@ -40,6 +40,7 @@ class ForkServer:
         self._lock = threading.RLock()
         self._pids: dict[int, int] = {}  # number of a birth -> process id, from "born" to `fork`'s return
         self._ended: dict[int, int] = {}  # process id -> exit code, until somebody has asked
+        self._log = tempfile.TemporaryFile()  # what the process says: read if it ends
         self._births = 0
         self._pid = 0  # of the process that has started it: a fork of that one leaves it alone
         atexit.register(self.close)
@@ -50,10 +51,8 @@ class ForkServer:
             if self._process is not None and self._process.poll() is None and self._channel is not None:
                 return
             if self._process is not None:
-                self._log.close()
                 self._process.wait()
             ours, theirs = socket.socketpair()
-            self._log = tempfile.TemporaryFile()
             # a file in the learner's folder that is called like a module of the standard library is for the
             # ranks to import, not for torch
             folder = _folder()

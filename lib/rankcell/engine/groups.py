@@ -39,13 +39,13 @@ class Groups:
 
     def install(self) -> None:
         """From now on the learner's calls come here first."""
-        replaced = {
+        replaced: dict[str, tuple[Any, Callable[..., Any]]] = {
             "new_group": (self._new_group, self.new_group),
             "destroy_process_group": (self._destroy, self.destroy),
             "init_process_group": (self._init, self.init),
         }
-        for name, (original, ours) in replaced.items():
-            ours = functools.update_wrapper(functools.partial(ours), original)
+        for name, (original, method) in replaced.items():
+            ours: Any = functools.update_wrapper(functools.partial(method), original)
             for module in (dist, dist.distributed_c10d, dist.device_mesh):
                 if getattr(module, name, None) is original:
                     setattr(module, name, ours)

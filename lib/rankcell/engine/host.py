@@ -18,10 +18,6 @@ class Host(Protocol):
         ...
 
     @property
-    def store(self) -> str:
-        """Where the ranks find each other: a folder, or host:port as the ranks' machine reaches it."""
-        ...
-
     @property
     def notes(self) -> list[str]:
         """What the learner should know about this place."""

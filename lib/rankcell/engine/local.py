@@ -60,6 +60,11 @@ class _Member:
     stderr: int
     gone: bool = False
 
+    @property
+    def listened(self) -> tuple[Channel | int, ...]:
+        """All that may have something to say."""
+        return self.work, self.control, self.stdout, self.stderr
+
 
 class Local:
     """The ranks of a world that live on this machine.
@@ -150,13 +155,14 @@ class Local:
         for member, pid in zip(ours, pids, strict=True):
             member.pid = pid
             self._members[member.rank] = member
-            for fd, kind in (
+            listened: tuple[tuple[Channel | int, str], ...] = (
                 (member.work, "work"),
                 (member.control, "control"),
                 (member.stdout, "out"),
                 (member.stderr, "err"),
-            ):
-                self._selector.register(fd, selectors.EVENT_READ, (member, kind))
+            )
+            for end, kind in listened:
+                self._selector.register(end, selectors.EVENT_READ, (member, kind))
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
         """Give a packed message to the main threads of `ranks`. Of one that is gone, `Gone` tells."""
@@ -206,7 +212,8 @@ class Local:
             if key.data is None:
                 self._bury(found)
                 continue
-            member, kind = key.data
+            member: _Member = key.data[0]
+            kind: str = key.data[1]
             if self._members.get(member.rank) is not member or member.gone:
                 continue
             if ready & selectors.EVENT_WRITE:
@@ -249,7 +256,7 @@ class Local:
             found += [Said(member.rank, m) for m in messages]
         self._drain(member, found)
         member.gone = True
-        for fd in (member.work, member.control, member.stdout, member.stderr):
+        for fd in member.listened:
             self._deaf(fd)
         found.append(Gone(member.rank, how_it_ended(code)))
 
@@ -301,7 +308,7 @@ class Local:
 
     def _forget(self, member: _Member) -> None:
         """Stop listening to a rank and close our ends."""
-        for fd in (member.work, member.control, member.stdout, member.stderr):
+        for fd in member.listened:
             self._deaf(fd)
         member.work.close()
         member.control.close()

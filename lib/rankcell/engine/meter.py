@@ -147,9 +147,7 @@ class Meter:
         for parameter in self._parameters():
             if id(parameter) not in self._trained:
                 self._trained[id(parameter)] = weakref.ref(parameter)
-        trained = [
-            parameter for reference in self._trained.values() if (parameter := reference()) is not None
-        ]
+        trained = [p for reference in self._trained.values() if (p := reference()) is not None]
         if len(trained) < len(self._trained):
             self._trained = {id(parameter): weakref.ref(parameter) for parameter in trained}
         self._claim(trained, "parameters")
@@ -161,9 +159,9 @@ class Meter:
                 for state in optimizer.state.values():
                     self._claim(state.values(), "optimizer")
         for module in self._modules:
-            if hasattr(module, "held_by_kind"):
-                for kind, tensors in module.held_by_kind().items():
-                    self._claim(tensors, kind)
+            held_by_kind: Any = getattr(module, "held_by_kind", dict)
+            for kind, tensors in held_by_kind().items():
+                self._claim(tensors, kind)
 
     def _thin(self) -> None:
         """Forget every second sample, but not the highest."""
@@ -205,7 +203,9 @@ def _sorted_out(
     owners: Iterable[Any],
 ) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer], list[Tensor]]:
     """Modules with all that are inside them, optimizers, tensors."""
-    modules, optimizers, tensors = [], [], []
+    modules: list[torch.nn.Module] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    tensors: list[Tensor] = []
     for owner in tree_leaves(owners):
         if isinstance(owner, torch.nn.Module):
             modules += owner.modules()

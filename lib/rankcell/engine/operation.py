@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from types import FrameType
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class Operation:
         return Event(
             rank=rank,
             op=self.op,
-            start=self.start - began,
+            start=(self.start or began) - began,
             end=end - began,
             group=self.group,
             ranks=self.ranks,
@@ -176,11 +177,13 @@ def caller(depth: int = 1) -> tuple[int, str]:
 
     It is looked for from so many frames above the one that asks.
     """
-    frame, via = sys._getframe(depth + 1), ""
+    frame: FrameType | None = sys._getframe(depth + 1)
+    via = ""
     while frame is not None:
         code = frame.f_code
-        kind = _codes.get(code, 0)
-        if kind == 0:
+        try:
+            kind = _codes[code]
+        except KeyError:
             if len(_codes) > 10_000:  # every cell brings new code
                 _codes.clear()
             kind = _codes[code] = kind_of(code)

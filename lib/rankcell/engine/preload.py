@@ -31,7 +31,7 @@ import torch.nn.parallel.distributed  # noqa: E402, F401
 
 from . import worker  # noqa: E402
 from .channel import Channel  # noqa: E402
-from .messages import CRASHED  # noqa: E402
+from .messages import CRASHED, Birth  # noqa: E402
 
 _LOOK = 1.0  # seconds between two looks whether the notebook lives: a fork of it may hold our socket open
 
@@ -52,11 +52,11 @@ def main(fd: int) -> None:
     folders: list[str] = []  # to be removed when the notebook is gone
     try:
         while os.getppid() == notebook:
-            ready, _, _ = select.select([channel, wake_read], [], [], _LOOK)
+            ready, _, _ = select.select([channel.fileno(), wake_read], [], [], _LOOK)
             if wake_read in ready:
                 os.read(wake_read, 4096)
                 _bury(children, channel)
-            if channel in ready:
+            if channel.fileno() in ready:
                 _obey(channel, children, folders, wake_read, wake_write)
     except (EOFError, OSError):
         pass
@@ -112,7 +112,7 @@ def _obey(channel: Channel, children: set[int], folders: list[str], *pipe: int) 
         os.close(descriptor)
 
 
-def _live(birth: object, descriptors: list[int]) -> None:
+def _live(birth: Birth, descriptors: list[int]) -> None:
     """In the fork: be a rank, and never come back."""
     code = 0
     try:

@@ -302,8 +302,10 @@ class Recorder:
     def _watch(self, o: Operation | None, tensor: torch.Tensor | None) -> None:
         """Note what the watched array holds now: after the last operation, before `o`."""
         array, last = self._array, self._watching
+        if array is None:
+            return
         (now,) = numbers([array])
-        if last is not None:
+        if last is not None and last.watched is not None:
             last.watched = replace(last.watched, after=now)
         self._watching = o
         if o is not None:
@@ -406,6 +408,7 @@ class Recorder:
 
     def number(self, o: Operation) -> None:
         """Count an operation: which one it is of its group, or of its pair of ranks."""
+        key: tuple[Any, ...]
         if o.op == "send":
             key = (o.group, "p2p", self.rank, o.peer, o.tag, "send")
         elif o.op == "recv":

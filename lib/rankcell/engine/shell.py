@@ -16,6 +16,8 @@ Show = Callable[[dict[str, Any], dict[str, Any], str | None, bool], None]
 class RankShell(InteractiveShell):
     """The shell that `get_ipython()` returns on a rank."""
 
+    recorder: Any = None  # of the rank; `rankcell.span` and its kin look here
+
     system = InteractiveShell.system_raw  # stdout is a pipe that is read as it is, no terminal
 
     def init_sys_modules(self) -> None:
@@ -38,7 +40,14 @@ class Publisher(DisplayPublisher):
     show: Show | None = None
 
     def publish(
-        self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
+        self,
+        data: Any,
+        metadata: Any = None,
+        source: Any = None,
+        *,
+        transient: Any = None,
+        update: Any = False,
+        **_: Any,
     ) -> None:
         """Called by IPython with the display as MIME types."""
         if Publisher.show is not None:
@@ -48,7 +57,7 @@ class Publisher(DisplayPublisher):
         """Nothing to clear: the notebook shows a rank's output anew each time."""
 
 
-def make() -> InteractiveShell:
+def make() -> RankShell:
     """The shell; made once, before ranks are forked, so that they share its memory."""
     config = Config()
     config.HistoryManager.enabled = False  # no database, no thread

@@ -58,7 +58,7 @@ class Stdio:
             errors="backslashreplace",
             line_buffering=True,
         )
-        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
 
     def begin(self) -> None:
         """A new cell begins: what an earlier one did to the streams is undone."""

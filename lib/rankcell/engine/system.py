@@ -155,7 +155,7 @@ def _memory_left_in_job() -> int | None:
 
 def _cgroups() -> list[Path]:
     """The folders of this process's cgroups, with all that they lie in (Linux); empty elsewhere."""
-    found = []
+    found: list[Path] = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -16,7 +16,6 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from IPython.core.interactiveshell import InteractiveShell
 
 from ..errors import RankInputError, SpawnError
 from ..results import Connection, Display, NotSent, RankFailure, Step
@@ -70,7 +69,8 @@ class Rank:
         self._ballast: bytearray | None = bytearray(_BALLAST)
         self._limits = system.memory_limits()
         self._set_up_environment()
-        self.recorder: record.Recorder = InteractiveShell.instance().recorder
+        self.shell: Any = shell.RankShell.instance()
+        self.recorder: record.Recorder = self.shell.recorder
         self.recorder.belong(birth.rank, Board(board_fd, birth.rank, birth.world_size))
         os.close(board_fd)
         self.groups = Groups(birth, self.recorder, self._notes.append)
@@ -114,7 +114,6 @@ class Rank:
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         names = module.__dict__
-        ip = InteractiveShell.instance()
         names.update(
             rank=birth.rank,
             world_size=birth.world_size,
@@ -122,9 +121,9 @@ class Rank:
             torch=torch,
             dist=dist,
             __builtins__=builtins,
-            get_ipython=ip.get_ipython,
+            get_ipython=self.shell.get_ipython,
         )
-        ip.user_module, ip.user_ns = module, names
+        self.shell.user_module, self.shell.user_ns = module, names
         from IPython.display import display
 
         names["display"] = display
@@ -188,7 +187,7 @@ class Rank:
                 seconds = clock() - start
                 # a __repr__ of the learner's is part of the cell: it may raise, wait, and communicate
                 if value is not None:
-                    data, _ = InteractiveShell.instance().display_formatter.format(value)
+                    data, _ = self.shell.display_formatter.format(value)
                     packed = report.pack(value, data.get("text/plain", ""))
                 pulled = {name: self._pull(name) for name in task.pull}
             finally:
