@@ -92,8 +92,7 @@ class Control:
         cell = recorder.cell
         phase = rank.phase
         rank.stdio.flush_from_another_thread()
-        frames = sys._current_frames()
-        frame = frames.get(rank.main_thread)
+        frame = _frames().get(rank.main_thread)
         top, line = "", 0
         while frame is not None:
             name = frame.f_code.co_filename
@@ -122,7 +121,7 @@ class Control:
         """
         mine = {self._rank.main_thread, self.thread.ident, threading.get_ident()}
         waiting = {o.thread for o in list(self._rank.recorder.open.values()) if o.waiting}
-        for ident, frame in sys._current_frames().items():
+        for ident, frame in _frames().items():
             if ident in mine or ident in waiting:
                 continue
             at: Any = frame
@@ -131,6 +130,15 @@ class Control:
                     return True
                 at = at.f_back
         return False
+
+
+def _frames() -> dict[int, Any]:
+    """Where every other thread stands. Our own frame is not among them: it would hold itself, and with it the
+    frames of the main thread and all tensors in them, until the garbage collector comes.
+    """
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
 
 
 def complete(text: str, names: dict[str, Any]) -> list[str]:
