@@ -98,6 +98,14 @@ def test_importing_the_package_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_strategies_need_no_notebook():
+    import subprocess
+    import sys
+
+    code = "import sys, rankcell.parallel.ddp; sys.exit(bool({'IPython', 'cloudpickle'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("path", sorted(LIB.rglob("*.py")), ids=lambda p: str(p.relative_to(LIB)))
 def test_no_module_imports_a_private_name_of_another(path):
     """What another module needs is public where it lives."""

@@ -4,7 +4,7 @@ import nbformat
 import pytest
 import torch
 
-from rankcell import RankError, Run
+from rankcell import RankError, Run, errors
 from rankcell.errors import (
     AllocationError,
     CellSyntaxError,
@@ -174,3 +174,32 @@ def test_nodes_need_an_allocation(cell, monkeypatch):
         cell("4 --nodes 2", "rank")
     with pytest.raises(OptionError, match="'two' is no number of nodes"):
         cell("4 --nodes two", "rank")
+
+
+def test_pulled_values_are_held_by_their_names_alone(cell, shell):
+    import gc
+    import weakref
+
+    shell.run_cell("%%ranks 4 --pull big\nbig = torch.zeros(1 << 10)\nbig")
+    held = weakref.ref(shell.user_ns["big"][0])
+    assert held() is not None
+    del shell.user_ns["big"]
+    gc.collect()
+    assert held() is None
+
+
+def test_runs_that_nobody_named_keep_little(cell, shell):
+    from rankcell.magics import KEPT
+
+    first = cell("4", "dist.barrier(); print('said'); rank")
+    named = cell("4 -o mine", "dist.barrier()")
+    for _ in range(KEPT):
+        cell("4", "rank")
+    assert first.events == () and first.ranks[1].stdout == "said\n" and first.values == [0, 1, 2, 3]
+    assert named.events == () and len(shell.user_ns["mine"].events) == 4
+
+
+@pytest.mark.parametrize("line", ["²", "4 --only 7", "4 --only 2-"])
+def test_odd_numbers_are_explained_without_a_traceback(shell, line):
+    with pytest.raises(errors.OptionError):
+        shell.run_cell_magic("ranks", line, "1")

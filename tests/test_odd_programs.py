@@ -593,7 +593,8 @@ threads = [threading.Thread(target=lambda i=i: display(HTML(str(i) * 300_000))) 
 
 def test_completion_runs_none_of_the_learner_s_code(two):
     two.run(
-        "class A:\n    @property\n    def p(self): raise ValueError\n    def q(self): pass\na = A(); net = torch.nn.Linear(2, 2)"
+        "class A:\n    @property\n    def p(self): raise ValueError\n    def q(self): pass\n"
+        "a = A(); net = torch.nn.Linear(2, 2)"
     )
     assert two.complete("a.p.") == [] and two.complete("a.q") == ["a.q"]
     assert "net.weight" in two.complete("net.we") and "net.weight.shape" in two.complete("net.weight.sha")

@@ -2,14 +2,11 @@
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":
     raise ImportError("rankcell runs on Linux and macOS. On Windows, use it inside WSL2.")
 
-from IPython.core.interactiveshell import InteractiveShell
-
-from .engine.world import Ranks, run
 from .errors import (
     AllocationError,
     Deadlock,
@@ -25,6 +22,9 @@ from .errors import (
     WorldSizeError,
 )
 from .results import Event, Memory, RankResult, Run
+
+if TYPE_CHECKING:
+    from .engine.world import Ranks, run
 
 __all__ = [
     "AllocationError",
@@ -52,13 +52,28 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    """`Ranks` and `run`, when they are asked for: who only wants `rankcell.parallel` needs torch and no notebook."""
+    if name in ("Ranks", "run"):
+        from .engine import world
+
+        return getattr(world, name)
+    raise AttributeError(f"module 'rankcell' has no attribute {name!r}")
+
+
+def _recorder() -> Any:
+    """The recorder of this rank; None elsewhere."""
+    shells = sys.modules.get("IPython.core.interactiveshell")
+    return None if shells is None else getattr(shells.InteractiveShell._instance, "recorder", None)
+
+
 def span(name: str) -> AbstractContextManager[None]:
     """On a rank: record the time spent inside as computing called `name`. Elsewhere it does nothing.
 
     with span("forward"):
         loss = model(x).sum()
     """
-    recorder = getattr(InteractiveShell._instance, "recorder", None)
+    recorder = _recorder()
     return nullcontext() if recorder is None else recorder.span(name)
 
 
@@ -70,7 +85,7 @@ def spans(model: Any, *names: str) -> AbstractContextManager[None]:
 
     `names` choose modules ("blocks.0", "blocks.0.mlp"); without them it is the parts the model is made of.
     """
-    recorder = getattr(InteractiveShell._instance, "recorder", None)
+    recorder = _recorder()
     return nullcontext() if recorder is None else recorder.spans(model, *names)
 
 
@@ -82,7 +97,7 @@ def watch(array: Any) -> AbstractContextManager[None]:
 
     `draw.messages.steps(run)` shows then who held what, step by step.
     """
-    recorder = getattr(InteractiveShell._instance, "recorder", None)
+    recorder = _recorder()
     return nullcontext() if recorder is None else recorder.watch(array)
 
 
@@ -100,7 +115,7 @@ def memory(*owners: Any) -> AbstractContextManager[Any]:
     """
     from .engine.meter import Meter
 
-    recorder = getattr(InteractiveShell._instance, "recorder", None)
+    recorder = _recorder()
     return Meter(*owners) if recorder is None else recorder.measure(*owners)
 
 
