@@ -631,3 +631,175 @@ def test_a_stop_does_not_wait_for_a_cell_in_another_thread():
     assert time.monotonic() - start < 20
     thread.join(20)
     assert ended
+
+
+# --- what a second round of odd programs found ---
+
+
+def test_a_thread_that_waits_while_the_main_thread_computes_is_no_deadlock(two):
+    runs(
+        two,
+        """
+        import threading, time
+        x, y = torch.zeros(2), torch.ones(2)
+        if rank == 0:
+            t = threading.Thread(target=lambda: dist.recv(x, 1)); t.start()
+            time.sleep(1.2); dist.send(y, 1); t.join()
+        else:
+            dist.recv(x, 0); dist.send(y, 0)
+        """,
+    )
+
+
+def test_a_thread_that_is_joined_and_waits_in_vain_is_a_deadlock(two):
+    error = fails(
+        two,
+        """
+        import threading
+        if rank == 0:
+            t = threading.Thread(target=lambda: dist.all_reduce(torch.ones(2))); t.start(); t.join()
+        """,
+        Deadlock,
+    )
+    assert "rank 1 finished the cell without the all_reduce that rank 0 waits in" in str(error)
+
+
+def test_a_thread_that_serves_others_outlives_its_cell(two):
+    serve = """
+    import threading, time
+    def serve():
+        buffer = torch.zeros(2)
+        for _ in range(3):
+            dist.recv(buffer, 1); time.sleep(0.4)
+    if rank == 0:
+        server = threading.Thread(target=serve, daemon=True); server.start()
+    """
+    two.run(textwrap.dedent(serve))
+    two.run("for _ in range(3): dist.send(torch.ones(2), 0)", only=[1])
+    two.run("server.join()", only=[0])
+    works(two)
+
+
+@pytest.mark.parametrize("leaves", ["sys.exit(0)", "raise ValueError('child')", "print('child')"])
+def test_a_forked_child_ends_where_its_cell_ends(two, leaves):
+    two.run("kept = rank")
+    pids = two.pids
+    run = runs(
+        two,
+        f"import os, sys\npid = os.fork()\nif pid == 0:\n    {leaves}\nelse:\n    status = os.waitpid(pid, 0)[1]",
+    )
+    assert run.ranks[0].state == "ok" and two.pids == pids and two.run("kept").values == [0, 1]
+
+
+def test_an_interrupt_during_a_repair_loses_nothing(two, monkeypatch):
+    two.run("kept = rank")
+    repair = two._repair
+
+    def interrupted(lost):
+        os.kill(os.getpid(), signal.SIGINT)
+        repair(lost)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(two, "_repair", interrupted)
+    fails(two, "if rank == 0: dist.barrier()", Deadlock)
+    assert two.run("kept").values == [0, 1]
+
+
+def test_what_held_an_earlier_group_says_so(two):
+    two.run(
+        "from torch.nn.parallel import DistributedDataParallel\nm = DistributedDataParallel(torch.nn.Linear(4, 4))"
+    )
+    fails(two, "if rank == 0: dist.barrier()", Deadlock)
+    error = fails(two, "m(torch.ones(2, 4)).sum().backward()")
+    assert "must be made anew" in str(error) and "127.0.0.1" not in str(error)
+
+
+def test_a_store_that_was_cleaned_away_is_made_again(two):
+    import shutil
+
+    shutil.rmtree(two._host._folder)
+    fails(two, "if rank == 0: dist.barrier()", Deadlock)
+
+
+def test_a_monitored_barrier_ends_its_wait_itself(two):
+    run = runs(
+        two,
+        """
+        from datetime import timedelta
+        gave_up = False
+        if rank == 0:
+            try:
+                dist.monitored_barrier(timeout=timedelta(seconds=1))
+            except RuntimeError:
+                gave_up = True
+        gave_up
+        """,
+    )
+    assert run.values == [True, False]
+
+
+def test_an_interrupt_of_the_program_s_own(two):
+    run = runs(
+        two,
+        """
+        import signal
+        try:
+            signal.raise_signal(signal.SIGINT)
+            heard = False
+        except KeyboardInterrupt:
+            heard = True
+        heard
+        """,
+    )
+    assert run.values == [True, True]
+
+
+def test_an_alarm_belongs_to_its_cell(two):
+    pids = two.pids
+    two.run(
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 1 / 0)\nsignal.setitimer(signal.ITIMER_REAL, 0.2)"
+    )
+    time.sleep(0.4)
+    works(two)
+    assert two.pids == pids
+
+
+def test_ranks_that_come_later_know_the_same_port(two):
+    fails(two, "import os\nif rank == 0: os._exit(1)\ndist.barrier()", RankLost)
+    assert len(set(two.run("import os; os.environ['MASTER_PORT']").values)) == 1
+
+
+def test_deleted_names_come_back(two):
+    two.run("del rank, torch, dist")
+    assert two.run("(rank, torch.ones(1).item(), dist.get_world_size())").values == [(0, 1.0, 2), (1, 1.0, 2)]
+
+
+@pytest.mark.parametrize("call", ["dist.send(torch.ones(2), 5)", "dist.send(torch.ones(2), -1)"])
+def test_a_rank_that_does_not_exist(two, call):
+    assert "this group has the ranks [0, 1]" in str(fails(two, call)) or "nvalid" in str(fails(two, call))
+
+
+def test_an_exception_with_an_odd_cause(two):
+    pids = two.pids
+    fails(
+        two, "class Odd(Exception):\n    @property\n    def __cause__(self): raise KeyError\nraise Odd('x')"
+    )
+    assert two.pids == pids
+
+
+def test_a_value_that_ends_its_reader(two):
+    run = two.run("class Ends:\n    def __reduce__(self): return (exit, (3,))\nEnds()")
+    assert "cannot be read here" in run.values[0].reason
+    works(two)
+
+
+def test_a_display_that_fails_ends_no_cell(two):
+    def broken(run, doing):
+        raise ValueError
+
+    assert two.run("import time; time.sleep(0.5); rank", on_update=broken).values == [0, 1]
+
+
+def test_values_of_sparse_tensors_are_not_asked_for(two):
+    run = two.run("x = torch.eye(3).to_sparse(); dist.all_reduce(x); x.to_dense().sum().item()", values=True)
+    assert run.values == [6.0, 6.0]

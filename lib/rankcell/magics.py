@@ -293,6 +293,8 @@ def _show_before_error(run: Run) -> None:
 def _parse(parser: MagicArgumentParser, line: str) -> Any:
     try:
         return parser.parse_argstring(line)
+    except ValueError as error:  # a quotation mark without its other one
+        raise errors.OptionError(f"`%%ranks {line}`: {error}.") from None
     except UsageError as error:
         text = str(error)
         unknown = re.search(r"unrecognized arguments: (\S+)", text)

@@ -32,6 +32,14 @@ def names(text: str) -> list[str]:
     return found
 
 
+def name(text: str) -> list[str]:
+    """One name."""
+    found = names(text)
+    if len(found) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} are {len(found)} names, and one Run needs one.")
+    return found
+
+
 def seconds(text: str) -> float:
     """A time above 0, in seconds."""
     try:
@@ -70,7 +78,7 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         ("--pull",),
         {"type": names, "metavar": "NAMES", "help": "afterwards fetch these names, each as a list by rank"},
     ),
-    (("-o", "--out"), {"type": names, "metavar": "NAME", "help": "name the Run in the notebook"}),
+    (("-o", "--out"), {"type": name, "metavar": "NAME", "help": "name the Run in the notebook"}),
     (("--timeout",), {"type": seconds, "metavar": "SECONDS", "help": "interrupt the ranks after this time"}),
     (
         ("--device",),

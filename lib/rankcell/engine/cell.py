@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class Cell:
         source: the source, or the name of the function, for the `Run`.
         timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes progress.
         counts: how often each rank had called each operation when the cell began.
+        with_threads: ranks on which threads of earlier cells are still there.
         on_update: called while the cell runs, with the run so far and a line that says what the ranks do.
     """
 
@@ -71,27 +72,28 @@ class Cell:
         source: str,
         timeout: float | None,
         counts: Mapping[int, Mapping[Any, int]],
+        with_threads: Collection[int],
         on_update: OnUpdate | None,
     ) -> None:
         self._mailbox, self._world, self._task, self._members = mailbox, world, task, members
         self._source, self._timeout, self._counts, self._on_update = source, timeout, counts, on_update
+        self._with_threads = with_threads
         self._cpu: dict[int, float | None] = {}
         self._states: list[diagnose.State] = []  # at the last look
 
-    def run(self) -> Ending:
-        """Give the task to the ranks, and wait until it is over on all of them."""
+    def run(self, interrupted: Callable[[], bool]) -> Ending:
+        """Give the task to the ranks, and wait until it is over on all of them, or until `interrupted`."""
         mailbox = self._mailbox
         before = mailbox.parts
         mailbox.parts = {r: Part(runs=r in self._members) for r in range(self._world.size)}
         for rank, part in before.items():
             mailbox.parts[rank].inherit(part)
-        mailbox.began = time.monotonic()
-        with _deferred_interrupt() as interrupted:
-            self._send()
-            cause = self._wait(interrupted)
-            if cause is not None:
-                self._free(wanted=not isinstance(cause, errors.Deadlock))
-            return self._ending(cause)
+        mailbox.began, mailbox.cell = time.monotonic(), self._task.cell
+        self._send()
+        cause = self._wait(interrupted)
+        if cause is not None:
+            self._free(wanted=not isinstance(cause, errors.Deadlock))
+        return self._ending(cause)
 
     def _send(self) -> None:
         """Give the task to the ranks, its beginning as the clock of each one's machine shows it."""
@@ -126,8 +128,8 @@ class Cell:
                 self._look()
                 return errors.RankTimeout(
                     self._where(f"the ranks did not all finish within {timeout:g} s.")
-                    + "\nNobody waits for a rank that cannot answer, so this is slow rather than stuck: give it more "
-                    "time with `--timeout`, or less to do."
+                    + "\nNobody is known to wait for a rank that cannot answer, so this is slow rather than stuck: "
+                    "give it more time with `--timeout`, or less to do."
                 )
             if now >= next_poll:
                 self._look()
@@ -137,34 +139,38 @@ class Cell:
                 seen = _fingerprint(self._states) if diagnosis is not None else None
                 next_poll = time.monotonic() + (CONFIRM if diagnosis is not None else POLL)
                 if self._on_update is not None:
-                    self._on_update(self._so_far(), diagnose.summary(self._states))
+                    try:
+                        self._on_update(self._so_far(), diagnose.summary(self._states))
+                    except Exception:  # noqa: BLE001 - a display that fails must not end the ranks' cell
+                        self._on_update = None
         return None
 
     def _look(self) -> None:
         """Find out what every rank is doing now."""
         parts = self._mailbox.parts
-        asked = [r for r, p in parts.items() if not p.over or (p.outcome and p.outcome.threads)]
+        asked = [
+            r
+            for r, p in parts.items()
+            if not p.over or (p.outcome.threads if p.outcome else not p.runs and r in self._with_threads)
+        ]
         answers: dict[int, Status | None] = self._mailbox.ask(asked, "status", wait=0.3)
         states = []
         for rank, part in sorted(parts.items()):
             before = self._counts.get(rank, {})
             status = answers.get(rank)
-            if status is not None and status.cell != self._task.cell:
+            if status is not None and part.runs and status.cell != self._task.cell:
                 status = None  # it has not taken the task up: what it says is about the cell before
             if not part.runs:
-                states.append(diagnose.State(rank, "absent", counts=before))
+                states.append(_with_threads(diagnose.State(rank, "absent", counts=before), status))
             elif part.lost:
                 states.append(diagnose.State(rank, "lost", counts=before, why=part.lost.message))
             elif part.outcome is not None:
                 outcome = part.outcome
                 phase, why = ("error", str(outcome.error)) if outcome.error else ("finished", "")
-                still = outcome.threads and (status is None or status.threads)
-                counts = status.counts if status else outcome.counts
-                states.append(
-                    diagnose.State(
-                        rank, phase, counts=counts, calls=outcome.calls, why=why, other_threads=still
-                    )
-                )
+                state = diagnose.State(rank, phase, counts=outcome.counts, calls=outcome.calls, why=why)
+                if outcome.threads and status is None:
+                    state = replace(state, other_threads=True)  # it did not answer: nobody knows
+                states.append(_with_threads(state, status))
             elif status is not None:
                 states.append(diagnose.from_status(status, self._cpu.get(rank)))
                 self._cpu[rank] = status.cpu
@@ -275,6 +281,14 @@ class Cell:
         return Run(self._source, tuple(results), world.device, world.backend, seconds, pulled)
 
 
+def _with_threads(state: diagnose.State, status: Status | None) -> diagnose.State:
+    """A rank whose main thread is through: its other threads may still call something, or wait."""
+    if status is None:
+        return state
+    waits = tuple(w for w in status.waits if w.thread)
+    return replace(state, counts=status.counts, waits=waits, other_threads=status.threads)
+
+
 def _spins(status: Status | None, cpu_before: float | None) -> bool:
     """Whether a rank goes on computing although it was told to leave the cell."""
     if status is None or status.cpu is None or cpu_before is None:
@@ -290,7 +304,7 @@ def _fingerprint(states: Sequence[diagnose.State]) -> Any:
 
 
 @contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
     """Note Ctrl-C instead of raising in the middle of a message; the caller asks whether it came."""
     came = threading.Event()
     if threading.current_thread() is not threading.main_thread():

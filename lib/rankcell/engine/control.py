@@ -22,6 +22,7 @@ from .operation import clock, kind_of
 if TYPE_CHECKING:
     from .worker import Rank
 
+_WAITING = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py", "/queue.py")
 BACK = 0.1  # seconds that an interrupted main thread has to come back by itself before connections are closed
 
 
@@ -93,7 +94,7 @@ class Control:
         phase = rank.phase
         rank.stdio.flush_from_another_thread()
         frame = _frames().get(rank.main_thread)
-        top, line = "", 0
+        top, line, joins = "", 0, _waits_for_a_thread(frame)
         while frame is not None:
             name = frame.f_code.co_filename
             top = top or name
@@ -107,20 +108,22 @@ class Control:
             phase=phase,
             line=line,
             in_torch="/torch/" in top,
+            joins=joins,
             cpu=system.thread_cpu_seconds(rank.main_thread),
             waits=tuple(o.wait() for o in list(recorder.open.values()) if not o.finished),
             counts=dict(recorder.counts),
             calls=recorder.total,
-            threads=self.busy_threads(),
+            threads=self.threads(busy=True),
         )
 
-    def busy_threads(self) -> bool:
-        """Whether another thread is inside the learner's code and stands in no operation: it may still answer.
+    def threads(self, *, busy: bool) -> bool:
+        """Whether another thread is inside the learner's code; if `busy`, one that stands in no operation, and so
+        may still answer.
 
         A thread of a library that waits for work, such as a progress bar's, has no frame of the learner's.
         """
         mine = {self._rank.main_thread, self.thread.ident, threading.get_ident()}
-        waiting = {o.thread for o in list(self._rank.recorder.open.values()) if o.waiting}
+        waiting = {o.thread for o in list(self._rank.recorder.open.values()) if busy and o.waiting}
         for ident, frame in _frames().items():
             if ident in mine or ident in waiting:
                 continue
@@ -130,6 +133,18 @@ class Control:
                     return True
                 at = at.f_back
         return False
+
+
+def _waits_for_a_thread(frame: Any) -> bool:
+    """Whether a thread stands in `join()`, `result()`, `acquire()` and the like, without a time limit."""
+    inside = False
+    while frame is not None and frame.f_code.co_filename.endswith(_WAITING):
+        inside = True
+        limit = frame.f_locals.get("timeout")
+        if limit is not None and limit != -1:  # what `join()` passes on where there is none
+            return False
+        frame = frame.f_back
+    return inside
 
 
 def _frames() -> dict[int, Any]:

@@ -25,17 +25,33 @@ class State:
     counts: Mapping[Any, int] | None = None
     calls: int = 0  # operations called in this cell
     line: int = 0
+    joins: bool = False  # its main thread waits for another thread of the rank
     blocked_in_torch: bool = False  # its main thread stands still inside torch: C++ waits, not Python
     other_threads: bool = False  # a thread of the learner communicates too: it could still answer
     why: str = ""  # for "error" and "lost"
 
     @property
-    def blocking(self) -> tuple[Wait, ...]:
-        """The operations that this rank stands in and cannot leave alone."""
-        if self.phase != "running":
+    def standing(self) -> tuple[tuple[Wait, ...], ...]:
+        """The operations that this rank stands in, a tuple for each of its threads; empty if it can still do
+        something by itself. A thread is stuck if it is in one of them for ever.
+        """
+        mine = tuple(w for w in self.waits if w.thread == 0 and w.waiting)
+        if not mine and self.blocked_in_torch:
+            mine = tuple(w for w in self.waits if w.thread == 0)
+        others: dict[int, tuple[Wait, ...]] = {}
+        for wait in self.waits:
+            if wait.thread and wait.waiting:
+                others[wait.thread] = (*others.get(wait.thread, ()), wait)
+        if self.phase == "running" and not mine and not self.joins:
+            return ()  # the main thread computes
+        if self.phase not in ("running", "finished", "error", "absent"):
             return ()
-        waiting = tuple(w for w in self.waits if w.waiting)
-        return waiting or (self.waits if self.blocked_in_torch else ())
+        return tuple(filter(None, (mine if self.phase == "running" else (), *others.values())))
+
+    @property
+    def blocking(self) -> tuple[Wait, ...]:
+        """All operations of `standing`."""
+        return tuple(wait for waits in self.standing for wait in waits)
 
 
 @dataclass(frozen=True)
@@ -69,27 +85,29 @@ def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[i
 def diagnose(states: Sequence[State]) -> Diagnosis | None:
     """The deadlock that `states` prove, or None while somebody can still go on."""
     by_rank = {s.rank: s for s in states}
-    edges: dict[int, list[tuple[Wait, tuple[int, ...]]]] = {}
+    # rank -> what each of its threads waits for, and for whom
+    threads: dict[int, list[list[tuple[Wait, tuple[int, ...]]]]] = {}
     for state in states:
-        for wait in state.blocking:
-            missing = missing_peers(wait, by_rank, state.rank)
-            if missing:
-                edges.setdefault(state.rank, []).append((wait, missing))
-    over = {s.rank for s in states if s.phase in OVER and not s.other_threads}
-    free = {s.rank for s in states if s.rank not in over and (s.rank not in edges or s.other_threads)}
+        for waits in state.standing:
+            missing = [(wait, missing_peers(wait, by_rank, state.rank)) for wait in waits]
+            threads.setdefault(state.rank, []).append([(w, m) for w, m in missing if m])
+    over = {s.rank for s in states if s.phase in OVER and not s.other_threads and s.rank not in threads}
+    free = {s.rank for s in states if s.rank not in over and (s.rank not in threads or s.other_threads)}
     while True:
         freed = {
             rank
-            for rank, waits in edges.items()
-            if rank not in free and all(_answerable(wait, missing, free) for wait, missing in waits)
+            for rank, mine in threads.items()
+            # one thread that goes on may do whatever the others wait for
+            if rank not in free
+            and any(all(_answerable(wait, missing, free) for wait, missing in waits) for waits in mine)
         }
         if not freed:
             break
         free |= freed
-    stuck = [r for r in edges if r not in free]
-    if not stuck:
+    stuck = {r: [edge for waits in mine for edge in waits] for r, mine in threads.items() if r not in free}
+    if not any(by_rank[r].phase == "running" for r in stuck):
         return None
-    return _explain(by_rank, {r: edges[r] for r in stuck}, over)
+    return _explain(by_rank, stuck, over)
 
 
 def _answerable(wait: Wait, missing: Sequence[int], free: set[int]) -> bool:
@@ -172,13 +190,15 @@ def _ended(
     elif first.op == "new_group":
         head = f"rank {blame} finished without calling new_group, and {who} {verb} for it there."
         advice = "new_group must be called by every rank of the world, also by those outside the new group."
+        if len(first.ranks) < len(states) or first.group != "new_group":
+            advice = f"A group with local synchronization must be made by all its members, {name_ranks(first.ranks)}."
     else:
         head = f"rank {blame} finished the cell without the {call} that {who} {verb} in."
         advice = (
             "Every rank of a group must call the same collectives in the same order: "
             f"look at what rank {blame} skips."
         )
-        if (len(ended) == 1 and len(stuck) == 1 and len(states) > 2) or len(stuck) < len(ended):
+        if (len(ended) == 1 and len(stuck) == 1 and len(first.ranks) > 2) or len(stuck) < len(ended):
             blame = min(stuck)
             head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
             advice = (
@@ -208,7 +228,9 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     blocking = state.blocking
     if not blocking:
         at = f" at line {state.line}" if state.line else ""
-        return f"compute{s}{at}"
+        begun = next((w for w in state.waits if w.thread == 0), None)
+        unfinished = f", with {begun.text} of line {begun.line} not over" if begun is not None else ""
+        return f"compute{s}{at}{unfinished}"
     wait = blocking[0]
     where = f", line {wait.line}" if wait.line else ""
     inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
@@ -279,6 +301,7 @@ def from_status(status: Status, previous_cpu: float | None) -> State:
         counts=status.counts,
         calls=status.calls,
         line=status.line,
+        joins=status.joins,
         blocked_in_torch=status.in_torch and still,
         other_threads=status.threads,
     )

@@ -42,6 +42,7 @@ class ForkServer:
         self._ended: dict[int, int] = {}  # process id -> exit code, until somebody has asked
         self._log = tempfile.TemporaryFile()  # what the process says: read if it ends
         self._births = 0
+        self._folders: list[str] = []
         self._pid = 0  # of the process that has started it: a fork of that one leaves it alone
         atexit.register(self.close)
 
@@ -56,7 +57,7 @@ class ForkServer:
             # a file in the learner's folder that is called like a module of the standard library is for the
             # ranks to import, not for torch
             folder = _folder()
-            path = [p for p in sys.path if p and Path(p).absolute() != folder]
+            path = [str(p) for p in sys.path if str(p) and Path(p).absolute() != folder]
             path.append(str(Path(__file__).absolute().parents[2]))  # our package may lie in that folder only
             with theirs:
                 self._process = subprocess.Popen(
@@ -70,6 +71,8 @@ class ForkServer:
             self._channel = Channel(ours)
             self._pid = os.getpid()
             self._pids.clear()
+            for known in self._folders:
+                self._order(b"d", known)
 
     def fork(self, births: Sequence[tuple[Birth, Sequence[int]]]) -> list[int]:
         """Start a rank for each birth, which gets copies of the descriptors beside it; returns process ids.
@@ -127,7 +130,13 @@ class ForkServer:
     def remove_at_end(self, folder: str) -> None:
         """Remove a folder when this process ends, in whatever way it does."""
         self.warm_up()
+        self._folders.append(folder)
         self._order(b"d", folder)
+
+    def forget_folder(self, folder: str) -> None:
+        """It is gone."""
+        if folder in self._folders:
+            self._folders.remove(folder)
 
     def _order(self, kind: bytes, what: object) -> None:
         with self._lock:

@@ -51,6 +51,11 @@ class Groups:
                     setattr(module, name, ours)
 
     @property
+    def renewed(self) -> bool:
+        """Whether groups of earlier cells were closed."""
+        return self._generation != self._birth.generation or self._again > 0
+
+    @property
     def name(self) -> str:
         """Which default group the rank is in; "" if the learner's code has destroyed it."""
         if not dist.is_initialized():
@@ -166,6 +171,8 @@ class Groups:
         self._recorder.join(generation)
         everybody = tuple(range(birth.world_size))
         self._waited_for("init_process_group", everybody, make, label=f"default group {generation}")
+        if timeout is not None and timeout < IMPATIENT:
+            self._recorder.impatient.add(dist.distributed_c10d._get_default_group().group_name)
 
     def close(self) -> None:
         """Shut all connections down: whoever waits on one, here or at the other end, gets an error."""

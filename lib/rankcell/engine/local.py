@@ -90,8 +90,8 @@ class Local:
             self._folder = tempfile.mkdtemp(prefix="rankcell-")
         except OSError as error:
             raise errors.StartError(
-                f"ranks could not be started: nothing can be written in {tempfile.gettempdir()} ({error.strerror}). "
-                f"Make room there, or name another folder in TMPDIR and restart the kernel."
+                f"ranks could not be started: no temporary file can be written ({error.strerror or error}). Make "
+                f"room in /dev/shm and in the folder of TMPDIR, or name another one there and restart the kernel."
             ) from None
         forks.server.remove_at_end(self._folder)
         self.notes = [note] if note else []
@@ -112,7 +112,8 @@ class Local:
         return rank, 0, ""
 
     def address_for(self, rank: int) -> str:
-        """The folder of the store."""
+        """The folder of the store, made again if something has cleaned it away."""
+        Path(self._folder).mkdir(mode=0o700, exist_ok=True)
         return self._folder
 
     def reachable(self, rank: int) -> bool:
@@ -143,9 +144,14 @@ class Local:
                 theirs = [work_theirs.detach(), control_theirs.detach(), out_write, err_write]
                 orders.append((replace(birth, environment=environment), theirs))
             pids = forks.server.fork([(birth, [*theirs, self._board]) for birth, theirs in orders])
-        except BaseException:
+        except BaseException as error:
             for member in ours:
                 self._forget(member)
+            if isinstance(error, OSError):
+                raise errors.StartError(
+                    f"ranks could not be started: {error.strerror}. If files of this process are open by the "
+                    f"hundred, close some; `ulimit -n` in the shell that starts Jupyter allows more."
+                ) from None
             raise
         finally:
             for _, theirs in orders:
@@ -199,6 +205,7 @@ class Local:
             self._board = -1
             self._selector.close()
             shutil.rmtree(self._folder, ignore_errors=True)
+            forks.server.forget_folder(self._folder)
 
     def forget_store(self, generation: int) -> None:
         """Remove the store of an older generation of process groups, which nobody reads any more."""

@@ -22,6 +22,7 @@ class Mailbox:
         self.host = host
         self.parts: dict[int, Part] = {}
         self.began = time.monotonic()  # the current cell
+        self.cell = ""  # its name
         self.joined = dict.fromkeys(range(world_size), -1)  # the last process group that each rank joined
         self.problems: dict[int, str] = {}  # why a rank could not join
         self._asked = itertools.count()
@@ -51,7 +52,7 @@ class Mailbox:
             self.problems[rank] = message.why
         elif part is not None and isinstance(message, Shown):
             part.show(message.display, update=message.update)
-        elif part is not None and isinstance(message, Done):
+        elif part is not None and isinstance(message, Done) and message.outcome.cell == self.cell:
             part.outcome = message.outcome
 
     def lose(self, rank: int, how: str) -> None:

@@ -99,7 +99,7 @@ class Outcome:
     group: str = ""  # the default process group that the rank is in at the end, "" if it has left it
     open: int = 0  # operations that are not over
     mismatch: Mismatch | None = None  # a call that did not match, even if the program caught the error
-    threads: bool = False  # a thread of the learner's is still at work
+    threads: bool = False  # a thread of the learner's is still there, at work or waiting
     wire: tuple[Connection, ...] | None = None
     steps: tuple[Step, ...] = ()
     names: tuple[str, ...] = ()
@@ -155,6 +155,7 @@ class Wait:
     line: int = 0
     via: str = ""
     waiting: bool = True  # Python stands in it
+    thread: int = 0  # that called it; 0: the main thread
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ class Status:
     phase: str  # "starting", "idle", "running", "finished" or "error"
     line: int = 0
     in_torch: bool = False  # its main thread stands in a file of torch
+    joins: bool = False  # its main thread waits for another thread, without a time limit
     cpu: float | None = None  # seconds that the main thread has used; None where nobody tells
     waits: tuple[Wait, ...] = ()
     counts: Mapping[Any, int] = field(default_factory=dict)

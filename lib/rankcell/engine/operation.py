@@ -99,6 +99,7 @@ class Operation:
             line=self.line,
             via=self.via,
             waiting=self.waiting,
+            thread=0 if self.thread == threading.main_thread().ident else self.thread,
         )
 
     def event(self, rank: int, began: float) -> Event:
@@ -155,7 +156,11 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(t.detach().flatten()[:MAX_VALUES].tolist()) for t in tensors)
+    """The first numbers of each tensor; none of a sparse one."""
+    return tuple(
+        tuple(t.detach().flatten()[:MAX_VALUES].tolist()) if t.layout is torch.strided else ()
+        for t in tensors
+    )
 
 
 def part_of(array: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -186,5 +186,5 @@ def unpack(packed: Any) -> Any:
         return NotSent("", packed) if isinstance(packed, str) else packed
     try:
         return pickle.loads(packed)
-    except Exception as error:  # noqa: BLE001 - kept as the reason why there is no value
+    except BaseException as error:  # noqa: BLE001 - kept as the reason why there is no value
         return NotSent("", f"cannot be read here: {type(error).__name__}: {error}")

@@ -339,7 +339,7 @@ class Recorder:
             inputs = flatten(args[at_in])
             outputs = inputs if at_in == at_out else flatten(args[at_out])
             first = inputs[0] if inputs else outputs[0] if outputs else None
-            if first is not None:
+            if first is not None and compared:
                 o.shape, o.dtype = tuple(first.shape), dtype_name(first)
             if not is_barrier:
                 for tensor in inputs:
@@ -347,6 +347,10 @@ class Recorder:
             if at_async is not None and (len(args) <= at_async or args[at_async] is not False):
                 o.is_async = True
             if at_peer is not None:
+                if not 0 <= args[at_peer] < len(o.ranks):
+                    raise ValueError(
+                        f"{course_name} names rank {args[at_peer]}, and this group has the ranks {list(o.ranks)}."
+                    )
                 o.peer = o.ranks[args[at_peer]]
             if at_tag is not None:
                 o.tag = args[at_tag]
@@ -355,7 +359,7 @@ class Recorder:
             o.line, o.via = caller()
             if o.via in _ASYNC:
                 o.is_async = True
-            o.gives_up = o.group in self.impatient
+            o.gives_up = not compared or o.group in self.impatient
             if self._array is not None:
                 self._watch(o, first)
             if self.keep_values:
@@ -377,6 +381,7 @@ class Recorder:
                     self._compare(o, inputs, outputs, splits)
                 result = redispatch(keyset.remove(key), *args, **kwargs)
             except BaseException as error:
+                self.broken = self.broken or not compared  # a barrier that gave up has closed its connections
                 self.fail(o, error)
                 self._close(o)
                 raise

@@ -1,7 +1,9 @@
 """Inside a rank: what it tells the notebook of an exception and of a value, so that both can travel."""
 
 import io
+import re
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,13 @@ def failure(
 
     Never raises, whatever the learner's exception does when it is looked at.
     """
+    try:
+        return _failure(error, at=at, call=call, depth=depth)
+    except BaseException:  # noqa: BLE001 - its class, or what is behind it, is as odd as that
+        return RankFailure("Exception", "(it could not be read: its own code raised)", at=at)
+
+
+def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) -> RankFailure:
     notes = [str(n) for n in _safely(lambda: list(getattr(error, "__notes__", ())), [])]
     message = _safely(lambda: str(error), "(its text could not be made: __str__ failed)")
     if len(message) > MAX_MESSAGE:
@@ -49,6 +58,30 @@ def failure(
         mismatch=error.details if isinstance(error, MismatchError) else None,
         causes=tuple(_causes(error, depth)) if depth < MAX_DEPTH else (),
     )
+
+
+_CLOSED = re.compile(r"Connection (closed|reset) by peer|Socket closed|gloo/transport", re.IGNORECASE)
+_STALE = re.compile(
+    r"not initialized in the world group map|Could not resolve the process group|Invalid process group"
+)
+
+
+def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
+    """What torch says of closed connections and groups, without addresses and in a learner's words.
+
+    `renewed`: the process groups of earlier cells were closed.
+    """
+    closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)
+    if not closed and not _STALE.search(found.message):
+        return found
+    message = "a connection to another rank is closed" if closed else found.message
+    note = (
+        "The process groups of earlier cells were closed when a cell failed. What holds one (a group, a model in "
+        "DDP or FSDP, a device mesh) must be made anew: run the cells that make them again."
+        if renewed
+        else "Another rank has left: it destroyed its process group, gave up an operation, or failed."
+    )
+    return replace(found, message=message, notes=(*found.notes, note))
 
 
 def _causes(error: BaseException, depth: int) -> list[tuple[str, RankFailure]]:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 import types
 from typing import Any
 
@@ -62,6 +63,7 @@ class Rank:
         self.running = False
         self.phase = "starting"
         self.main_thread = threading.get_ident()
+        self._pid = os.getpid()
         self._notes: list[str] = []
         self._steps: list[Step] = []
         self._shielded = False  # the main thread is in the middle of a message: an interrupt waits
@@ -127,6 +129,7 @@ class Rank:
         from IPython.display import display
 
         names["display"] = display
+        self._lent = {name: names[name] for name in (*LENT, "display", "get_ipython", "__builtins__")}
         return names
 
     def _replace_what_needs_a_terminal(self) -> None:
@@ -191,6 +194,7 @@ class Rank:
                     packed = report.pack(value, data.get("text/plain", ""))
                 pulled = {name: self._pull(name) for name in task.pull}
             finally:
+                self._leave_if_a_fork()
                 self.running = False
         except BaseException as error:  # noqa: BLE001 - reported to the notebook, which raises it
             self.running = False
@@ -216,7 +220,7 @@ class Rank:
             group=self.groups.name,
             open=sum(not o.finished for o in list(recorder.open.values())),
             mismatch=recorder.matcher.found,
-            threads=self.control.busy_threads(),
+            threads=self.control.threads(busy=False),
             wire=_moved(moved_before, system.bytes_moved(self.groups.connections)),
             steps=tuple(self._steps),
             names=tuple(n for n in self.names if not n.startswith("_")),
@@ -224,6 +228,19 @@ class Rank:
             order=self.stdio.turns,
             notes=tuple(dict.fromkeys(self._notes)),
         )
+
+    def _leave_if_a_fork(self) -> None:
+        """A child that a cell has forked ends where the cell ends: it is no rank, whatever it holds open."""
+        if os.getpid() == self._pid:
+            return
+        error, code = sys.exc_info()[1], 0
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif error is not None:
+            traceback.print_exception(error)
+            code = 1
+        self.stdio.flush()
+        os._exit(code)
 
     def _begin(self, task: Task) -> None:
         self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
@@ -240,9 +257,14 @@ class Rank:
 
     def _end(self) -> None:
         self._take_signals()
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)  # an alarm belongs to the cell that has set it
         system.restore_memory_limits(self._limits)
+        for name, ours in self._lent.items():
+            if name not in self.names:
+                self.names[name] = ours  # `del rank`, or `%reset`
         for name, ours in (("rank", self.birth.rank), ("world_size", self.birth.world_size)):
-            given = self.names.get(name, ours)
+            given = self.names[name]
             if type(given) is not int or given != ours:
                 self.names[name] = ours
                 self._notes.append(
@@ -280,7 +302,8 @@ class Rank:
         if isinstance(error, MemoryError):
             self._ballast = None
             system.restore_memory_limits(self._limits)
-        return report.failure(error, at=clock() - task.began, call=self.recorder.failed_call)
+        found = report.failure(error, at=clock() - task.began, call=self.recorder.failed_call)
+        return report.without_addresses(found, renewed=self.groups.renewed)
 
     def _pull(self, name: str) -> bytes | str:
         """The pickled value of `name`, or a sentence that says why there is none."""
@@ -309,7 +332,7 @@ class Rank:
     def _on_interrupt(self, *_: Any) -> None:
         if self._shielded:
             self._pending = True
-        elif self.running and self.control.interrupted:
+        elif self.running:  # asked for by the notebook, or by the program itself
             raise KeyboardInterrupt
 
 

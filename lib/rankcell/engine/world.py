@@ -20,7 +20,7 @@ import cloudpickle
 from .. import errors
 from ..results import NotSent, Run, name_ranks
 from . import forks, system
-from .cell import Cell, Ending, OnUpdate, World
+from .cell import Cell, Ending, OnUpdate, World, deferred_interrupt
 from .host import Host
 from .local import Local, room
 from .mailbox import Mailbox
@@ -86,6 +86,8 @@ class Ranks:
         self._mailbox = Mailbox(self._host, world_size)
         self._counts: dict[int, Mapping[Any, int]] = {}  # what each rank had called when it was last heard
         self._forget_counts = False
+        self._with_threads: set[int] = set()  # ranks on which a thread of a cell is still there
+        self._port = system.free_port()  # the same for all ranks, also for those that come later
         atexit.register(self.stop)
         try:
             self._start_all()
@@ -134,6 +136,7 @@ class Ranks:
             self._host.end(range(self.world_size))
             self.generation += 1
             self.names = ()
+            self._with_threads.clear()
             try:
                 self._start_all()
             except BaseException:
@@ -184,6 +187,7 @@ class Ranks:
             members = self._chosen(only)
             task = self._task(work, args, kwargs, push, pull, values, step, filename)
             source = work if isinstance(work, str) else getattr(work, "__name__", "function")
+            trouble = ""
             try:
                 self._replace_dead()
                 if not self.alive:
@@ -198,10 +202,20 @@ class Ranks:
                     source=source,
                     timeout=timeout,
                     counts=self._counts,
+                    with_threads=self._with_threads,
                     on_update=on_update,
                 )
-                ending = cell.run()
-                self._take_in(ending, members)
+                with (
+                    deferred_interrupt() as interrupted
+                ):  # one that comes while ranks are replaced ends nothing
+                    ending = cell.run(interrupted)
+                    try:
+                        self._take_in(ending, members)
+                    except errors.StartError as error:
+                        self.stop()
+                        trouble = (
+                            f"The ranks could not be set up for the next cell, which starts new ones: {error}"
+                        )
             except (errors.StartError, errors.AllocationError):
                 raise
             except BaseException as error:
@@ -215,7 +229,7 @@ class Ranks:
                     f"{self.world_size} ranks were started anew: names defined there are gone. Run the cells that "
                     f"define them again."
                 ) from error
-            return self._conclude(ending, pull)
+            return self._conclude(ending, pull, trouble)
 
     def complete(self, text: str, timeout: float = 0.2) -> list[str]:
         """Names known on rank 0 that begin with `text`, for completion. Empty while the rank is busy."""
@@ -236,7 +250,6 @@ class Ranks:
             folder = os.getcwd()  # noqa: PTH109
         except FileNotFoundError:  # it was removed
             folder = ""
-        port = system.free_port()
         births = []
         for rank in ranks:
             self._mailbox.joined[rank] = -1
@@ -249,10 +262,10 @@ class Ranks:
                     device=self.device,
                     backend=self.backend,
                     store=self._host.address_for(rank),
-                    port=port,
+                    port=self._port,
                     generation=self.generation,
                     folder=folder,
-                    path=tuple(sys.path),
+                    path=tuple(map(str, sys.path)),
                     local_rank=local_rank,
                     local_world_size=per_node or self.world_size,
                     node=node,
@@ -350,6 +363,7 @@ class Ranks:
         notes: dict[str, list[int]] = {}
         for rank, outcome in outcomes.items():
             self._counts[rank] = outcome.counts
+            (self._with_threads.add if outcome.threads else self._with_threads.discard)(rank)
             for note in outcome.notes:
                 notes.setdefault(note, []).append(rank)
         self.notes += [f"On {name_ranks(ranks)}: {note}" for note, ranks in notes.items()]
@@ -383,6 +397,7 @@ class Ranks:
                 self._start(lost)
                 self._mailbox.parts = {r: Part(runs=False) if r in lost else p for r, p in idle.items()}
             others = [r for r in range(self.world_size) if r not in lost]
+            self._host.address_for(0)  # the ranks find each other there: it may have been cleaned away
             self._host.send(others, pickle.dumps(Join(self.generation)))
             self._await_ready(range(self.world_size), REJOIN_TIMEOUT)
         except errors.StartError:  # a rank died meanwhile: start over, and say so with the next cell
@@ -390,8 +405,8 @@ class Ranks:
 
     def _start_over(self) -> None:
         """Give up all ranks, and start new ones."""
-        self.notes.append(f"All {self.world_size} ranks had to be started anew: their names are gone.")
         self.restart()
+        self.notes.append(f"All {self.world_size} ranks had to be started anew: their names are gone.")
 
     def _replace_dead(self) -> None:
         """Replace ranks that ended between two cells."""
@@ -405,8 +420,8 @@ class Ranks:
             )
             self._repair(lost)
 
-    def _conclude(self, ending: Ending, pull: Sequence[str]) -> Run:
-        """The run of a cell, or the error that says what went wrong first."""
+    def _conclude(self, ending: Ending, pull: Sequence[str], trouble: str) -> Run:
+        """The run of a cell, or the error that says what went wrong first, and what `trouble` it made."""
         run, cause = ending.run, ending.cause
         lost = [r for r in run.ran if r.state == "lost" and not (r.error and r.error.caused_by_abort)]
         raised = [r for r in run.failed if r.error and not r.error.caused_by_abort and r.state == "error"]
@@ -433,7 +448,11 @@ class Ranks:
                 error.add(
                     f"{name_ranks(ended)} did not react and {were} replaced: names defined there are gone."
                 )
+            if trouble:
+                error.add(trouble)
             raise error
+        if trouble:
+            self.notes.append(trouble)
         problems = [
             f"{name} on {name_ranks(ranks)}: {why}"
             for name in pull
