@@ -315,8 +315,20 @@ def test_matrices_colour_a_column_by_the_rank_it_reads():
     ]
     assert squares == [RANK_COLOURS[0], RANK_COLOURS[0], RANK_COLOURS[0], RANK_COLOURS[1]]
     assert repr(figure) == "A\n1 .\n1 .\n\nB\n1 1\n. ."
+    texts = [t.text for t in ET.fromstring(figure.svg).iter(f"{SVG}text")]
+    assert "column: a number of the input, in its rank's colour" in texts
     alone = matrices({"A": [[1, 0], [0, 1]]}, "", world_size=2, owners={"A": [1, 1]})
     assert alone.svg.count(f'height="11.00" rx="2" fill="{RANK_COLOURS[1]}"') == 2
     assert figure.alt == (
-        "B is the transpose of A. Matrices of zeros and ones, outputs x inputs: A 2 x 2, B 2 x 2."
+        "B is the transpose of A. Matrices of zeros and ones, rows x columns: A 2 x 2, B 2 x 2."
     )
+
+
+def test_matrices_can_colour_rows_instead():
+    figure = matrices({"A": [[1, 1], [1, 0]]}, "", world_size=2, by_row=True, row="a query", column="a key")
+    squares = [
+        x.get("fill") for x in ET.fromstring(figure.svg).iter(f"{SVG}rect") if x.get("width") == "11.00"
+    ]
+    assert squares == [RANK_COLOURS[0], RANK_COLOURS[0], RANK_COLOURS[1]]
+    texts = [t.text for t in ET.fromstring(figure.svg).iter(f"{SVG}text")]
+    assert "row: a query, in its rank's colour" in texts and "column: a key" in texts

@@ -43,6 +43,17 @@ def test_parts_are_to_scale_and_the_rest_is_empty():
     assert figure.alt == "rows: one message."
 
 
+def test_partial_sums_are_hatched():
+    held = [{"x": ((0, 2), (0, 2)), "y": ((0, 2), (0, 2))}] * 2
+    shapes = {"x": (2, 2), "y": (2, 2)}
+    plain = side_by_side([Split("rows", held, ("all-reduce",))], shapes)
+    figure = side_by_side([Split("rows", held, ("all-reduce",), partial=("y",))], shapes)
+    assert len(filled(plain, 1)) == 2 and len(filled(figure, 1)) == 1 + 1  # x, and the lines of the pattern
+    assert figure.svg.count('fill="url(#partial1)"') == 1
+    assert "hatched: a partial sum" in texts(figure) and "hatched: a partial sum" not in texts(plain)
+    assert "x all, y all, partial" in repr(figure)
+
+
 def test_mlp_three_ways():
     figure = mlp_three_ways(x=(8, 4), w1=(4, 8), w2=(8, 4))
     assert repr(figure).split("\n") == [

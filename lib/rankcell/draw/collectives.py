@@ -96,11 +96,15 @@ def matrices(
     world_size: int = 4,
     columns: int = 2,
     owners: Mapping[str, Sequence[int]] | None = None,
+    by_row: bool = False,
+    row: str = "a number of the output",
+    column: str = "a number of the input",
 ) -> Figure:
     """Matrices of zeros and ones side by side, each column in the colour of the rank whose input it reads.
 
-    `finding` says for those who do not see the picture what it shows. `owners` names the rank of each input
-    where the ranks do not have equal shares of them.
+    `finding` says for those who do not see the picture what it shows. `owners` names the rank of each column
+    where the ranks do not have equal shares of them. With `by_row` each row has its rank's colour instead,
+    and `owners` names the rank of each row. `row` and `column` say what one of them is.
     """
     cell, top, width = 13, 34, WIDE / columns
     marks, text, y = [], [], MARGIN
@@ -108,19 +112,21 @@ def matrices(
     for i in range(0, len(items), columns):
         side_by_side = items[i : i + columns]
         for j, (name, matrix) in enumerate(side_by_side):
-            share = len(matrix[0]) / world_size
-            reads = (owners or {}).get(name) or [int(c / share) for c in range(len(matrix[0]))]
+            coloured = len(matrix) if by_row else len(matrix[0])
+            ranks = (owners or {}).get(name) or [i * world_size // coloured for i in range(coloured)]
             x = MARGIN + j * width
-            marks += [label(x, y + 22, name, bold=True), _matrix(x, y + top, matrix, cell, reads, world_size)]
+            picture = _matrix(x, y + top, matrix, cell, ranks, world_size, by_row)
+            marks += [label(x, y + 22, name, bold=True), picture]
             text.append(f"{name}\n" + "\n".join(" ".join("1" if x else "." for x in row) for row in matrix))
         y += top + cell * max(len(m) for _, m in side_by_side) + 22
-    marks.append(label(MARGIN, y + 12, "row: a number of the output"))
-    marks.append(label(MARGIN, y + 40, "column: a number of the input, in its rank's colour"))
+    colour = ", in its rank's colour"
+    marks.append(label(MARGIN, y + 12, f"row: {row}{colour if by_row else ''}"))
+    marks.append(label(MARGIN, y + 40, f"column: {column}{'' if by_row else colour}"))
     for r in range(world_size):
         x = MARGIN + 110 * r
         marks.append(rect(x, y + 54, 18, 18, fill=rank_colour(r)) + label(x + 26, y + 70, f"rank {r}"))
     sizes = ", ".join(f"{name} {len(m)} x {len(m[0])}" for name, m in items)
-    alt = f"{finding} Matrices of zeros and ones, outputs x inputs: {sizes}."
+    alt = f"{finding} Matrices of zeros and ones, rows x columns: {sizes}."
     return drawing(WIDE, y + 84, *marks, alt=alt, text="\n\n".join(text))
 
 
@@ -129,8 +135,9 @@ def _matrix(
     y: float,
     matrix: Sequence[Sequence[float]],
     cell: int,
-    reads: Sequence[int],
+    ranks: Sequence[int],
     world_size: int,
+    by_row: bool,
 ) -> str:
     height, width = len(matrix) * cell, len(matrix[0]) * cell
     marks = []
@@ -140,9 +147,8 @@ def _matrix(
     for i, row in enumerate(matrix):
         for j, value in enumerate(row):
             if value:
-                marks.append(
-                    rect(x + j * cell + 1, y + i * cell + 1, cell - 2, cell - 2, fill=rank_colour(reads[j]))
-                )
+                fill = rank_colour(ranks[i if by_row else j])
+                marks.append(rect(x + j * cell + 1, y + i * cell + 1, cell - 2, cell - 2, fill=fill))
     return "".join(marks)
 
 

@@ -1,7 +1,8 @@
 """Who holds what: the same matrices under several splits, side by side, one row of boxes per rank.
 
-A matrix is an outline; the part that a rank holds is filled. Between the ranks stands what they must tell
-each other. It draws what it is given (which part of which matrix) and computes no model.
+A matrix is an outline; the part that a rank holds is filled, or hatched where its numbers are only its share
+of a sum. Between the ranks stands what they must tell each other. It draws what it is given (which part of
+which matrix) and computes no model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,14 @@ class Split:
     """One way to split a computation over ranks.
 
     `held` is per rank the part of each matrix that it holds (`None`: nothing of it); `exchange` says in a few
-    short lines what the ranks tell each other, and how often.
+    short lines what the ranks tell each other, and how often. `partial` names the matrices of which a rank
+    holds partial sums only.
     """
 
     name: str
     held: Sequence[Mapping[str, Part | None]]
     exchange: Sequence[str] = ()
+    partial: Sequence[str] = ()
 
 
 def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
@@ -53,29 +56,48 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
     box = _HEAD + unit * tall + 14
     between = 26.0 * max((len(s.exchange) for s in splits), default=0) + 16
     tops = [_TITLE + 8 + r * (box + between) for r in range(n_ranks)]
-    marks = [label(10, top + box / 2 + 8, f"rank {r}") for r, top in enumerate(tops)]
+    hatched = any(s.partial for s in splits)
+    marks = [_hatches(n_ranks)] if hatched else []
+    marks += [label(10, top + box / 2 + 8, f"rank {r}") for r, top in enumerate(tops)]
     for k, split in enumerate(splits):
         x0 = _LEFT + k * panel
         marks.append(label(x0 + panel / 2, 26, split.name, anchor="middle", bold=True))
         for r, top in enumerate(tops):
             marks.append(rect(x0 + 3, top, panel - 6, box, stroke=MUTED, radius=6))
-            marks += _matrices(split.held[r], shapes, rank_colour(r), x0 + panel / 2, top, unit)
+            marks += _matrices(split.held[r], shapes, r, x0 + panel / 2, top, unit, split.partial)
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
                 at = top - between + 26 * (i + 1)
                 size = min(20.0, 20 * (panel - 4) / max(text_width(words), 1))
                 marks.append(label(x0 + panel / 2, at, words, anchor="middle", size=size))
     alt = alt or "; ".join(f"{s.name}: {' '.join(s.exchange)}" for s in splits) + "."
-    return drawing(WIDTH, tops[-1] + box + 8, *marks, alt=alt, text=_twin(splits, shapes))
+    bottom = tops[-1] + box + 8
+    if hatched:
+        swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)
+        marks += [swatch, label(36, bottom + 21, "hatched: a partial sum")]
+        bottom += 32
+    return drawing(WIDTH, bottom, *marks, alt=alt, text=_twin(splits, shapes))
+
+
+def _hatches(n_ranks: int) -> str:
+    """One pattern of slanted lines per rank, in its colour, for what is only a share of a sum."""
+    patterns = (
+        f'<pattern id="partial{r}" width="8" height="8" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><rect width="8" height="8" fill="{PAPER}"/>'
+        f'<rect width="3" height="8" fill="{rank_colour(r)}"/></pattern>'
+        for r in range(n_ranks)
+    )
+    return f"<defs>{''.join(patterns)}</defs>"
 
 
 def _matrices(
     held: Mapping[str, Part | None],
     shapes: Mapping[str, tuple[int, int]],
-    colour: str,
+    rank: int,
     centre: float,
     top: float,
     unit: float,
+    partial: Sequence[str],
 ) -> list[str]:
     """Outlines of all matrices, filled where the rank holds them."""
     total = sum(c for _, c in shapes.values()) * unit + _GAP * (len(shapes) - 1)
@@ -86,8 +108,9 @@ def _matrices(
         marks.append(label(x + columns * unit / 2, y - 6, name, anchor="middle", fill=INK))
         if (mine := held.get(name)) is not None:
             (r0, r1), (c0, c1) = mine
+            fill = f"url(#partial{rank})" if name in partial else rank_colour(rank)
             marks.append(
-                rect(x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit, fill=colour, radius=0)
+                rect(x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit, fill=fill, radius=0)
             )
         for i in range(1, rows):
             marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))
@@ -103,7 +126,10 @@ def _twin(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]]) -> str
     for split in splits:
         lines.append(f"{split.name}: exchanges {' '.join(split.exchange) or 'nothing'}")
         for r, held in enumerate(split.held):
-            parts = [f"{name} {_words(held.get(name), shape)}" for name, shape in shapes.items()]
+            parts = [
+                f"{name} {_words(held.get(name), shape)}{', partial' if name in split.partial else ''}"
+                for name, shape in shapes.items()
+            ]
             lines.append(f"  rank {r}: {', '.join(parts)}")
     return "\n".join(lines)
 
