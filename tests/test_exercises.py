@@ -5,7 +5,8 @@
 At an exercise the kernel first gets the student's stub, then each wrong answer of `tests/answers/<notebook>.md`, each
 followed by the cells that check it; each must fail, with feedback that says why. Then it gets the solution, which must
 pass, as must all other cells: one that is tagged `raises-exception` has to raise what it raised when it was stored,
-and one with the line `# NBVAL_CHECK_OUTPUT` has to show what it showed. A file of answers looks like this:
+and one with the line `# NBVAL_CHECK_OUTPUT` has to show what it showed. (Where there is no Slurm the cells that need
+one are skipped, and the answers that they would judge are not judged.) A file of answers looks like this:
 
     ## Exercise 2
     ### adds up its own part only
@@ -180,6 +181,9 @@ class Judgement:
         for answer in [stub, *wrong]:
             self.what = f"{number}, {answer.name!r}"
             seen, outputs = self.feedback(answer.source, checks)
+            if seen is None and any(o.get("text", "").startswith("Skipped: ") for o in outputs):
+                print(f"  {answer.name}: not judged, a `%%slurm` cell was skipped")
+                continue
             print(f"  {answer.name}\n" + indented(seen if seen is not None else "PASSES"))
             if seen is None:
                 self.problems.append(f"{self.what}: passes its check, and should fail")
@@ -380,3 +384,9 @@ def test_names_that_an_answer_took_along_come_back(tmp_path):
     killer = "del kept\nprint('names defined there are gone')\nassert False, 'half of 6 is 12'"
     answers = ANSWERS.replace("def half(x):\n    return x * 2", killer)
     assert judge(path, read_answers(answers)) == []
+
+
+def test_an_answer_is_not_judged_where_its_check_is_skipped(tmp_path, capsys):
+    path = tiny(tmp_path, (HALF, "solution"), "print('Skipped: no Slurm')")
+    assert judge(path, read_answers(ANSWERS)) == []
+    assert "multiplies: not judged, a `%%slurm` cell was skipped" in capsys.readouterr().out
