@@ -10,15 +10,18 @@ SITE := site/_build/html
 # Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
 WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
 
+# The notebooks with their exercises: alone, because some of their cells measure time.
+EXERCISES := tests/test_exercises.py
+
 # pip must neither ask questions nor advertise its next version.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help lab html test execute check bench student
+.PHONY: help lab html test notebooks execute check bench student
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' Makefile
 
 lab: $(INSTALLED) ## open the course in JupyterLab
 	@$(BIN)/jupyter trust $(NOTEBOOKS) >/dev/null
@@ -30,19 +33,22 @@ html: $(INSTALLED) ## build the course site, after running the notebooks that ne
 	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
 	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
 
-test: $(INSTALLED) ## lint, types, all tests, then every notebook from top to bottom
+test: $(INSTALLED) ## lint, types, all tests, then every notebook from top to bottom, with right and wrong answers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	@$(MAKE) --jobs=2 --output-sync=target --no-print-directory .waiting-tests .other-tests
-	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
-		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(NOTEBOOKS))
+	$(BIN)/python -m pytest -rx $(EXERCISES)
+
+notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
+	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
+		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(or $(NB),$(NOTEBOOKS))
 
 .waiting-tests:
 	$(BIN)/python -m pytest -rs $(WAITING)
 
 .other-tests:
-	$(BIN)/python -m pytest -rs $(addprefix --ignore=,$(WAITING))
+	$(BIN)/python -m pytest -rs $(addprefix --ignore=,$(WAITING) $(EXERCISES))
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))

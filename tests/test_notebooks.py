@@ -147,7 +147,9 @@ def test_student_copy_has_the_tasks_and_none_of_the_solutions(path, loaded):
         if "solution" in notebooks.tags(ours):
             assert "raise NotImplementedError(" in theirs.source
             assert "solution" not in notebooks.tags(theirs)
-            assert len(theirs.source.splitlines()) <= 2
+            assert "SOLUTION" not in theirs.source
+            if "SOLUTION" not in ours.source:
+                assert len(theirs.source.splitlines()) <= 2
         else:
             assert theirs.source == ours.source
 
@@ -325,6 +327,51 @@ def test_student_stub_keeps_the_magic_and_states_the_task(tmp_path, executed):
     ]
     assert [notebooks.tags(cell) for cell in copy.cells[1:]] == [["exercise"], ["exercise", "time"], []]
     assert "hello" in path.read_text("utf-8")
+
+
+HOLES = """%%ranks 4 -o run
+# Exercise 3: "add" up
+def total(x):
+    \"\"\"The sum over the ranks.\"\"\"
+    # BEGIN SOLUTION
+    dist.all_reduce(x)
+
+    return x
+    # END SOLUTION
+
+
+# BEGIN SOLUTION
+x = total(x)
+# END SOLUTION
+x"""
+
+
+def test_student_stub_keeps_what_is_not_marked_as_solution():
+    error = 'raise NotImplementedError("Exercise 3: \\"add\\" up")'
+    assert notebooks.stub(new_code_cell(HOLES)) == (
+        '%%ranks 4 -o run\n# Exercise 3: "add" up\n'
+        'def total(x):\n    """The sum over the ranks."""\n'
+        f"    # your code\n    {error}\n\n\n# your code\n{error}\nx"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("    # END SOLUTION\n", "", "`# BEGIN SOLUTION` without its other half"),
+        ("    # BEGIN SOLUTION\n", "", "`# END SOLUTION` without its other half"),
+        ("x = total(x)\n# END SOLUTION\n", "", "`# BEGIN SOLUTION` without its other half"),
+        (
+            "    # END SOLUTION",
+            "# END SOLUTION",
+            "`# BEGIN SOLUTION` and `# END SOLUTION` do not begin in the same column",
+        ),
+    ],
+)
+def test_half_marked_solutions_are_refused(tmp_path, capsys, before, after, reason):
+    path = tiny(tmp_path / "01_tiny.ipynb", (HOLES.replace(before, after, 1), "solution"))
+    assert notebooks.main(["student", "--to", str(tmp_path / "student"), str(path)]) == 1
+    assert f'cell 2 (`Exercise 3: "add" up`) has {reason}.' in capsys.readouterr().err
 
 
 def test_student_copy_of_an_executed_notebook_holds_no_output(executed):

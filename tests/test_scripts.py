@@ -108,3 +108,12 @@ def test_messages(wrong, says):
     with pytest.raises(ValueError) as error:
         wrong()
     assert str(error.value) == says
+
+
+def test_says_in_which_order_torchrun_numbers_the_nodes():
+    """torch sorts those who met by their address, as text: dynamic_rendezvous.py, `_NodeDesc`."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
+    came = [_NodeDesc("node2", 7, 0), _NodeDesc("node10", 9, 0), _NodeDesc("node1", 8, 0)]
+    assert [node.addr for node in sorted(came)] == ["node1", "node10", "node2"]
+    assert "alphabetical order of their names (node10 comes before node2)" in ALL["torchrun"].lines[-1].why

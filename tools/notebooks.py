@@ -6,8 +6,29 @@
     python tools/notebooks.py student --to student notebooks/*.ipynb
 
 A notebook is stale when its code is not the code that made its outputs. A change in the library does not make
-it stale: `make test` runs every notebook against the library of the day. This module does not judge prose or
-style; tests/test_notebooks.py does.
+it stale: `make test` runs every notebook against the library of the day.
+
+A student gets a stub for each cell tagged `solution`. Its first comment says what to do (below the cell magic, if
+there is one). Without more, the whole cell goes, and the stub raises that comment as its error. To leave the student
+the data, the signature and the docstring, say which lines are the solution:
+
+    %%ranks 4 -o run                                       %%ranks 4 -o run
+    # Exercise 2: scatter, then gather                     # Exercise 2: scatter, then gather
+    def all_reduce(x):                                     def all_reduce(x):
+        '''Sum x over the ranks, in place.'''                  '''Sum x over the ranks, in place.'''
+        # BEGIN SOLUTION                                       # your code
+        part = x.new_empty(x.numel() // world_size)            raise NotImplementedError("Exercise 2: scatter, ...")
+        dist.reduce_scatter_single(part, x)
+        dist.all_gather_single(x, part)
+        # END SOLUTION
+
+
+    x = torch.ones(8) * rank                               x = torch.ones(8) * rank
+    all_reduce(x)                                          all_reduce(x)
+    x                                                      x
+
+A cell may have several such places. This module does not judge prose, style or answers; tests/test_notebooks.py and
+tests/test_exercises.py do.
 """
 
 import argparse
@@ -21,6 +42,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
@@ -41,6 +63,8 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 # The first line of a solution, below a cell magic if there is one. Students get it as the text of an error.
 EXERCISE = re.compile(r"^#\s*(Exercise (\d+): \S.*)$")
+# The lines of a solution that a student does not get, where the others stay.
+BEGIN, END = "# BEGIN SOLUTION", "# END SOLUTION"
 
 # Paths that only one machine has: they teach nothing, change on every run, and tell who ran the notebook.
 FOREIGN_PATHS = re.compile(
@@ -168,6 +192,23 @@ def clean(notebook: NotebookNode) -> None:
     notebook.metadata = nbformat.from_dict(kept_metadata)
 
 
+def kernel(notebook: NotebookNode, folder: Path, *, timeout: float = 600, **options: Any) -> NotebookClient:
+    """A client that runs the cells of `notebook` in a fresh kernel in `folder`, each for `timeout` seconds at most."""
+    # No kernel folder: jupyter_client then starts the interpreter that runs this line, and not whichever
+    # environment was the last to register a kernel called python3 in the user's home.
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    return NotebookClient(
+        notebook,
+        km=manager,
+        timeout=timeout,
+        resources={"metadata": {"path": str(folder)}},
+        record_timing=False,
+        extra_arguments=["--IPKernelApp.log_level=40"],  # else every kernel warns of its unencrypted sockets
+        coalesce_streams=True,
+        **options,
+    )
+
+
 def execute(path: Path, *, timeout: float = 600) -> float:
     """Run the notebook at `path` in a fresh kernel, store its outputs, return the seconds it took.
 
@@ -178,18 +219,7 @@ def execute(path: Path, *, timeout: float = 600) -> float:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     notebook.metadata.pop("widgets", None)
-    # No kernel folder: jupyter_client then starts the interpreter that runs this line, and not whichever
-    # environment was the last to register a kernel called python3 in the user's home.
-    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
-    client = NotebookClient(
-        notebook,
-        km=manager,
-        timeout=timeout,
-        resources={"metadata": {"path": str(path.parent)}},
-        record_timing=False,
-        extra_arguments=["--IPKernelApp.log_level=40"],  # else every kernel warns of its unencrypted sockets
-        coalesce_streams=True,
-    )
+    client = kernel(notebook, path.parent, timeout=timeout)
     start = time.perf_counter()
     try:
         client.execute(cleanup_kc=True)
@@ -243,10 +273,30 @@ def exercise_text(cell: NotebookNode) -> str | None:
 
 
 def stub(cell: NotebookNode) -> str:
-    """What a student gets for the solution: the cell magic, if any, and an error that states the task."""
-    first = cell.source.split("\n", 1)[0]
-    magic = first + "\n" if first.startswith("%%") else ""
-    return f"{magic}raise NotImplementedError({json.dumps(exercise_text(cell), ensure_ascii=False)})"
+    """What a student gets for the solution: the cell with an error that states the task in place of its marked
+    lines, or of all its lines where none is marked.
+    """
+    error = f"raise NotImplementedError({json.dumps(exercise_text(cell), ensure_ascii=False)})"
+    first, *lines = cell.source.split("\n")
+    if not any(line.strip() in (BEGIN, END) for line in lines):
+        return f"{first}\n{error}" if first.startswith("%%") else error
+    kept, within = [first], None
+    for line in lines:
+        text, indent = line.strip(), line[: len(line) - len(line.lstrip())]
+        if text not in (BEGIN, END):
+            kept += [line] if within is None else []
+        elif (text == BEGIN) != (within is None):
+            raise NotebookError(f"`{text}` without its other half")
+        elif text == BEGIN:
+            within = indent
+            kept += [f"{indent}# your code", f"{indent}{error}"]
+        elif indent != within:
+            raise NotebookError(f"`{BEGIN}` and `{END}` do not begin in the same column")
+        else:
+            within = None
+    if within is not None:
+        raise NotebookError(f"`{BEGIN}` without its other half")
+    return "\n".join(kept)
 
 
 def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
@@ -262,7 +312,10 @@ def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
                     f"`# Exercise 2: send the last shard first` (below the `%%ranks` line, if there is one). "
                     f"It begins with `{first_line(cell.source)}`."
                 )
-            cell.source = stub(cell)
+            try:
+                cell.source = stub(cell)
+            except NotebookError as reason:
+                raise NotebookError(f"{name}: cell {index} (`{exercise_text(cell)}`) has {reason}.") from None
             cell.metadata["tags"] = ["exercise" if tag == "solution" else tag for tag in tags(cell)]
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None

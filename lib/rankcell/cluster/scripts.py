@@ -236,8 +236,8 @@ def by_torchrun(
     )
     why = (
         "One torchrun per node; they meet at the endpoint (c10d rendezvous), agree who is who and start the "
-        "ranks with RANK, LOCAL_RANK and WORLD_SIZE set. The order of nodes is the order of arrival: "
-        "`--node-rank` would not fix it."
+        "ranks with RANK, LOCAL_RANK and WORLD_SIZE set. Nodes are numbered in the alphabetical order of their "
+        "names (node10 comes before node2), whoever arrives first: `--node-rank` would not fix it."
     )
     if max_restarts:
         why += f" When a rank dies, all are ended and started again, {max_restarts} times at most."
@@ -310,9 +310,12 @@ def _environment(name: str) -> list[Line]:
     return [
         Line(
             'source "$(conda info --base)/etc/profile.d/conda.sh"',
-            "A job's shell does not know `conda activate` yet.",
+            "A job inherits variables, but not the shell function `conda`: this defines it.",
         ),
-        Line(f"conda activate {shlex.quote(name)}", "The same Python and packages as in the notebook."),
+        Line(
+            f"conda activate {shlex.quote(name)}",
+            "The same Python and packages as in the notebook, whatever was active at `sbatch`.",
+        ),
     ]
 
 
