@@ -92,8 +92,9 @@ class Control:
         cell = recorder.cell
         phase = rank.phase
         rank.stdio.flush_from_another_thread()
-        frames = sys._current_frames()
-        frame = frames.get(rank.main_thread)
+        # no name for the whole answer: it holds this very frame, and the circle would keep alive what the
+        # learner's frames hold, tensors too, until Python next looks for circles
+        frame = sys._current_frames().get(rank.main_thread)
         top, line = "", 0
         while frame is not None:
             name = frame.f_code.co_filename
@@ -122,9 +123,9 @@ class Control:
         """
         mine = {self._rank.main_thread, self.thread.ident, threading.get_ident()}
         waiting = {o.thread for o in list(self._rank.recorder.open.values()) if o.waiting}
-        for ident, frame in sys._current_frames().items():
-            if ident in mine or ident in waiting:
-                continue
+        # without this thread's own frame: a name for it in here would make a circle, as in `status`
+        others = [f for ident, f in sys._current_frames().items() if ident not in mine | waiting]
+        for frame in others:
             at: Any = frame
             while at is not None:
                 if kind_of(at.f_code) is True:
