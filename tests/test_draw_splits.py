@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rankcell.draw.splits import Split, mlp_three_ways, part, side_by_side
+from rankcell.draw.splits import Split, mlp_three_ways, part, side_by_side, strips
 from rankcell.draw.svg import RANK_COLOURS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -101,3 +101,26 @@ def test_more_ranks_than_colours_begin_again():
     held = [{"x": part(rank, slice(None), of=(9, 2))} for rank in range(9)]
     figure = side_by_side([Split("rows", held)], {"x": (9, 2)})
     assert figure.svg.count(f'fill="{RANK_COLOURS[0]}"') == 2
+
+
+def test_strips_are_to_one_scale_and_cuts_go_through_the_ones_above():
+    figure = strips(
+        {"2 layers": [("layer 0", 60), ("layer 1", 40)], "2 shards": [("rank 0", 50), ("rank 1", 50)]}
+    )
+    root = ET.fromstring(figure.svg)
+    pieces = [r for r in root.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
+    widths = [float(r.get("width")) for r in pieces]
+    assert widths == pytest.approx([348, 232, 290, 290])
+    assert pieces[0].find(f"{SVG}title").text == "layer 0: 60 numbers"
+    (cut,) = [mark for mark in root.iter(f"{SVG}line") if mark.get("stroke-dasharray")]
+    assert float(cut.get("x1")) == float(cut.get("x2")) == pytest.approx(10 + 290)
+    assert {"2 layers", "layer 0", "layer 1", "2 shards", "rank 0", "rank 1"} <= {*texts(figure)}
+    assert repr(figure) == "2 layers: layer 0 60, layer 1 40\n2 shards: rank 0 50, rank 1 50"
+
+
+def test_a_name_without_room_is_left_out_and_strips_must_be_alike():
+    assert "a very long name" not in texts(strips({"all": [("a very long name", 1), ("rest", 99)]}))
+    with pytest.raises(ValueError, match=r"their lengths differ: layers 9, shards 12\."):
+        strips({"layers": [("a", 9)], "shards": [("rank 0", 12)]})
+    with pytest.raises(ValueError, match="There is nothing to draw"):
+        strips({})

@@ -166,6 +166,11 @@ def test_text_twin():
     ]
 
 
+def test_communication_inside_a_span_is_no_computing():
+    events = [Event(0, "step", 0.0, 0.010, kind="compute"), all_reduce(0, 0.002, 0.006, ranks=(0,))]
+    assert "computes 6 ms, communicates 4 ms, waits 0 us" in repr(timeline(events))
+
+
 def thousands():
     events = []
     for k in range(1000):

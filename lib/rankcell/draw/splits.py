@@ -1,4 +1,4 @@
-"""Who holds what: the same matrices under several splits, side by side, one row of boxes per rank.
+"""Who holds what: matrices under several splits, side by side; one row of numbers cut in several ways.
 
 A matrix is an outline; the part that a rank holds is filled, or hatched where its numbers are only its share
 of a sum. Between the ranks stands what they must tell each other. It draws what it is given (which part of
@@ -8,10 +8,11 @@ which matrix) and computes no model.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .parts import WIDTH, rank_colour, text_width
+from .parts import WIDTH, pale, rank_colour, text_width
 from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
+_EDGE, _STRIP = 10, 40  # px beside and across a strip
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
 
 
@@ -88,6 +89,54 @@ def _hatches(n_ranks: int) -> str:
         for r in range(n_ranks)
     )
     return f"<defs>{''.join(patterns)}</defs>"
+
+
+def strips(
+    cuts: Mapping[str, Sequence[tuple[str, float]]], *, unit: str = "numbers", alt: str = ""
+) -> Figure:
+    """One long row of numbers, drawn once for every way to cut it, all to the same scale.
+
+        strips({"3 layers": [("layer 0", 961), ...], "4 shards": [("rank 0", 721), ...]})
+
+    A piece is its name and its length in `unit`; a piece called "rank 2" has the colour of that rank. The cuts
+    of each strip go on, dashed, through the ones above, so that one sees what they cross.
+
+    Raises:
+        ValueError: there is nothing to draw, or one strip is longer than another.
+    """
+    lengths = {name: sum(length for _, length in pieces) for name, pieces in cuts.items()}
+    if not lengths or not all(lengths.values()):
+        raise ValueError("There is nothing to draw: give every strip pieces that have a length.")
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{name} {length:,.0f}" for name, length in lengths.items())
+        raise ValueError(f"All strips cut the same row of {unit}, but their lengths differ: {said}.")
+    scale = (WIDTH - 2 * _EDGE) / next(iter(lengths.values()))
+    marks, dashed, twin, y = [], [], [], 8.0
+    first_top = y + 34
+    for name, pieces in cuts.items():
+        marks.append(label(_EDGE, y + 22, name, bold=True))
+        top, x = y + 34, float(_EDGE)
+        for index, (words, length) in enumerate(pieces):
+            fill, tip = _colour_of(words, index), f"{words}: {length:,.0f} {unit}"
+            marks.append(rect(x, top, length * scale, _STRIP, fill=fill, stroke=INK, title=tip))
+            if text_width(words) + 6 < length * scale:
+                marks.append(label(x + length * scale / 2, top + 27, words, anchor="middle"))
+            x += length * scale
+            if index < len(pieces) - 1 and top > first_top:
+                dashed.append(line(x, first_top, x, top, stroke=INK, dash="5 4"))
+        twin.append(f"{name}: " + ", ".join(f"{words} {length:,.0f}" for words, length in pieces))
+        y = top + _STRIP + 8
+    counts = "; ".join(f"{name}: {len(pieces)} pieces" for name, pieces in cuts.items())
+    said = alt or f"{counts}, to one scale."
+    return drawing(WIDTH, y + 4, *marks, *dashed, alt=said, text="\n".join(twin))
+
+
+def _colour_of(words: str, index: int) -> str:
+    """The colour of a rank for "rank 2"; for other pieces two greys in turn."""
+    kind, _, number = words.partition(" ")
+    if kind == "rank" and number.isdigit():
+        return pale(rank_colour(int(number)), 0.6)
+    return pale(MUTED, 0.15 if index % 2 else 0.35)
 
 
 def _matrices(

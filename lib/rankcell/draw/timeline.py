@@ -53,9 +53,16 @@ class _Row:
     bars: tuple[_Bar, ...]
 
     def seconds(self, kind: str, waiting: bool = False) -> float:
-        """Seconds in which the rank stood in calls of that kind, or waited for others in them."""
-        parts = [b for b in self.bars if b.lane is None and b.kind == kind and b.waiting == waiting]
-        return _covered([(b.start, b.end) for b in parts])
+        """Seconds in which the rank stood in calls of that kind, or waited for others in them.
+
+        What a rank communicates inside a span is no computing: it counts as communication only.
+        """
+        mine = [b for b in self.bars if b.lane is None]
+        parts = [(b.start, b.end) for b in mine if b.kind == kind and b.waiting == waiting]
+        if kind == "comm":
+            return _covered(parts)
+        calls = [(b.start, b.end) for b in mine if b.kind == "comm"]
+        return _covered(parts + calls) - _covered(calls)
 
     @property
     def lanes(self) -> int:
