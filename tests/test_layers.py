@@ -39,8 +39,9 @@ ALLOWED |= {
     "engine/nodes": {"errors", *SHARED},
     "engine/agent": {"errors", "engine/forks", "engine/local", *SHARED},
     "engine/cell": {"results", "errors", "engine/diagnose", "engine/mailbox", "engine/parts", *SHARED},
+    "engine/verdict": {"results", "errors", "engine/cell"},
     "engine/world": {"results", "errors", *SHARED}
-    | {f"engine/{m}" for m in ("cell", "forks", "host", "local", "mailbox", "nodes", "parts")},
+    | {f"engine/{m}" for m in ("cell", "forks", "host", "local", "mailbox", "nodes", "parts", "verdict")},
     "engine/meter": {"results"},
     "engine/spans": set(),
     "engine/operation": {"results", *SHARED},

@@ -6,6 +6,7 @@
                      match      calls that must be alike on several ranks
     notebook side    world      start ranks, run cells, repair, stop
                      cell       one cell: send, poll, diagnose, free
+                     verdict    what becomes of a cell that is over: a Run, or an error
                      diagnose   who waits for whom, and what is to blame: a pure function
                      mailbox    takes in what ranks say;  parts  what that becomes: a RankResult
                      host       what a world needs of a place:  local  this machine,  nodes  a Slurm allocation

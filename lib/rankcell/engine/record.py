@@ -136,7 +136,7 @@ class Recorder:
             short = name.removeprefix("c10d::")
             if name.startswith("c10d::") and short in OPERATIONS:
                 op = getattr(torch.ops.c10d, short).default
-                library.impl(short, self._implementation(short, op, key), "BackendSelect", with_keyset=True)
+                library.impl(short, _listener(self, short, op, key), "BackendSelect", with_keyset=True)
         self._libraries.append(library)
         original_wait = dist.Work.wait
 
@@ -311,99 +311,6 @@ class Recorder:
         if o is not None:
             o.watched = Watched(now, now, None if tensor is None else part_of(array, tensor))
 
-    def _implementation(self, name: str, op: Any, key: Any) -> Callable[..., Any]:
-        arguments = [a.name for a in op._schema.arguments]
-        at_group = arguments.index("process_group")
-        at_async = arguments.index("async_op") if "async_op" in arguments else None
-        at_peer = next((arguments.index(k) for k in ("root_rank", "dst", "src") if k in arguments), None)
-        at_tag = arguments.index("tag") if "tag" in arguments else None
-        at_in = next((i for i, k in enumerate(arguments) if k in _INPUTS), 0)
-        at_out = next((i for i, k in enumerate(arguments) if k in _OUTPUTS), 0)
-        at_splits = (
-            (arguments.index("output_split_sizes"), arguments.index("input_split_sizes"))
-            if "output_split_sizes" in arguments
-            else None
-        )
-        course_name = OPERATIONS[name]
-        unbox_work, unbox_group = dist.Work.unbox, dist.ProcessGroup.unbox
-        redispatch = op._handle.redispatch_boxed
-        is_barrier, reduces = course_name == "barrier", course_name in _REDUCING_OPS
-        compared = course_name != "monitored_barrier"
-        public_wait = name not in ("send", "recv_", "recv_any_source_")
-
-        def implementation(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            o = Operation(course_name)
-            group = unbox_group(args[at_group])
-            o.group = group.group_name
-            o.ranks = ranks_of(group)
-            inputs = flatten(args[at_in])
-            outputs = inputs if at_in == at_out else flatten(args[at_out])
-            first = inputs[0] if inputs else outputs[0] if outputs else None
-            if first is not None and compared:
-                o.shape, o.dtype = tuple(first.shape), dtype_name(first)
-            if not is_barrier:
-                for tensor in inputs:
-                    o.nbytes += tensor.numel() * tensor.element_size()
-            if at_async is not None and (len(args) <= at_async or args[at_async] is not False):
-                o.is_async = True
-            if at_peer is not None:
-                if not 0 <= args[at_peer] < len(o.ranks):
-                    raise ValueError(
-                        f"{course_name} names rank {args[at_peer]}, and this group has the ranks {list(o.ranks)}."
-                    )
-                o.peer = o.ranks[args[at_peer]]
-            if at_tag is not None:
-                o.tag = args[at_tag]
-            if reduces:
-                o.reduce_op = getattr(_here, "reduce_op", "")
-            o.line, o.via = caller()
-            if o.via in _ASYNC:
-                o.is_async = True
-            o.gives_up = not compared or o.group in self.impatient
-            if self._array is not None:
-                self._watch(o, first)
-            if self.keep_values:
-                o.inputs, o.outputs = inputs, outputs
-                o.before, o.before_out = numbers(inputs), numbers(outputs)
-            with self._lock:
-                self.number(o)
-                if len(self.open) > 256:
-                    self._sweep()
-                if len(self.operations) >= MAX_EVENTS:
-                    self._forget(self.operations.popleft())
-                self.operations.append(o)
-                self.total += 1
-                self.open[id(o)] = o
-            o.start = clock()
-            try:
-                if compared and len(o.ranks) > 1:
-                    splits = None if at_splits is None else (args[at_splits[0]], args[at_splits[1]])
-                    self._compare(o, inputs, outputs, splits)
-                result = redispatch(keyset.remove(key), *args, **kwargs)
-            except BaseException as error:
-                self.broken = self.broken or not compared  # a barrier that gave up has closed its connections
-                self.fail(o, error)
-                self._close(o)
-                raise
-            o.issued = clock()
-            boxed = result[-1] if isinstance(result, tuple) else result
-            if boxed is None:
-                o.done = o.issued
-                self._close(o)
-                return result
-            work = unbox_work(boxed)
-            o.work = work
-            self._by_work[id(work)] = o
-            # on a GPU the future is done when the work is enqueued: there the work itself is asked
-            if public_wait and o.is_async and not (first is not None and first.is_cuda):
-                try:
-                    work.get_future().add_done_callback(lambda _: self._mark_done(o))
-                except RuntimeError:  # gloo's reduce-scatter has no future: its end is the end of the wait
-                    pass
-            return result
-
-        return implementation
-
     def open_by_hand(self, o: Operation) -> None:
         """From now on this rank is in an operation that passes no dispatcher: making a group."""
         with self._lock:
@@ -473,6 +380,103 @@ class Recorder:
             name += f"|{self.rank}>{o.peer}|{o.tag}" if o.op == "send" else f"|{o.peer}>{self.rank}|{o.tag}"
             ranks = (o.peer,)
         self.matcher.check(name, _signature(o, inputs, outputs, splits), o.call(), ranks, stream=o.key)
+
+
+def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[..., Any]:
+    """What the dispatcher calls for one operation: `recorder` sees it, and then the backend gets it."""
+    arguments = [a.name for a in op._schema.arguments]
+    at_group = arguments.index("process_group")
+    at_async = arguments.index("async_op") if "async_op" in arguments else None
+    at_peer = next((arguments.index(k) for k in ("root_rank", "dst", "src") if k in arguments), None)
+    at_tag = arguments.index("tag") if "tag" in arguments else None
+    at_in = next((i for i, k in enumerate(arguments) if k in _INPUTS), 0)
+    at_out = next((i for i, k in enumerate(arguments) if k in _OUTPUTS), 0)
+    at_splits = (
+        (arguments.index("output_split_sizes"), arguments.index("input_split_sizes"))
+        if "output_split_sizes" in arguments
+        else None
+    )
+    course_name = OPERATIONS[name]
+    unbox_work, unbox_group = dist.Work.unbox, dist.ProcessGroup.unbox
+    redispatch = op._handle.redispatch_boxed
+    is_barrier, reduces = course_name == "barrier", course_name in _REDUCING_OPS
+    compared = course_name != "monitored_barrier"
+    public_wait = name not in ("send", "recv_", "recv_any_source_")
+
+    def implementation(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        o = Operation(course_name)
+        group = unbox_group(args[at_group])
+        o.group = group.group_name
+        o.ranks = ranks_of(group)
+        inputs = flatten(args[at_in])
+        outputs = inputs if at_in == at_out else flatten(args[at_out])
+        first = inputs[0] if inputs else outputs[0] if outputs else None
+        if first is not None and compared:
+            o.shape, o.dtype = tuple(first.shape), dtype_name(first)
+        if not is_barrier:
+            for tensor in inputs:
+                o.nbytes += tensor.numel() * tensor.element_size()
+        if at_async is not None and (len(args) <= at_async or args[at_async] is not False):
+            o.is_async = True
+        if at_peer is not None:
+            if not 0 <= args[at_peer] < len(o.ranks):
+                raise ValueError(
+                    f"{course_name} names rank {args[at_peer]}, and this group has the ranks {list(o.ranks)}."
+                )
+            o.peer = o.ranks[args[at_peer]]
+        if at_tag is not None:
+            o.tag = args[at_tag]
+        if reduces:
+            o.reduce_op = getattr(_here, "reduce_op", "")
+        o.line, o.via = caller()
+        if o.via in _ASYNC:
+            o.is_async = True
+        o.gives_up = not compared or o.group in recorder.impatient
+        if recorder._array is not None:
+            recorder._watch(o, first)
+        if recorder.keep_values:
+            o.inputs, o.outputs = inputs, outputs
+            o.before, o.before_out = numbers(inputs), numbers(outputs)
+        with recorder._lock:
+            recorder.number(o)
+            if len(recorder.open) > 256:
+                recorder._sweep()
+            if len(recorder.operations) >= MAX_EVENTS:
+                recorder._forget(recorder.operations.popleft())
+            recorder.operations.append(o)
+            recorder.total += 1
+            recorder.open[id(o)] = o
+        o.start = clock()
+        try:
+            if compared and len(o.ranks) > 1:
+                splits = None if at_splits is None else (args[at_splits[0]], args[at_splits[1]])
+                recorder._compare(o, inputs, outputs, splits)
+            result = redispatch(keyset.remove(key), *args, **kwargs)
+        except BaseException as error:
+            recorder.broken = (
+                recorder.broken or not compared
+            )  # a barrier that gave up has closed its connections
+            recorder.fail(o, error)
+            recorder._close(o)
+            raise
+        o.issued = clock()
+        boxed = result[-1] if isinstance(result, tuple) else result
+        if boxed is None:
+            o.done = o.issued
+            recorder._close(o)
+            return result
+        work = unbox_work(boxed)
+        o.work = work
+        recorder._by_work[id(work)] = o
+        # on a GPU the future is done when the work is enqueued: there the work itself is asked
+        if public_wait and o.is_async and not (first is not None and first.is_cuda):
+            try:
+                work.get_future().add_done_callback(lambda _: recorder._mark_done(o))
+            except RuntimeError:  # gloo's reduce-scatter has no future: its end is the end of the wait
+                pass
+        return result
+
+    return implementation
 
 
 _signatures: dict[Any, bytes] = {}  # of calls on one tensor: a program repeats a few of them

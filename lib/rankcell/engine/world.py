@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from .. import errors
-from ..results import NotSent, Run, name_ranks
+from ..results import Run, name_ranks
 from . import forks, system
 from .cell import Cell, Ending, OnUpdate, World, deferred_interrupt
 from .host import Host
@@ -27,6 +27,7 @@ from .mailbox import Mailbox
 from .messages import Birth, Join, Task
 from .nodes import Nodes
 from .parts import Part
+from .verdict import conclude
 
 START_TIMEOUT = 120.0  # seconds for ranks to join their first process group
 REJOIN_TIMEOUT = 30.0  # seconds for ranks to join a new one, before all are started anew
@@ -185,7 +186,11 @@ class Ranks:
                     "this world was stopped. Start another one: Ranks(world_size) or `%%ranks N`."
                 )
             members = self._chosen(only)
-            task = self._task(work, args, kwargs, push, pull, values, step, filename)
+            name, forget = f"{self.generation}.{self.cells + 1}", self._forget_counts
+            task = _task(
+                work, args, kwargs, push, pull, values, step, filename, cell=name, forget_counts=forget
+            )
+            self.cells += 1
             source = work if isinstance(work, str) else getattr(work, "__name__", "function")
             trouble = ""
             try:
@@ -229,7 +234,10 @@ class Ranks:
                     f"{self.world_size} ranks were started anew: names defined there are gone. Run the cells that "
                     f"define them again."
                 ) from error
-            return self._conclude(ending, pull, trouble)
+            run = conclude(ending, pull, trouble=trouble, alive=self.alive)
+            if trouble:
+                self.notes.append(trouble)
+            return run
 
     def complete(self, text: str, timeout: float = 0.2) -> list[str]:
         """Names known on rank 0 that begin with `text`, for completion. Empty while the rank is busy."""
@@ -311,47 +319,6 @@ class Ranks:
             )
         return sorted(set(only))
 
-    def _task(
-        self,
-        work: str | Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        push: Mapping[str, Any] | None,
-        pull: Sequence[str],
-        values: bool,
-        step: Sequence[str] | None,
-        filename: str,
-    ) -> Task:
-        source, call = "", b""
-        if isinstance(work, str):
-            source = work
-            ast.parse(source, filename)  # a syntax error is raised here, once, before any rank has run
-        elif callable(work):
-            call = _pickle("the function", (work, tuple(args), dict(kwargs or {})))
-        else:
-            raise TypeError(f"expected source text or a function, got {errors.plain_value(work)}.")
-        pushed = b""
-        if push:
-            try:
-                pushed = cloudpickle.dumps(dict(push))
-            except Exception:  # noqa: BLE001 - a __reduce__ may raise anything: which name is it?
-                for name, value in push.items():
-                    _pickle(name, value)
-                pushed = _pickle("the pushed names", dict(push))
-        self.cells += 1
-        return Task(
-            began=time.monotonic(),
-            cell=f"{self.generation}.{self.cells}",
-            source=source,
-            filename=filename,
-            call=call,
-            push=pushed,
-            pull=tuple(pull),
-            values=values,
-            step=None if step is None else tuple(step),
-            forget_counts=self._forget_counts,
-        )
-
     def _take_in(self, ending: Ending, members: Sequence[int]) -> None:
         """Keep what matters of a cell that is over, and repair what it has broken."""
         outcomes = {r: p.outcome for r, p in self._mailbox.parts.items() if p.outcome is not None}
@@ -420,50 +387,6 @@ class Ranks:
             )
             self._repair(lost)
 
-    def _conclude(self, ending: Ending, pull: Sequence[str], trouble: str) -> Run:
-        """The run of a cell, or the error that says what went wrong first, and what `trouble` it made."""
-        run, cause = ending.run, ending.cause
-        lost = [r for r in run.ran if r.state == "lost" and not (r.error and r.error.caused_by_abort)]
-        raised = [r for r in run.failed if r.error and not r.error.caused_by_abort and r.state == "error"]
-        error: errors.RankError | errors.RanksInterrupted | None = None
-        if isinstance(cause, (errors.RanksInterrupted, errors.RankTimeout)):
-            error = cause
-        elif lost:
-            error = errors.lost_error(run, lost, replaced=self.alive)
-        elif any(r.mismatch for r in run.ran) and (cause is not None or raised):
-            error = errors.mismatch_error(run)
-        elif raised:
-            error = errors.rank_error(run)
-        elif cause is not None:
-            error = cause
-        elif ending.unmatched:
-            error = errors.Deadlock(ending.unmatched)
-        elif run.failed:
-            error = errors.rank_error(run)
-        if error is not None:
-            error.run = run
-            ended = [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]
-            if ended:
-                were = "was" if len(ended) == 1 else "were"
-                error.add(
-                    f"{name_ranks(ended)} did not react and {were} replaced: names defined there are gone."
-                )
-            if trouble:
-                error.add(trouble)
-            raise error
-        if trouble:
-            self.notes.append(trouble)
-        problems = [
-            f"{name} on {name_ranks(ranks)}: {why}"
-            for name in pull
-            for why, ranks in _by_reason(run.pulled[name])
-        ]
-        if problems:
-            raise errors.PullError(
-                "the cell ran, but not every name could be pulled. " + "; ".join(problems) + ".", run
-            )
-        return run
-
 
 _NEXT_CELL = "The next cell starts new ones, as far as the allocation still has the nodes."
 
@@ -525,6 +448,49 @@ def choose_device(world_size: int, device: str, *, gpus: int | None = None) -> t
     return "cpu", "gloo", f"gloo on the CPU: {why}"
 
 
+def _task(
+    work: str | Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    push: Mapping[str, Any] | None,
+    pull: Sequence[str],
+    values: bool,
+    step: Sequence[str] | None,
+    filename: str,
+    *,
+    cell: str,
+    forget_counts: bool,
+) -> Task:
+    source, call = "", b""
+    if isinstance(work, str):
+        source = work
+        ast.parse(source, filename)  # a syntax error is raised here, once, before any rank has run
+    elif callable(work):
+        call = _pickle("the function", (work, tuple(args), dict(kwargs or {})))
+    else:
+        raise TypeError(f"expected source text or a function, got {errors.plain_value(work)}.")
+    pushed = b""
+    if push:
+        try:
+            pushed = cloudpickle.dumps(dict(push))
+        except Exception:  # noqa: BLE001 - a __reduce__ may raise anything: which name is it?
+            for name, value in push.items():
+                _pickle(name, value)
+            pushed = _pickle("the pushed names", dict(push))
+    return Task(
+        began=time.monotonic(),
+        cell=cell,
+        source=source,
+        filename=filename,
+        call=call,
+        push=pushed,
+        pull=tuple(pull),
+        values=values,
+        step=None if step is None else tuple(step),
+        forget_counts=forget_counts,
+    )
+
+
 def _pickle(what: str, value: Any) -> bytes:
     try:
         return cloudpickle.dumps(value)
@@ -533,14 +499,6 @@ def _pickle(what: str, value: Any) -> bytes:
             f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}. Push plain data, tensors, "
             f"functions or classes, and make anything else on the ranks. No rank has run."
         ) from None
-
-
-def _by_reason(values: Sequence[Any]) -> list[tuple[str, list[int]]]:
-    reasons: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        if isinstance(value, NotSent):
-            reasons.setdefault("no such name" if value.reason == "missing" else value.reason, []).append(rank)
-    return list(reasons.items())
 
 
 def _balanced(counts: Mapping[int, Mapping[Any, int]]) -> bool:
