@@ -183,7 +183,6 @@ def test_script_names_no_rankcell_and_copies_what_it_imports(tmp_path):
         "08_ddp.py",
         "08_ddp.sbatch",
         "lesson_modules/models.py",
-        "lesson_modules/parallel/ddp.py",
     } <= names
     assert "lesson_modules/data/fables.txt" in names
     for path in written:

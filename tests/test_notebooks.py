@@ -64,6 +64,14 @@ def test_outputs_are_those_of_the_code(path, loaded):
 
 
 @each_notebook
+def test_formulas_have_their_backslashes(path, loaded):
+    """`\\frac` written by a program without its second backslash is a form feed and "rac"."""
+    assert [
+        c.id for c in loaded[path].cells if any(ord(ch) < 32 and ch not in "\n\t" for ch in c.source)
+    ] == []
+
+
+@each_notebook
 def test_outputs_name_no_machine(path, loaded):
     assert notebooks.machine_paths(loaded[path], notebooks.paths_of_this_machine()) == []
 

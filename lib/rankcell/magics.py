@@ -345,7 +345,11 @@ def _dotted_word(line: str, context: Any) -> str:
 
 
 def _import_torch() -> None:
-    import torch.multiprocessing  # noqa: F401
+    try:
+        import torch.multiprocessing  # noqa: F401
+    except RuntimeError:
+        if threading.main_thread().is_alive():  # else Python ends in the middle of the import
+            raise
 
 
 def unload(shell: Any, magics: RankMagics) -> None:
