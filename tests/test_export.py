@@ -80,17 +80,20 @@ def test_lesson_08_gives_the_same_numbers(shell, tmp_path):
     sources = [("".join(c["source"]), *c["metadata"].get("tags", [])) for c in kept]
     path = notebook(tmp_path / "08_ddp.ipynb", *sources)
     expected = {}
-    for k, (source, *_) in enumerate(sources, 1):
-        if source.startswith("%%ranks") or "import" in source or "def gpt" in source:
-            first, _, rest = source.partition("\n")
-            named = f"{first} -o kept\n{rest}" if first.startswith("%%ranks") else source
-            done = shell.run_cell(named, silent=True)
+    for k, (source, *tags) in enumerate(sources, 1):
+        first, _, rest = source.partition("\n")
+        if not first.startswith("%%ranks"):
+            shell.run_cell(
+                source, silent=True
+            )  # it may need what a cell that measures time would have pulled
+        elif "raises-exception" not in tags:
+            done = shell.run_cell(f"{first} -o kept\n{rest}", silent=True)
             assert done.success, done.error_in_exec
             expected[f"In [{k}]"] = shell.user_ns.get("kept")
     script, job, *_ = export.export(path, to=tmp_path / "job", nodes=2, gpus_per_node=2)
     run(script, 4, "--save", "values.pt")
     found = torch.load(script.parent / "values.pt")
-    assert found.keys() <= expected.keys() and len(found) > 10
+    assert found.keys() <= expected.keys() and len(found) >= 8
     for cell, named in found.items():
         for name, values in named.items():
             check_same(

@@ -317,7 +317,7 @@ def test_code_reads_alike_in_and_outside_of_folds(opened, notebook_page):
 
 
 def test_the_longest_line_of_code_fits_a_large_screen(open_page):
-    page = open_page(PAGES[1], viewport={"width": 1600, "height": 900})
+    page = open_page(PAGES[1], viewport={"width": 1920, "height": 1000})
     box = page.locator(".cell_input pre").first
     box.evaluate("(box) => (box.textContent = 'x'.repeat(110))")  # as many characters as ruff allows
     assert box.evaluate("(box) => box.scrollWidth <= box.clientWidth")
