@@ -23,7 +23,7 @@ from .parts import Part, unpack
 
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
-GRACE = 1.0  # seconds that a freed or interrupted rank has to come back before it is replaced
+GRACE = 0.8  # seconds that a freed or interrupted rank has to come back before it is replaced
 PATIENCE = 4.0  # ... if it gets no processor: on a busy machine that is not its fault
 SPINS = 0.5  # seconds of computing meanwhile that show that it does get one
 
