@@ -12,6 +12,8 @@ WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
 
 # The notebooks with their exercises: alone, because some of their cells measure time.
 EXERCISES := tests/test_exercises.py
+# The lesson that waits for Slurm leaves time for the tests beside which it runs.
+CLUSTER := 14_on_the_cluster
 
 # pip must neither ask questions nor advertise its next version.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -38,7 +40,7 @@ test: $(INSTALLED) ## lint, types, all tests, then every notebook from top to bo
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	@$(MAKE) --jobs=2 --output-sync=target --no-print-directory .waiting-tests .other-tests
-	$(BIN)/python -m pytest -rx $(EXERCISES)
+	$(BIN)/python -m pytest -rx $(EXERCISES) -k "not $(CLUSTER)"
 
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
@@ -46,6 +48,7 @@ notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval
 
 .waiting-tests:
 	$(BIN)/python -m pytest -rs $(WAITING)
+	$(BIN)/python -m pytest -rx $(EXERCISES) -k $(CLUSTER)
 
 .other-tests:
 	$(BIN)/python -m pytest -rs $(addprefix --ignore=,$(WAITING) $(EXERCISES))

@@ -213,8 +213,10 @@ class Groups:
         recorder.open_by_hand(o)
         try:
             if signature is not None:
-                call = o.call(signature.text)
-                recorder.matcher.check(recorder.name_of(o), signature, call, ranks, stream=o.key)
+                text, name = signature.text, recorder.name_of(o)
+                recorder.matcher.check(
+                    name, signature, lambda: o.call(text), ranks, stream=o.key, group=o.group, line=o.line
+                )
             with self._adopting():
                 return make()
         except BaseException as error:

@@ -12,7 +12,7 @@ import mmap
 import struct
 import threading
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,21 +216,33 @@ class Matcher:
         self._refused.clear()
 
     def check(
-        self, name: str, signature: Signature | bytes, call: Call, ranks: Sequence[int], *, stream: Hashable
+        self,
+        name: str,
+        signature: Signature | bytes,
+        call: Callable[[], Call],
+        ranks: Sequence[int],
+        *,
+        stream: Hashable,
+        group: str,
+        line: int,
+        fits_itself: bool = True,
     ) -> None:
         """Compare a call with those of `ranks` that have come to it before.
 
         Args:
             name: the same for the same call on all ranks, and never used again.
             signature: of the call; packed already if it is known from before.
-            call: how it shows in a message.
+            call: makes what a message shows of it; only asked if there is one.
             ranks: those whose calls must match; of an `all_to_all` in the order of the group.
             stream: what the call is a later one of.
+            group: its group, which sends nothing more in this cell after a mismatch.
+            line: its line in the cell.
+            fits_itself: equal signatures match; the pieces of an `all_to_all` must be held against each other.
 
         Raises:
             MismatchError: it does not match, or the group is out of step since an earlier call of the cell.
         """
-        if self._refused and (earlier := self._refused.get(call.group)) is not None:
+        if self._refused and (earlier := self._refused.get(group)) is not None:
             raise MismatchError(earlier, again=True)
         packed = signature if isinstance(signature, bytes) else signature.packed()
         board: Any
@@ -239,22 +251,22 @@ class Matcher:
             board = self.board
             if board is None:
                 return
-            found = board.write(name, packed, call.line)
+            found = board.write(name, packed, line)
         else:
             board = self.far
-            found = board.write(name, packed, call.line, stream=stream, ranks=max(len(ranks), 2))
+            found = board.write(name, packed, line, stream=stream, ranks=max(len(ranks), 2))
         for peer in ranks:
             if peer == self.rank:
                 continue
             other = board.read(found, peer)
-            # pieces that are equal on both sides need not fit each other
-            if other is None or (other[0] == packed and call.op != "all_to_all"):
+            if other is None or (fits_itself and other[0] == packed):
                 continue
             problem, _, theirs = difference(packed, other[0], ranks, self.rank, peer)
             if problem:
+                mine = call()
                 mismatch = Mismatch(
-                    problem, {self.rank: call, peer: replace(call, text=theirs, line=other[1])}
+                    problem, {self.rank: mine, peer: replace(mine, text=theirs, line=other[1])}
                 )
                 self.found = self.found or mismatch
-                self._refused[call.group] = mismatch
+                self._refused[group] = mismatch
                 raise MismatchError(mismatch)

@@ -379,7 +379,16 @@ class Recorder:
                 return
             name += f"|{self.rank}>{o.peer}|{o.tag}" if o.op == "send" else f"|{o.peer}>{self.rank}|{o.tag}"
             ranks = (o.peer,)
-        self.matcher.check(name, _signature(o, inputs, outputs, splits), o.call(), ranks, stream=o.key)
+        self.matcher.check(
+            name,
+            _signature(o, inputs, outputs, splits),
+            o.call,
+            ranks,
+            stream=o.key,
+            group=o.group,
+            line=o.line,
+            fits_itself=o.op != "all_to_all",  # its pieces may be equal and not fit each other
+        )
 
 
 def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[..., Any]:
