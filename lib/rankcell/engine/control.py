@@ -31,7 +31,6 @@ class Control:
 
     def __init__(self, rank: "Rank", channel: Channel) -> None:
         self._rank, self._channel = rank, channel
-        self.interrupted = False  # the notebook wants the cell to end
         self.thread = threading.Thread(target=self._serve, name="rankcell control", daemon=True)
 
     def _serve(self) -> None:
@@ -67,7 +66,6 @@ class Control:
         its connections are closed in the middle of a transfer. Otherwise the rank is known to wait in vain, and
         leaves with the clean error of a closed connection.
         """
-        self.interrupted = True
         if wanted:
             signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
             self._await_end(BACK)

@@ -163,7 +163,7 @@ class ForkServer:
                         for message in self._channel.poll():
                             self._hear(message)
                     except (EOFError, OSError):  # killed: the kernel ends the ranks with it
-                        self._channel = None
+                        self._hang_up()
                 if pid in self._ended:
                     return self._ended.pop(pid)
                 if self._channel is None:
@@ -176,9 +176,7 @@ class ForkServer:
         with self._lock:
             if self._process is None or os.getpid() != self._pid:
                 return
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+            self._hang_up()
             try:
                 self._process.wait(3.0)
             except subprocess.TimeoutExpired:
@@ -187,17 +185,23 @@ class ForkServer:
             self._process = None
             self._log.close()
 
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
     def _hear(self, message: tuple[str, int, int]) -> None:
         what, key, value = message
         if what == "born":
             self._pids[key] = value
+            self._ended.pop(value, None)  # of an older process with this number, for which nobody asked
         else:
             self._ended[key] = value
 
     def _explain(self) -> None:
         """Raise what kept the process from living."""
         assert self._process is not None
-        self._channel = None
+        self._hang_up()
         try:
             code: int | None = self._process.wait(2.0)
         except subprocess.TimeoutExpired:

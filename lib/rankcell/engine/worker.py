@@ -244,7 +244,7 @@ class Rank:
 
     def _begin(self, task: Task) -> None:
         self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
-        self._steps, self.control.interrupted, self._pending = [], False, False
+        self._steps, self._pending = [], False
         self._notes.clear()
         self._take_signals()
         self.stdio.begin()

@@ -186,7 +186,9 @@ class Ranks:
                     "this world was stopped. Start another one: Ranks(world_size) or `%%ranks N`."
                 )
             members = self._chosen(only)
-            name, forget = f"{self.generation}.{self.cells + 1}", self._forget_counts
+            name = f"{self.generation}.{self.cells + 1}"
+            # all ranks or none: a rank that counts on is out of step with those that begin anew
+            forget = self._forget_counts and len(members) == self.world_size
             task = _task(
                 work, args, kwargs, push, pull, values, step, filename, cell=name, forget_counts=forget
             )
@@ -210,9 +212,8 @@ class Ranks:
                     with_threads=self._with_threads,
                     on_update=on_update,
                 )
-                with (
-                    deferred_interrupt() as interrupted
-                ):  # one that comes while ranks are replaced ends nothing
+                # an interrupt that comes while ranks are being replaced ends nothing
+                with deferred_interrupt() as interrupted:
                     ending = cell.run(interrupted)
                     try:
                         self._take_in(ending, members)
