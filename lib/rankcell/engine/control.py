@@ -105,7 +105,7 @@ class Control:
             cell=cell,
             phase=phase,
             line=line,
-            in_torch="/torch/" in top,
+            in_torch="/torch/" in top and not system.wants_a_core(),
             joins=joins,
             cpu=system.thread_cpu_seconds(rank.main_thread),
             waits=tuple(o.wait() for o in list(recorder.open.values()) if not o.finished),

@@ -290,7 +290,8 @@ def from_status(status: Status, previous_cpu: float | None) -> State:
     """The state of a running rank from what its control thread answered.
 
     A rank stands still inside torch when its main thread used no CPU time since the last answer: measured, a
-    wait in C++ (DDP's reducer, a functional collective) uses none at all.
+    wait in C++ (DDP's reducer, a functional collective) uses none at all. On a busy machine a thread that only waits
+    for a core uses none either; `Status.in_torch` leaves that out.
     """
     cpu = status.cpu
     still = cpu is not None and previous_cpu is not None and cpu - previous_cpu < 1e-4

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -213,6 +214,18 @@ def thread_cpu_seconds(ident: int) -> float | None:
     """CPU seconds that the thread `ident` of this process has used; None where unknown (macOS)."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return time.clock_gettime(clock(ident)) if clock else None
+
+
+def wants_a_core() -> bool:
+    """Whether another thread of this process runs or waits for a core, as on a machine that is busy: then what
+    used no CPU time does not stand still for that. False where unknown (macOS).
+    """
+    own, tasks = str(threading.get_native_id()), Path("/proc/self/task")
+    for task in tasks.iterdir() if tasks.is_dir() else ():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if task.name != own and (task / "stat").read_text().rpartition(") ")[2][:1] == "R":
+                return True
+    return False
 
 
 def keep_alive(sock: socket.socket, *, reads_always: bool) -> None:
