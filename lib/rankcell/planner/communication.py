@@ -1,0 +1,129 @@
+"""What the groups of a layout send: bytes per step by group, the link each crosses, and the seconds it takes.
+
+Seconds by the latency-bandwidth model of `rankcell.costs`, whose ring formulas stand here once more for arrays
+(a test holds the two together). A group of g ranks, s apart, lies inside one NVLink domain of `node` GPUs when
+s g <= node. Otherwise k = max(1, node / s) of its ranks share a domain; every rank has a network port, so a ring
+goes out of a domain through k ports at once, and no faster than NVLink.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .layout import FULL, Job, Layout
+from .memory import params_on
+
+# Seconds per step of a ring. Inside: 64 MiB on 8 H100 take 324 us where their 480 GB/s would take 245 us: 80 us
+# over 14 steps. Across: 256 MiB on 32 B200 take 2.27 ms where 382 GB/s would take 1.36 ms: 0.9 ms over 62 steps.
+# (dgxc-benchmarking v25.10.02, nccl; ml-engineering@744d01e, network.) Of a port: 382 of 8 x 50 GB/s.
+INSIDE, ACROSS, PORT = 5e-6, 15e-6, 0.95
+
+
+class Traffic(NamedTuple):
+    """One kind of communication: bytes a rank sends per step, the ranks of a group, seconds if nothing hides it."""
+
+    nbytes: Any
+    ranks: Any
+    crosses: Any
+    seconds: Any
+
+
+def ring(nbytes: Any, ranks: Any, bandwidth: Any, latency: Any) -> Any:
+    """Seconds of one all-gather or reduce-scatter of an array of `nbytes`: (n-1) alpha + (n-1)/n beta S.
+
+    As `costs.ring_all_gather`, for arrays. An all-reduce takes two of them.
+    """
+    return (ranks - 1) * latency + (ranks - 1) / ranks * nbytes / bandwidth
+
+
+def link(job: Job, ranks: Any, stride: Any) -> tuple[Any, Any, Any]:
+    """Bandwidth in bytes/s and latency in seconds of a group of `ranks` ranks, `stride` apart; does it cross?"""
+    chip = job.chip
+    crosses = np.logical_and(stride * ranks > chip.node, np.asarray(ranks) > 1)
+    inside = np.maximum(1, np.minimum(ranks, chip.node / stride))
+    across = np.minimum(chip.bus, inside * chip.network * PORT)
+    return np.where(crosses, across, chip.bus), np.where(crosses, ACROSS, INSIDE), crosses
+
+
+def _rings(job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, network: float = 1.0) -> Traffic:
+    """`times` all-gathers or reduce-scatters of `nbytes` in such a group, which reach `network` of the rate across."""
+    bandwidth, latency, crosses = link(job, ranks, stride)
+    bandwidth = bandwidth * np.where(crosses, network, 1)
+    sent = times * (ranks - 1) / ranks * nbytes
+    return Traffic(sent, ranks, crosses, times * ring(nbytes, ranks, bandwidth, latency))
+
+
+def tensor(job: Job, layout: Layout) -> Traffic:
+    """Two all-reduces forward and two backward per layer and micro-batch, of the activations (2 bytes each).
+
+    With sequence parallelism each is a reduce-scatter and an all-gather of the same bytes, and both inputs are
+    gathered once more in the backward, unless the stack keeps them whole. Shoeybi et al.,
+    https://arxiv.org/abs/1909.08053, section 3 (2019); Korthikanti et al., arXiv 2205.05198, section 4.2.2
+    (2022). A whole recomputed layer adds two all-reduces.
+    """
+    layers = job.shape.layers / layout.pp
+    nbytes = 2 * layout.tokens(job) * job.shape.hidden
+    again = np.where(layout.recompute == FULL, 4, 0)
+    again = again + np.where(np.logical_and(layout.sequence_parallel, job.stack.kept_whole == 0), 2, 0)
+    return _rings(job, nbytes, layout.tp, 1, (8 + again) * layers * layout.microbatches(job))
+
+
+def context(job: Job, layout: Layout) -> Traffic:
+    """Keys and values go round the ring: once forward, with their gradients twice backward. 2 bytes each."""
+    layers = job.shape.layers / layout.pp
+    nbytes = 2 * 2 * layout.micro_batch * job.seq * job.shape.kv_width / layout.tp
+    return _rings(job, nbytes, layout.cp, layout.tp, 3 * layers * layout.microbatches(job))
+
+
+def expert(job: Job, layout: Layout) -> Traffic:
+    """Two all-to-alls forward and two backward per layer of experts: each token goes to top_k experts and back.
+
+    Inside a domain top_k copies of a token travel, 2 bytes an element. To another domain it travels once, and is
+    copied there: of N domains with the experts spread evenly, (N-1) (1 - (1 - 1/N)^top_k) others are met.
+    """
+    s, chip = job.shape, job.chip
+    times = 4 * s.moe_layers / layout.pp * layout.microbatches(job)
+    token = 2 * layout.tokens(job) / layout.shard() * s.hidden
+    ranks = layout.ep * layout.etp
+    domains = np.maximum(1, ranks * layout.tp / layout.etp / chip.node)
+    local = token * s.top_k * (1 - 1 / np.maximum(1, ranks / domains)) / domains
+    away = token * (domains - 1) * (1 - (1 - 1 / domains) ** s.top_k)
+    latency = np.where(domains > 1, ACROSS, INSIDE) * (np.asarray(ranks) > 1)
+    seconds = times * (local / chip.bus + away / (chip.network * PORT) + latency)
+    return Traffic(times * (local + away), ranks, domains > 1, seconds)
+
+
+def data(job: Job, layout: Layout) -> Traffic:
+    """Gradients are summed and parameters gathered: once per step, or more often where they are not kept.
+
+    Plain: an all-reduce of the gradients. ZeRO-1: a reduce-scatter of them and an all-gather of 16-bit weights.
+    ZeRO-2: the same, but the reduce-scatter in every micro-batch, after which only a share is kept. ZeRO-3: two
+    all-gathers and a reduce-scatter in every micro-batch. Section 7 of arXiv 1910.02054 counts one micro-batch.
+    """
+    dense, experts = params_on(job, layout, 0 * layout.pp)
+    ranks, stride = layout.dp * layout.cp, layout.tp
+    each = job.stack.reduce_bytes
+    gathers = np.where(layout.zero >= 3, 2 * layout.microbatches(job), np.where(layout.zero >= 1, 1, 0))
+    reduces = np.where(layout.zero >= 2, layout.microbatches(job), np.where(layout.zero >= 1, 1, 2))
+    replicas = np.maximum(1, ranks * layout.tp / (layout.ep * layout.etp))
+    nbytes = seconds = crosses = 0
+    for params, group, apart in ((dense, ranks, stride), (experts, replicas, stride * layout.ep)):
+        for bytes_each, times in ((2, gathers), (each, reduces)):
+            part = _rings(job, bytes_each * params, group, apart, times, network=job.stack.network)
+            nbytes, seconds = nbytes + part.nbytes, seconds + part.seconds
+            crosses = np.logical_or(crosses, part.crosses)
+    return Traffic(nbytes, ranks, crosses, seconds)
+
+
+def pipeline(job: Job, layout: Layout) -> Traffic:
+    """Activations of a micro-batch to the next stage and their gradients back, once per chunk. 2 bytes each."""
+    nbytes = 2 * layout.tokens(job) * job.shape.hidden / layout.shard()
+    stride = job.n_gpus / layout.pp
+    crosses = np.logical_and(stride * layout.pp > job.chip.node, np.asarray(layout.pp) > 1)
+    bandwidth = np.where(crosses, PORT * job.chip.network, job.chip.bus)
+    times = 2 * layout.chunks * layout.microbatches(job) * (np.asarray(layout.pp) > 1)
+    seconds = times * (nbytes / bandwidth + np.where(crosses, ACROSS, INSIDE))
+    return Traffic(times * nbytes, layout.pp, crosses, seconds)
+
+
+KINDS = {"tensor": tensor, "context": context, "expert": expert, "data": data, "pipeline": pipeline}

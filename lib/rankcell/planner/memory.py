@@ -1,0 +1,191 @@
+"""Bytes that a GPU holds while it trains: parameters, gradients, optimizer, activations, logits, workspace.
+
+ZeRO: Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3 (2019). Activations: Korthikanti et al.,
+https://arxiv.org/abs/2205.05198, table 2 (2022), generalised to grouped queries, gated MLPs and experts. Their
+GPT layer keeps 34 bytes per token and hidden element, and 5 a s / h more where attention keeps its square.
+All functions take and give numbers or arrays, in bytes.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .layout import FULL, GPIPE, NONE, SELECTIVE, ZB_2P, Job, Layout
+from .shapes import Shape
+
+MIDDLE = -1  # a stage that is neither the first nor the last
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank at the fullest moment, by what they are for."""
+
+    weights: Any
+    gradients: Any
+    optimizer: Any
+    activations: Any
+    logits: Any
+    workspace: Any
+
+    @property
+    def states(self) -> Any:
+        """Bytes that stay from step to step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> Any:
+        """Bytes altogether."""
+        return self.states + self.activations + self.logits + self.workspace
+
+
+def zero_states(params: Any, dp: Any, stage: int, *, optimizer: float = 12) -> Any:
+    """Bytes of 16-bit weights and gradients and of the optimizer on each of `dp` ranks, by ZeRO stage.
+
+    Rajbhandari et al., table 1: 2 + 2 + K bytes per parameter, K = 12 for Adam with a copy of the weights.
+
+    >>> zero_states(7.5e9, 64, 3) / 1e9
+    1.875
+    """
+    shards = [dp if stage >= k else 1 for k in (3, 2, 1)]
+    return params * (2 / shards[0] + 2 / shards[1] + optimizer / shards[2])
+
+
+def kept_per_token(
+    job_shape: Shape,
+    seq: Any,
+    tp: Any,
+    *,
+    flash: Any = True,
+    sequence_parallel: Any = True,
+    recompute: Any = NONE,
+    masks: bool = False,
+    norm_copies: float = 0,
+    product_bytes: float = 2,
+) -> Any:
+    """Bytes that the forward of one mean layer keeps, per token of the micro-batch, on one of `tp` ranks.
+
+    16-bit activations. Divided by tp: queries, keys, values, what attention gives, the inside of the MLP, and
+    the square of attention (5 bytes an element: softmax, dropout and its mask) unless attention is flash or its
+    inside is recomputed. Divided with sequence parallelism only: the inputs of both norms and of both halves.
+    `masks`: and the two masks of dropout, one byte per element. `norm_copies`: further 16-bit copies around the
+    norms. `product_bytes`: bytes per element of what matrix products keep; 1 where they keep it in fp8.
+    """
+    s = job_shape
+    shard = np.where(sequence_parallel, tp, 1)
+    p = product_bytes
+    between = 2 * (2 + p) * s.hidden + 2 * s.hidden * masks + 2 * norm_copies * s.hidden
+    attention = 2 * (s.width + 2 * s.kv_width) + p * s.width  # q, k, v, and the input of the projection
+    share = s.moe_layers / s.layers
+    inner = (1 - share) * s.ffn + share * (s.top_k * s.expert_ffn + s.shared_ffn)
+    # without a gate: the input of the nonlinearity and what it gives; with one: two inputs and their product
+    mlp = inner * np.where(s.gated, 4 + p, 2 + p)
+    routed = (
+        share * s.top_k * (p + 2) * s.hidden
+    )  # the copy of a token at each of its experts, and its answer
+    square = np.where(np.logical_or(flash, recompute != NONE), 0, 5 * s.heads * seq)
+    kept = between / shard + (attention + mlp + square) / tp + routed
+    return np.where(recompute == FULL, 2 * s.hidden / shard, kept)
+
+
+def in_flight(job: Job, layout: Layout, stage: Any) -> Any:
+    """How many micro-batches' activations of its share of the layers stage `stage` holds at most.
+
+    1F1B: p - s of them. Interleaved: 1 + (p-1)/(p v) times p on the first (Korthikanti et al., section 4.2.3).
+    GPipe: all. Zero bubble with twice the memory: 2 (p - s) - 1 (Qi et al., table 2). Never more than there are.
+    """
+    p, v, m = layout.pp, layout.chunks, layout.microbatches(job)
+    plain = p - stage
+    woven = (2 * (p - stage - 1) + (v - 1) * p + 1) / v
+    held = np.where(np.asarray(v) > 1, woven, plain)
+    held = np.where(layout.schedule == ZB_2P, 2 * plain - 1, held)
+    return np.where(layout.schedule == GPIPE, m, np.minimum(held, m))
+
+
+def layers_on(job: Job, layout: Layout, stage: Any) -> Any:
+    """How many layers a stage has, by the stack's way to cut (`Stack.split`), rounded up: the longest of its kind.
+
+    "even": as many on each. "by work": the head counts as so many layers as it has operations, and the last
+    stage has as many fewer. "short ends": the first and the last stage have one layer fewer, for the embedding
+    and the head. MIDDLE asks for a stage that is neither.
+    """
+    s, p, split = job.shape, layout.pp, job.stack.split
+    is_last = np.asarray(stage == p - 1)
+    is_end = np.logical_or(is_last, np.asarray(stage) == 0)
+    if split == "by work":
+        head = s.embedding_params / s.active_layer_params
+        last = np.clip(np.round((s.layers + head) / p - head), 0, s.layers)
+        cut = np.where(is_last, last, np.ceil((s.layers - last) / np.maximum(1, p - 1)))
+    elif split == "short ends":
+        cut = np.ceil((s.layers + 2) / p) - np.where(np.logical_or(is_end, np.asarray(p) == 2), 1, 0)
+    else:
+        cut = np.ceil(s.layers / p)
+    return np.where(np.asarray(p) > 1, cut, s.layers)
+
+
+def params_on(job: Job, layout: Layout, stage: Any) -> tuple[Any, Any]:
+    """Parameters on one rank of a stage: what data parallelism replicates, and the experts."""
+    s = job.shape
+    first, last = stage == 0, stage == layout.pp - 1
+    both = np.logical_and(first, last)
+    tables = np.where(both, 2 - 1 * s.tied, 1 * np.logical_or(first, last)) * s.embedding_params
+    layers = layers_on(job, layout, stage)
+    dense = (layers * s.dense_layer_params + tables) / layout.tp
+    experts = layers * s.expert_layer_params / (layout.ep * layout.etp)
+    return dense, experts
+
+
+def on_stage(job: Job, layout: Layout, stage: Any) -> Memory:
+    """What a rank of pipeline stage `stage` holds at most, from 0."""
+    stack, z = job.stack, layout.zero
+    dense, experts = params_on(job, layout, stage)
+    ranks = layout.dp * layout.cp
+    ranks_of_experts = np.maximum(1, ranks * layout.tp / (layout.ep * layout.etp))
+
+    def spread(nbytes: Any, from_stage: int) -> Any:
+        sharded = dense / ranks + experts / ranks_of_experts
+        return nbytes * np.where(z >= from_stage, sharded, dense + experts)
+
+    whole = layers_on(job, layout, stage)
+    gathered = np.where(z >= 3, 2 * (dense + experts) * np.minimum(1, 3 / np.maximum(1, whole)), 0)
+    master = np.where(z >= 3, 0, stack.weight_bytes)
+    weights = master * (dense + experts) + gathered
+    optimizer = spread(stack.optimizer_bytes, 1)
+    gradients = spread(np.where(z >= 3, 4, stack.gradient_bytes), 2)
+    tokens, held = layout.tokens(job), in_flight(job, layout, stage)
+    options = {
+        "flash": job.flash,
+        "sequence_parallel": layout.sequence_parallel,
+        "masks": stack.masks,
+        "norm_copies": stack.norm_copies,
+        "product_bytes": np.where(job.number_format in ("fp8", "fp4"), 1, 2),
+    }
+    layer = kept_per_token(job.shape, job.seq / layout.cp, layout.tp, recompute=layout.recompute, **options)
+    layer = layer + stack.kept_whole * job.shape.hidden * (layout.recompute != FULL) * (
+        np.asarray(layout.tp) > 1
+    )
+    layer = layer * np.where(layout.recompute == SELECTIVE, stack.selective_kept, 1)
+    inside = kept_per_token(job.shape, job.seq / layout.cp, layout.tp, recompute=NONE, **options)
+    again = np.where(layout.recompute == FULL, inside, 0)  # the one layer that is being computed again
+    activations = tokens * (whole * held * layer + again)
+    is_last = stage == layout.pp - 1
+    logits = is_last * stack.logit_bytes * tokens * job.shape.vocab / layout.tp
+    return Memory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
+
+
+def by_stage(job: Job, layout: Layout) -> list[float]:
+    """Bytes on a rank of each stage of one layout, first to last."""
+    return [float(on_stage(job, layout, s).total) for s in range(int(layout.pp))]
+
+
+def fullest(job: Job, layout: Layout) -> Any:
+    """Bytes on the rank that holds most: one of the first two stages, which hold most activations, or of the last."""
+    stages = (0 * layout.pp, np.minimum(1, layout.pp - 1), layout.pp - 1)
+    return np.maximum.reduce([on_stage(job, layout, s).total for s in stages])
+
+
+def limit(job: Job) -> Any:
+    """Bytes that torch can hand out on the GPU before it runs out.
+
+    The card's memory less what the driver, the context and NCCL take and what the allocator cannot join, which
+    is the stack's `headroom`.
+    """
+    return job.chip.memory_bytes * (1 - job.stack.headroom)

@@ -1,0 +1,197 @@
+"""How long a step takes: computation of one micro-batch, what is exposed of the communication, the bubble.
+
+The rate of matrix products is the one constant per GPU and number format (`stacks.efficiency`). Attention runs
+at a share of it, everything between the matrix products at the speed of the memory, and no layer is faster
+than its kernels can be launched.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import schedules
+from ..results import Event
+from . import communication
+from .layout import FULL, SELECTIVE, ZB_2P, ZB_V, ZERO_BUBBLE, Job, Layout
+from .memory import MIDDLE, kept_per_token, layers_on, params_on
+from .stacks import efficiency
+
+
+class Step(NamedTuple):
+    """Seconds of one step on the slowest rank, by what they are spent on; they add up to `total`."""
+
+    matmul: Any
+    attention: Any
+    elementwise: Any
+    head: Any
+    recomputed: Any
+    launch: Any
+    tensor: Any
+    context: Any
+    expert: Any
+    pipeline: Any
+    bubble: Any
+    data: Any
+    optimizer: Any
+
+    @property
+    def total(self) -> Any:
+        """Seconds of the whole step."""
+        return sum(self)
+
+
+def idle(schedule: Any, p: Any, forward: Any, inputs: Any, weights: Any, chunks: Any = 1) -> Any:
+    """Seconds that a rank of a pipeline of `p` ranks idles per step, by an index of `layout.SCHEDULES`.
+
+    `forward`, `inputs`, `weights`: seconds of a micro-batch's forward and the two halves of its backward on one
+    rank. (p-1)(F+I+W)/v for GPipe, 1F1B and interleaved; (p-1)(F+I-W) for ZB-H1, (p-1)(F+I-2W) with twice the
+    memory (ZB-H2), half of ZB-H1 in a V. Qi et al., arXiv 2401.10241, table 2 (2023), whose B is our I.
+    """
+    whole = (p - 1) * (forward + inputs + weights) / chunks
+    halves = (p - 1) * (forward + inputs - weights)
+    cases = [schedule == ZERO_BUBBLE, schedule == ZB_2P, schedule == ZB_V]
+    return np.select(cases, [halves, (p - 1) * (forward + inputs - 2 * weights), halves / 2], whole)
+
+
+def dualpipe_idle(p: int, together: float, backward: float, weights: float) -> float:
+    """Seconds that a rank idles in DualPipe, and in DualPipeV on half as many ranks.
+
+    (p/2 - 1)(F&B + B - 3W): `together` a forward and a backward that overlap, `backward` a whole one. From the
+    README of https://github.com/deepseek-ai/DualPipe (2025). It holds every stage twice, and p + 1 activations.
+    """
+    return (p / 2 - 1) * (together + backward - 3 * weights)
+
+
+class Layer(NamedTuple):
+    """Seconds of one layer for one micro-batch, forward and backward; they add up to `total`."""
+
+    matmul: Any
+    attention: Any
+    elementwise: Any
+    recomputed: Any
+    launch: Any
+
+    @property
+    def total(self) -> Any:
+        """Seconds of the layer."""
+        return sum(self)
+
+
+def rates(job: Job) -> tuple[float, float]:
+    """FLOP/s of matrix products in the format of the job, and in 16 bits, which attention and the head keep."""
+    chip, number_format = job.chip, job.number_format
+    return (
+        chip.peak(number_format) * efficiency(chip, number_format),
+        chip.peak("bf16") * efficiency(chip, "bf16"),
+    )
+
+
+def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Layer:
+    """The mean layer, one micro-batch.
+
+    Matrix products: 6 operations per active parameter and token. Scores and values: 12 s w over the whole square,
+    half of it where attention is flash and causal, which computes the forward once more in its backward: 3.5
+    times a forward instead of 3. Between them the bytes that are kept cross the memory `Stack.passes` times.
+    """
+    s, stack, chip, tokens = job.shape, job.stack, job.chip, layout.tokens(job)
+    narrow, wide = rate
+    matmul = 6 * s.active_layer_params * tokens / layout.tp / narrow
+    share = stack.attention * (0.5 if stack.ampere_attention and "fp8" in chip.peaks else 1.0)
+    square = 4 * job.seq * s.width * tokens / layout.tp / wide  # forward, as fast as a matrix product
+    inside = square * np.where(job.flash, 0.5 / share, 1)
+    attention = inside * np.where(job.flash, 3.5, 3)
+    kept = kept_per_token(
+        s, job.seq / layout.cp, layout.tp, flash=job.flash, sequence_parallel=layout.sequence_parallel
+    )
+    elementwise = stack.passes * kept * tokens / chip.hbm
+
+    forward = matmul / 3 + inside + elementwise / 3
+    partly = stack.selective_again * forward + np.where(job.flash, 0, inside)
+    again = np.where(layout.recompute == FULL, forward, np.where(layout.recompute == SELECTIVE, partly, 0))
+
+    floor = np.where(np.asarray(layout.tp) > 1, stack.floor_tp, stack.floor)
+    floor = np.maximum(floor, (s.moe_layers > 0) * stack.floor_moe) * np.where(
+        layout.recompute == FULL, 4 / 3, 1
+    )
+    matmul, attention, elementwise, again = (
+        stack.slowdown * part for part in (matmul, attention, elementwise, again)
+    )
+    launch = np.maximum(0, floor - (matmul + attention + elementwise + again))
+    return Layer(matmul, attention, elementwise, again, launch)
+
+
+def head_seconds(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Any:
+    """The head and the loss of one micro-batch: 6 h operations per logit; what is kept of a logit crosses
+    the memory half as often as what a layer keeps."""
+    logits = layout.tokens(job) * job.shape.vocab / layout.tp
+    elementwise = job.stack.passes * job.stack.logit_bytes / 2 * logits / job.chip.hbm
+    return job.stack.slowdown * (6 * job.shape.hidden * logits / rate[1] + elementwise)
+
+
+def optimizer_seconds(job: Job, layout: Layout) -> Any:
+    """Adam's traffic: 34 bytes per parameter that a rank updates.
+
+    Reads and writes 4-byte weights and both moments (24), reads the gradient (4), writes 16-bit weights, clears
+    the gradient (6).
+    """
+    dense, experts = params_on(job, layout, 0 * layout.pp)
+    shards = np.where(layout.zero >= 1, layout.dp * layout.cp, 1)
+    shards_of_experts = np.where(layout.zero >= 1, np.maximum(1, shards * layout.tp / layout.ep), 1)
+    return 34 * (dense / shards + experts / shards_of_experts) / job.chip.hbm
+
+
+def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> Step:
+    """Seconds of one step, on the slowest stage. `rate`: see `rates`, which is the default."""
+    stack, m = job.stack, layout.microbatches(job)
+    rate = rates(job) if rate is None else rate
+    one, head = layer(job, layout, rate), head_seconds(job, layout, rate)
+    # the last stage has the head, those before it may have more layers
+    middle, last = layers_on(job, layout, MIDDLE), layers_on(job, layout, layout.pp - 1)
+    before = middle * one.total > last * one.total + head
+    layers, head = np.where(before, middle, last), np.where(before, 0, head)
+
+    sent = {kind: found(job, layout) for kind, found in communication.KINDS.items()}
+    hidden = one.attention * m * job.shape.layers / layout.pp
+    tensor = (1 - stack.overlap_tp) * sent["tensor"].seconds
+    context = np.maximum(0, sent["context"].seconds - hidden)  # behind attention on the block that is there
+    expert = (1 - stack.overlap_ep) * sent["expert"].seconds
+    pipeline = sent["pipeline"].seconds * np.where(np.asarray(layout.chunks) > 1, 0.5, 1)
+    pipeline = pipeline + sent["pipeline"].crosses * stack.stall * m
+    busy = m * (layers * one.total + head) + tensor + context + expert + pipeline
+    third = busy / m / 3  # forward and both halves of the backward take about equally long
+    bubble = idle(layout.schedule, layout.pp, third, third, third, layout.chunks)
+
+    # the gradients of the last micro-batch wait for nothing; ZeRO-2 and 3 have all micro-batches to hide behind
+    window = np.where(layout.zero >= 2, busy, busy / m)
+    data = sent["data"].seconds - np.minimum(stack.overlap_dp * sent["data"].seconds, window)
+    n = m * layers
+    return Step(
+        n * one.matmul, n * one.attention, n * one.elementwise, m * head, n * one.recomputed, n * one.launch,
+        tensor, context, expert, pipeline, bubble, data, optimizer_seconds(job, layout),
+    )  # fmt: skip
+
+
+def timeline(job: Job, layout: Layout) -> tuple[Event, ...]:
+    """The pipeline of one step as predicted events, one rank per stage, for the pictures of a measured run.
+
+    Forward and backward of each action as long as on the slowest stage, communication included.
+    """
+    found, m, p, v = step(job, layout), int(layout.microbatches(job)), int(layout.pp), int(layout.chunks)
+    whole = float(found.total - found.bubble - found.data - found.optimizer) / m / v
+    makers: tuple[Callable[..., schedules.Schedule], ...] = (
+        schedules.gpipe, schedules.one_f_one_b, schedules.zero_bubble, schedules.zero_bubble, schedules.zb_v,
+    )  # fmt: skip
+    plan = schedules.interleaved(p, m, v) if v > 1 else makers[layout.schedule](p, m)
+    share = 2 if layout.schedule == ZB_V else 1  # a rank of a V has two stages
+    return schedules.predict(plan, forward=whole / 3 / share, backward=whole * 2 / 3 / share)
+
+
+def tokens_per_second_per_gpu(job: Job, layout: Layout, total: Any) -> Any:
+    """Tokens per second and GPU of a step of `total` seconds."""
+    return job.batch * job.seq / job.n_gpus / total
+
+
+def mfu(job: Job, rate: Any) -> Any:
+    """Model-FLOP utilisation at `rate` tokens/s/GPU: causal attention, nothing recomputed, dense peak of the format."""
+    return rate * job.shape.flops_per_token(job.seq) / job.chip.peak(job.number_format)
