@@ -15,7 +15,7 @@
                      worker     names, cells;  control  the thread that answers meanwhile
                      execute    source -> value;  report  exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
-                     record     every communication as an  operation;  spans, meter  on request
+                     record     every communication as an  operation;  spans, meter, trace, follow  on request
 
 Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
 CONTRIBUTING.md follows one cell and one event through these files.

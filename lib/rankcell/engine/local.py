@@ -86,14 +86,9 @@ class Local:
             raise errors.StartError(f"ranks could not be started: {problem}")
         try:
             self._board, note = system.shared_file(Board.nbytes(world_size))
-            # only this user can enter it, so that nobody else can take part in the ranks' rendezvous
-            self._folder = tempfile.mkdtemp(prefix="rankcell-")
         except OSError as error:
-            raise errors.StartError(
-                f"ranks could not be started: no temporary file can be written ({error.strerror or error}). Make "
-                f"room in /dev/shm and in the folder of TMPDIR, or name another one there and restart the kernel."
-            ) from None
-        forks.server.remove_at_end(self._folder)
+            raise _nothing_can_be_written(error) from None
+        self._folder = ""
         self.notes = [note] if note else []
         self._selector = selectors.DefaultSelector()
         self._listen_to_server()
@@ -112,7 +107,16 @@ class Local:
         return rank, 0, ""
 
     def address_for(self, rank: int) -> str:
-        """The folder of the store, made again if something has cleaned it away."""
+        """The folder of the store, made when it is first asked for, and again if it was cleaned away.
+
+        Only this user can enter it, so that nobody else can take part in the ranks' rendezvous.
+        """
+        if not self._folder:
+            try:
+                self._folder = tempfile.mkdtemp(prefix="rankcell-")
+            except OSError as error:
+                raise _nothing_can_be_written(error) from None
+            forks.server.remove_at_end(self._folder)
         Path(self._folder).mkdir(mode=0o700, exist_ok=True)
         return self._folder
 
@@ -204,8 +208,9 @@ class Local:
             os.close(self._board)
             self._board = -1
             self._selector.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            forks.server.forget_folder(self._folder)
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                forks.server.forget_folder(self._folder)
 
     def forget_store(self, generation: int) -> None:
         """Remove the store of an older generation of process groups, which nobody reads any more."""
@@ -321,6 +326,13 @@ class Local:
         member.control.close()
         os.close(member.stdout)
         os.close(member.stderr)
+
+
+def _nothing_can_be_written(error: OSError) -> errors.StartError:
+    return errors.StartError(
+        f"ranks could not be started: no temporary file can be written ({error.strerror or error}). Make room in "
+        f"/dev/shm and in the folder of TMPDIR, or name another one there and restart the kernel."
+    )
 
 
 def how_it_ended(exitcode: int | None) -> str:

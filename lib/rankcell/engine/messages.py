@@ -9,7 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..results import Connection, Display, Dropped, Event, Memory, Mismatch, NotSent, RankFailure, Step
+from ..results import (
+    Connection,
+    Display,
+    Dropped,
+    Event,
+    Memory,
+    Mismatch,
+    NotSent,
+    RankFailure,
+    Step,
+    Traced,
+)
 
 # --- to a rank's main thread ---
 
@@ -46,6 +57,7 @@ class Task:
     pull: tuple[str, ...] = ()
     values: bool = False
     step: tuple[str, ...] | None = None  # names to show at each line; None: do not step
+    follow: bool = False  # trace the models that the cell calls
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
 
 
@@ -104,6 +116,7 @@ class Outcome:
     steps: tuple[Step, ...] = ()
     names: tuple[str, ...] = ()
     memory: tuple[Memory, ...] = ()
+    trace: tuple[Traced, ...] = ()
     order: tuple[tuple[int, int], ...] = ()  # bytes of stderr, and of stdout, written when they took turns
     notes: tuple[str, ...] = ()  # what the learner should know, although nothing failed
 
@@ -166,7 +179,7 @@ class Status:
     cell: str  # the task that this is about
     phase: str  # "starting", "idle", "running", "finished" or "error"
     line: int = 0
-    in_torch: bool = False  # its main thread stands in a file of torch
+    in_torch: bool = False  # its main thread stands in a file of torch, and no thread wants a core
     joins: bool = False  # its main thread waits for another thread, without a time limit
     cpu: float | None = None  # seconds that the main thread has used; None where nobody tells
     waits: tuple[Wait, ...] = ()

@@ -171,6 +171,7 @@ class Part:
             steps=outcome.steps,
             dropped=outcome.dropped,
             memory=outcome.memory,
+            trace=outcome.trace,
             mismatch=outcome.mismatch,
             order=order,
         )

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..results import Call, Dropped, Event, Memory, Watched
+from ..results import Call, Dropped, Event, Memory, Traced, Watched
 from . import spans
+from .follow import Follow
 from .match import Board, Matcher, Signature, StoreBoard
 from .meter import Meter
 from .operation import (
@@ -40,6 +41,7 @@ from .operation import (
     part_of,
     ranks_of,
 )
+from .trace import Trace
 
 MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; of older ones only a summary is kept
 MAX_NAMES = 200  # lines of that summary; spans may have any number of names
@@ -121,6 +123,7 @@ class Recorder:
         self._spans: deque[Event] = deque()
         self.memory: tuple[Memory, ...] = ()  # what was measured in this cell
         self._meters: list[Meter] = []  # those that measure now
+        self.trace: tuple[Traced, ...] = ()  # what was traced in this cell
         self._array: torch.Tensor | None = None  # that `watch` looks at
         self._watching: Operation | None = None  # the last operation seen by it
         self._by_work: dict[int, Operation] = {}
@@ -208,7 +211,7 @@ class Recorder:
             self.total, self.failed_call = 0, None
             self.broken = False
             self.matcher.begin()
-            self.memory, self._meters = (), []
+            self.memory, self._meters, self.trace = (), [], ()
             self._array = self._watching = None
 
     def join(self, generation: str) -> None:
@@ -284,6 +287,26 @@ class Recorder:
             if meter in self._meters:
                 self._meters.remove(meter)
             self.memory += meter.samples
+
+    @contextlib.contextmanager
+    def traced(self, model: Any, optimizer: Any = None) -> Iterator[Trace]:
+        """Trace what `model` computes while the block runs, and send it with the cell's result, also if it fails."""
+        trace = Trace(model, optimizer, whole=False)
+        try:
+            with trace:
+                yield trace
+        finally:
+            self.trace += tuple(trace.entries)
+
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[None]:
+        """Trace whatever models are called while the block runs, and keep what they are given."""
+        followed = Follow()
+        try:
+            with followed:
+                yield
+        finally:
+            self.trace += tuple(followed.entries)
 
     @contextlib.contextmanager
     def watch(self, array: torch.Tensor) -> Iterator[None]:

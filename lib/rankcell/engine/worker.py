@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle
@@ -225,6 +226,7 @@ class Rank:
             steps=tuple(self._steps),
             names=tuple(n for n in self.names if not n.startswith("_")),
             memory=recorder.memory,
+            trace=recorder.trace,
             order=self.stdio.turns,
             notes=tuple(dict.fromkeys(self._notes)),
         )
@@ -283,7 +285,8 @@ class Rank:
             function, args, kwargs = cloudpickle.loads(task.call)
             self._lend_names(function)
             return function(*args, **kwargs)
-        return execute(task.source, task.filename, self.names, step=task.step, note=self._note_step)
+        with self.recorder.follow() if task.follow else nullcontext():
+            return execute(task.source, task.filename, self.names, step=task.step, note=self._note_step)
 
     def _note_step(self, line: int, values: dict[str, str]) -> None:
         self._steps.append(Step(self.birth.rank, clock() - self.recorder.began, line, values))

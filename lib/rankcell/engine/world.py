@@ -156,6 +156,7 @@ class Ranks:
         timeout: float | None = None,
         values: bool = False,
         step: Sequence[str] | None = None,
+        follow: bool = False,
         filename: str = "<cell>",
         on_update: OnUpdate | None = None,
     ) -> Run:
@@ -171,6 +172,7 @@ class Ranks:
                 progress.
             values: record the contents of every communication's tensors (their first 64 numbers).
             step: names whose values are noted before every line.
+            follow: trace the models that are called, and what they are given.
             on_update: called while the cell runs, with the run so far (its newest lines) and a line that says
                 what the ranks do.
 
@@ -190,7 +192,17 @@ class Ranks:
             # all ranks or none: a rank that counts on is out of step with those that begin anew
             forget = self._forget_counts and len(members) == self.world_size
             task = _task(
-                work, args, kwargs, push, pull, values, step, filename, cell=name, forget_counts=forget
+                work,
+                args,
+                kwargs,
+                push,
+                pull,
+                values,
+                step,
+                filename,
+                cell=name,
+                follow=follow,
+                forget_counts=forget,
             )
             self.cells += 1
             source = work if isinstance(work, str) else getattr(work, "__name__", "function")
@@ -460,6 +472,7 @@ def _task(
     filename: str,
     *,
     cell: str,
+    follow: bool,
     forget_counts: bool,
 ) -> Task:
     source, call = "", b""
@@ -488,6 +501,7 @@ def _task(
         pull=tuple(pull),
         values=values,
         step=None if step is None else tuple(step),
+        follow=follow,
         forget_counts=forget_counts,
     )
 

@@ -1,0 +1,376 @@
+"""What a model computes in a block of code: outputs, their gradients, gradients of parameters, updates.
+
+Hooks look and change nothing, and are gone after the block. In the notebook's one process tensors are kept whole: they
+are what others are compared with. On a rank of a tensor of n rows and f columns 2 (n + f) numbers stay: its products
+with random vectors that everybody can make again. Sums of tensors, multiples and parts of them show in those products,
+so `against` finds from them how ranks share a tensor. This module compares nothing.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ..layouts import NOT_FINITE, weights
+from ..results import Traced, matrix_of
+from .operation import kind_of
+
+LIMIT = 1 << 30  # bytes that one process keeps at most
+WHOLE = 4096  # numbers of a parameter that a rank sends as they are
+WINDOWS, WINDOW = 64, 16  # of a larger one: so many places, so many numbers from each
+_PACKAGE = str(Path(__file__).parent.parent)
+# What wrappers call the one module that they hold: DDP, FSDP (ours, too), torch.compile, checkpoint wrappers.
+_WRAPPED = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+class TraceTooLarge(Exception):
+    """One process would keep more than `LIMIT`."""
+
+
+class Trace:
+    """Everything that `model` computes while the block runs; `entries` afterwards.
+
+    Args:
+        model: a module; several, in a list or a dictionary; or what holds its stages, such as a `Pipeline`.
+        optimizer: the one whose steps count; by default any that steps in the block.
+        whole: keep tensors as they are, instead of sums of their numbers.
+
+    Raises:
+        TypeError: there is no module in `model`.
+        TraceTooLarge: whole tensors would take more than 1 GiB.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, *, whole: bool = True) -> None:
+        self.entries: list[Traced] = []
+        self.optimizer, self.whole = optimizer, whole
+        self._model = model
+        self._places: list[tuple[str, nn.Module]] = []
+        for part in _modules(model):
+            self._places += _walk(part, "")
+        if not self._places:
+            raise TypeError(f"trace needs a module, or several; a {type(model).__name__} holds none.")
+        self._handles: list[Any] = []
+        self._calls: dict[int, int] = {}
+        self._steps: dict[int, int] = {}  # by optimizer
+        self._inside = 0  # optimizers whose step runs: one may call another
+        self._nbytes = 0
+        self._order = 0
+        # the last tensor, its version, and what was kept of it
+        self._last: tuple[Tensor | None, int, tuple[int, ...], str, dict[str, Any]] = (None, 0, (), "", {})
+        self._updated: tuple[int, str] | None = (
+            None  # step and optimizer of an update that is still to be noted
+        )
+        self._next_forward: Any = None
+        self._arrived: dict[tuple[int, str], int] = {}  # parameter -> when its gradient last came
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the trace holds."""
+        return self._nbytes
+
+    def __repr__(self) -> str:
+        kinds = {
+            kind: sum(e.kind == kind for e in self.entries)
+            for kind in dict.fromkeys(e.kind for e in self.entries)
+        }
+        what = ", ".join(f"{count} {kind}s" for kind, count in kinds.items())
+        return f"Trace of {len(self._places)} modules: {what or 'nothing yet'}; {self._nbytes / 1e6:.1f} MB"
+
+    def __enter__(self) -> "Trace":
+        self._parameters(0)
+        for name, module in self._places:
+            self._handles.append(module.register_forward_hook(self._after_forward(name)))
+            for parameter, owned in _own(module):
+                if owned.requires_grad and owned.is_leaf:
+                    key = (id(module), parameter)
+                    self._handles.append(owned.register_post_accumulate_grad_hook(self._gradient_came(key)))
+        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._last = (None, 0, (), "", {})
+        if kind is None:
+            self._note_update()
+        elif self._next_forward is not None:
+            self._next_forward.remove()
+        if kind is None and not self._steps:
+            self._gradients(0)
+            self._parameters(1, only_if_changed=True)
+
+    def _after_forward(self, name: str) -> Any:
+        def hook(module: nn.Module, given: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # a checkpoint computes it once more
+            call = self._calls.get(id(module), 0)
+            self._calls[id(module)] = call + 1
+            line = _line()
+            step = max(self._steps.values(), default=0)
+            mask = _mask(module, given, output)
+            for part, tensor in enumerate(tree_leaves(output)):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    about = (name, step, call, part, line, type(module).__name__)
+                    self._note("output", tensor, *about, mask=mask)
+                    if tensor.requires_grad:
+                        self._handles.append(tensor.register_hook(self._after_backward(about)))
+
+        return hook
+
+    def _after_backward(self, about: tuple) -> Any:
+        def hook(gradient: Tensor) -> None:
+            self._note("grad_output", gradient, *about)
+
+        return hook
+
+    def _gradient_came(self, key: tuple[int, str]) -> Any:
+        def hook(_: Tensor) -> None:
+            self._order += 1
+            self._arrived[key] = self._order
+
+        return hook
+
+    def _counts(self, optimizer: Any) -> bool:
+        return self.optimizer is None or optimizer is self.optimizer
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if self._counts(optimizer):
+            self._inside += 1
+            if self._inside == 1:
+                self._gradients(self._steps.get(id(optimizer), 0))
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if self._counts(optimizer):
+            self._inside -= 1
+            if self._inside == 0:
+                self._note_update()
+                step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+                self._updated = step, type(optimizer).__name__
+                if self._next_forward is None:
+                    self._next_forward = register_module_forward_pre_hook(lambda *_: self._note_update())
+
+    def _note_update(self) -> None:
+        """Note the parameters after a step, when the next forward begins: ranks may send each other theirs before."""
+        if self._next_forward is not None:
+            self._next_forward.remove()
+            self._next_forward = None
+        if self._updated is not None:
+            step, by = self._updated
+            self._updated = None
+            self.entries = [e for e in self.entries if not (e.kind == "parameter" and e.step == step)]
+            self._parameters(step, by)
+
+    def _gradients(self, step: int) -> None:
+        """Note the gradients as they are now, unless another optimizer has stepped with them."""
+        if any(e.kind == "grad" and e.step == step for e in self.entries):
+            return
+        noted: list[tuple[int, str, nn.Module, Tensor]] = []
+        for name, module in self._places:
+            for parameter, owned in _own(module):
+                if owned.grad is not None:
+                    came = self._arrived.get((id(module), parameter), 1 << 60)
+                    noted.append((came, _joined(name, parameter), module, owned.grad))
+        for _, name, module, gradient in sorted(noted, key=lambda n: n[0]):
+            self._note("grad", gradient, name, step, 0, 0, 0, type(module).__name__)
+
+    def _parameters(self, step: int, by: str = "", *, only_if_changed: bool = False) -> None:
+        before = {e.name: e for e in self.entries if e.kind == "parameter"}
+        seen: dict[int, Traced] = {}
+        made: list[Traced] = []
+        for name, module in self._places:
+            for parameter, owned in _own(module):
+                full = _joined(name, parameter)
+                tied = seen.get(id(owned))
+                if tied is not None and not self.whole:
+                    continue  # a rank holds it once
+                if tied is not None:
+                    made.append(replace(tied, name=full))
+                    continue
+                seen[id(owned)] = self._made(
+                    "parameter", owned, full, step, 0, 0, 0, by or type(module).__name__
+                )
+                made.append(seen[id(owned)])
+        if only_if_changed and all(e.name in before and _same(e, before[e.name]) for e in made):
+            return
+        self._keep(made)
+
+    def _note(self, kind: str, tensor: Tensor, *about: Any, mask: tuple[str, str] = ("", "")) -> None:
+        self._keep([self._made(kind, tensor, *about, mask=mask)])
+
+    def _keep(self, made: Iterable[Traced]) -> None:
+        for entry in made:
+            self._nbytes += entry.nbytes
+            self.entries.append(entry)
+        if self.whole and self._nbytes > LIMIT:
+            raise TraceTooLarge(
+                f"trace keeps the tensors of one process whole, and they take more than {LIMIT >> 20} MiB. Trace a "
+                f"smaller batch, a shorter sequence or fewer layers: the same bugs show."
+            )
+
+    def _made(
+        self,
+        kind: str,
+        tensor: Tensor,
+        name: str,
+        step: int,
+        call: int,
+        part: int,
+        line: int,
+        owner: str,
+        *,
+        mask: tuple[str, str] = ("", ""),
+    ) -> Traced:
+        self._order += 1
+        with torch.no_grad():
+            last, version, shape, dtype, kept = self._last
+            if (
+                last is not tensor or version != tensor._version
+            ):  # else a module returns what one inside it does
+                local = _local(tensor)
+                shape, dtype = tuple(local.shape), str(local.dtype).removeprefix("torch.")
+                kept = self._kept(local, kind in ("grad", "parameter"))
+                self._last = tensor, tensor._version, shape, dtype, kept
+        about = (name, kind, step, call, part, self._order, line, shape, dtype, owner)
+        return Traced(*about, **kept, mask=mask[0], before=mask[1])
+
+    def _kept(self, local: Tensor, of_parameter: bool) -> dict[str, Any]:
+        """What is kept of a tensor."""
+        if not self.whole:
+            return _sums(local, of_parameter)
+        # a copy: what is computed in place afterwards must not change it
+        whole = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
+        return {"whole": whole.to("cpu", copy=True).numpy()}
+
+
+def _sums(tensor: Tensor, of_parameter: bool) -> dict[str, Any]:
+    """What is kept of a tensor on a rank."""
+    n, f = matrix_of(tuple(tensor.shape), of_parameter)
+    if tensor.device.type == "cpu":  # numpy has less to do before it begins
+        whole = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+        matrix: Any = whole.numpy().reshape(n, f).astype(np.float64)
+        with np.errstate(all="ignore"):
+            found = _products(matrix, weights(n), weights(f))
+        if not np.isfinite(found["columns"]).all():
+            matrix = np.nan_to_num(matrix, False, *NOT_FINITE)
+            found = _products(matrix, weights(n), weights(f))
+    else:
+        matrix = torch.nan_to_num(tensor.reshape(n, f).double(), *NOT_FINITE)
+        by = [torch.from_numpy(weights(m)).to(matrix.device) for m in (n, f)]
+        found = {name: part.cpu().numpy() for name, part in _products(matrix, *by).items()}
+    if of_parameter:
+        flat = matrix.reshape(-1)
+        at, places = ((0,), slice(None)) if len(flat) <= WHOLE else _windows(len(flat))
+        flat = flat[places]
+        found |= {"flat": flat.copy() if isinstance(flat, np.ndarray) else flat.cpu().numpy(), "at": at}
+    return found
+
+
+def _products(matrix: Any, by_rows: Any, by_columns: Any) -> dict[str, Any]:
+    """Of a tensor with one column, which has nothing to add up, its numbers twice; unless they are too many."""
+    n, f = matrix.shape
+    rows = matrix @ by_columns if f != 1 else (matrix if n <= 1 << 18 else matrix[:0])[:, [0, 0]]
+    return {"rows": rows, "columns": by_rows.T @ matrix}
+
+
+@lru_cache(1000)
+def _windows(length: int) -> tuple[tuple[int, ...], Any]:
+    """Places all over a flat tensor, and the indices of the numbers that are kept from there on."""
+    at = np.linspace(0, length - WINDOW, WINDOWS).astype(int)
+    return tuple(at.tolist()), (at[:, None] + np.arange(WINDOW)).reshape(-1)
+
+
+def _same(a: Traced, b: Traced) -> bool:
+    pairs = ((a.whole, b.whole), (a.rows, b.rows), (a.columns, b.columns))
+    return all(x is None or np.array_equal(x, y, equal_nan=True) for x, y in pairs)
+
+
+def _mask(module: nn.Module, given: Any, output: Any) -> tuple[str, str]:
+    """Digests of where a dropout that is on put zeros, and of what it was given."""
+    if "Dropout" not in type(module).__name__ or not module.training or not getattr(module, "p", 0):
+        return "", ""
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    if not tensors or not isinstance(output, Tensor):
+        return "", ""
+    with torch.no_grad():
+        return _digest(_local(output) == 0), _digest(_local(tensors[0]).float())
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without its graph."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_floating_point() and not parameter.is_meta:
+            yield name, parameter
+
+
+def _line() -> int:
+    """The line of the learner's code that is running, not of the models and layers that come with us."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_learners(frame.f_code):
+            return frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return 0
+
+
+@lru_cache(10_000)
+def _is_learners(code: Any) -> bool:
+    return kind_of(code) is True and not code.co_filename.startswith(_PACKAGE)
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    """The modules in `model`: itself, a collection's, or the stages of what drives several."""
+    if isinstance(model, nn.Module):
+        return [model]
+    for name in ("modules", "stages"):
+        held = getattr(model, name, None)
+        if isinstance(held, Mapping):
+            model = held
+    if isinstance(model, Mapping):
+        model = list(model.values())
+    if isinstance(model, Iterable):
+        return [part for part in model if isinstance(part, nn.Module)]
+    stage = getattr(model, "submod", None)  # torch's PipelineStage
+    return [stage] if isinstance(stage, nn.Module) else []
+
+
+def _walk(module: nn.Module, name: str, seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Each module once, by the name that it has without wrappers."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    children = [(part, child) for part, child in module._modules.items() if child is not None]
+    if len(children) == 1 and children[0][0] in _WRAPPED:
+        yield from _walk(children[0][1], name, seen)
+        return
+    yield name, module
+    for part, child in children:
+        yield from _walk(child, _joined(name, part), seen)
+
+
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)

@@ -1,0 +1,73 @@
+"""What the bugs share: data, models and a few loops. It runs before each of them, on the ranks and in one process."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import rankcell
+from rankcell.models import GPT, Llama, generator
+
+x = torch.randint(0, 49, (8, 8), generator=generator(0, "x"))
+y = torch.randint(0, 49, (8, 8), generator=generator(0, "y"))
+
+
+def gpt(vocab=49, **options):
+    """A GPT of two blocks and 32 features; the same weights everywhere."""
+    return GPT(vocab, 32, **({"tied": False, "context": 8} | options))
+
+
+def llama(**options):
+    """A Llama of two blocks and 32 features."""
+    return Llama(49, 32, **({"context": 8} | options))
+
+
+def cross_entropy(logits, targets, **options):
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
+
+
+def adam(model, lr=1e-3, **options):
+    return torch.optim.AdamW(model.parameters(), lr, **options)
+
+
+def training(model, optimizer, loss):
+    """A step: the gradient of `loss()` and an update; returns the loss."""
+
+    def step():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        return value.item()
+
+    return step
+
+
+def average(model, group=None):
+    """Replace gradients by their mean over a group, as data parallelism does."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size(group)
+
+
+def through(stage, ranks, tokens, targets, loss=cross_entropy):
+    """Forward and backward of one micro-batch through the stages that `ranks` hold; the loss on the last."""
+    me = ranks.index(dist.get_rank())
+    given = tokens
+    if me > 0:
+        given = torch.empty(*tokens.shape, 32)
+        dist.recv(given, ranks[me - 1])
+        given.requires_grad_()
+    output = stage(given)
+    if me < len(ranks) - 1:
+        dist.send(output.detach(), ranks[me + 1])
+        grad = torch.empty_like(output)
+        dist.recv(grad, ranks[me + 1])
+        output.backward(grad)
+        value = None
+    else:
+        value = loss(output, targets)
+        value.backward()
+    if me > 0:
+        dist.send(given.grad, ranks[me - 1])
+    return None if value is None else value.item()

@@ -1,0 +1,166 @@
+"""The corpus `silent_bugs/`: trainings that went wrong without a word, each broken and mended, and who is to blame.
+
+A file is a bug. Its docstring says what is wrong, and in lines `name: value`
+
+    source   the thread or paper that it comes from
+    mesh     axes and sizes in the order of the ranks, for example `dp 2, tp 2`; left out if there is one axis
+    names    names on the ranks and those of the dense model, `ours = dense`, where they differ
+    steps    how many steps are traced; 1 if it is left out
+    first    the tensor that goes wrong first: name and kind, `|` between several that are equally right; a name may
+             have `*`, and `the model` is the model itself
+    side     where: start (weights before the first step), forward, backward (up to the gradients as the optimizer
+             finds them) or update
+
+Below `# %% one process` stands what runs in the notebook's process; if that is left out, `DENSE`. Below `# %% ranks`
+stands what runs on four ranks. Both define `model`, which is traced, and `step()`, a step of training that returns the
+loss (None on ranks that have none). Before both runs `silent_bugs/common.py`. A line that ends in `# broken` runs in
+the broken version only, one that ends in `# mended` in the mended one only.
+"""
+
+import fnmatch
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import rankcell
+from rankcell import check
+
+FOLDER = Path(__file__).parent / "silent_bugs"
+COMMON = (FOLDER / "common.py").read_text("utf-8")
+FILES = sorted(p for p in FOLDER.glob("*.py") if p.stem != "common")
+DENSE = """
+model = gpt()
+step = training(model, adam(model), lambda: cross_entropy(model(x), y))
+"""
+SIDES = {"output": "forward", "grad_output": "backward", "grad": "backward", "parameter": "update"}
+
+
+@dataclass
+class Bug:
+    """A file, taken apart."""
+
+    path: Path
+    fields: dict[str, str] = field(init=False)
+    one: str = field(init=False)
+    ranks: str = field(init=False)
+    runs: dict = field(init=False, default_factory=dict)
+    one_trace: object = field(init=False, default=None)
+
+    def __post_init__(self):
+        text = self.path.read_text("utf-8")
+        docstring = text.split('"""')[1]
+        self.fields = dict(re.findall(r"^(\w+): (.+)$", docstring, re.M))
+        one, self.ranks = text.split('"""', 2)[2].split("# %% ranks\n")
+        self.one = one.split("# %% one process\n")[1] if "# %% one process\n" in one else DENSE
+
+    def source(self, version):
+        """What the ranks run in the version, "broken" or "mended"."""
+        other = {"broken": "mended", "mended": "broken"}[version]
+        lines = [line for line in self.ranks.split("\n") if not line.endswith(f"# {other}")]
+        return COMMON + "\n".join(lines)
+
+    @property
+    def steps(self):
+        return int(self.fields.get("steps", 1))
+
+    @property
+    def mesh(self):
+        pairs = (part.split() for part in self.fields.get("mesh", "").split(",") if part)
+        return {name: int(size) for name, size in pairs} or None
+
+    @property
+    def names(self):
+        pairs = (part.split("=") for part in self.fields.get("names", "").split(",") if part)
+        return {ours.strip(): dense.strip() for ours, dense in pairs} or None
+
+    def dense(self):
+        """The trace of one process."""
+        if self.one_trace is not None:
+            return self.one_trace
+        space = {}
+        exec(COMMON + self.one, space)
+        with rankcell.trace(space["model"]) as one:
+            for _ in range(self.steps):
+                space["step"]()
+        self.one_trace = one
+        return one
+
+    def run(self, four, version):
+        """A run of the version with its traced steps, and six more; the losses are its values."""
+        if version not in self.runs:
+            self.runs[version] = four.run(
+                f"{self.source(version)}\nwith rankcell.trace(model):\n"
+                f"    losses = [step() for _ in range({self.steps})]\n[*losses, *(step() for _ in range(6))]"
+            )
+        return self.runs[version]
+
+    def verdict(self, four, version):
+        return check.against(self.run(four, version), self.dense(), mesh=self.mesh, names=self.names)
+
+    def is_first(self, row):
+        """Whether the row is the one that the file blames."""
+        side = "start" if row.kind == "parameter" and row.step == 0 else SIDES[row.kind]
+        for wanted in self.fields["first"].split("|"):
+            name, kind = wanted.strip().rsplit(" ", 1)
+            name = "" if name == "the model" else name
+            if kind == row.kind and fnmatch.fnmatchcase(row.name, name) and side == self.fields["side"]:
+                return True
+        return False
+
+
+BUGS = [Bug(path) for path in FILES]
+
+
+def names_of(bug):
+    return bug.path.stem
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Models are so small that threads cost more than they give."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=names_of)
+def test_says_where_it_comes_from(bug):
+    assert bug.fields["source"].startswith("https://")
+    assert "# broken" in bug.ranks or "# mended" in bug.ranks
+    assert bug.fields["side"] in ("start", "forward", "backward", "update")
+
+
+def test_there_are_enough_and_none_twice():
+    assert len(BUGS) >= 32
+    assert len({bug.source("broken") for bug in BUGS}) == len(BUGS)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=names_of)
+def test_a_bug_is_found_and_named(four, bug):
+    verdict = bug.verdict(four, "broken")
+    assert not verdict.ok, f"{bug.path.stem}: not found"
+    assert bug.is_first(verdict.first), f"wanted {bug.fields['first']}, and it says\n{verdict}"
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=names_of)
+def test_the_mended_version_is_right(four, bug):
+    verdict = bug.verdict(four, "mended")
+    assert verdict.ok, f"{bug.path.stem}: false alarm\n{verdict}"
+
+
+@pytest.mark.parametrize("bug", BUGS[::6], ids=names_of)  # all of them were looked at once
+def test_the_broken_loss_goes_down(four, bug):
+    """That is what makes it silent."""
+    values = bug.run(four, "broken").values
+    losses = [mean([v for v in at if v is not None]) for at in zip(*values, strict=True)]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0], losses
+
+
+def mean(values):
+    return sum(values) / len(values)
