@@ -10,10 +10,10 @@ SITE := site/_build/html
 # Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
 WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
 
-# The notebooks with their exercises: alone, because some of their cells measure time.
+# The notebooks with their exercises, beside the tests, too: their checks hold on a busy machine.
 EXERCISES := tests/test_exercises.py
-# The lesson that waits for Slurm leaves time for the tests beside which it runs.
-CLUSTER := 14_on_the_cluster
+# The lessons that wait for Slurm leave time for the tests beside which they run.
+CLUSTER := 16_jobs or 17_failures
 
 # pip must neither ask questions nor advertise its next version.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -39,8 +39,7 @@ test: $(INSTALLED) ## lint, types, all tests, then every notebook from top to bo
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	@$(MAKE) --jobs=2 --output-sync=target --no-print-directory .waiting-tests .other-tests
-	$(BIN)/python -m pytest -rx $(EXERCISES) -k "not $(CLUSTER)"
+	@$(MAKE) --jobs=3 --output-sync=target --no-print-directory .exercises .other-tests .waiting-tests
 
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
@@ -48,7 +47,10 @@ notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval
 
 .waiting-tests:
 	$(BIN)/python -m pytest -rs $(WAITING)
-	$(BIN)/python -m pytest -rx $(EXERCISES) -k $(CLUSTER)
+	$(BIN)/python -m pytest -rx $(EXERCISES) -k "$(CLUSTER)"
+
+.exercises:
+	$(BIN)/python -m pytest -rx $(EXERCISES) -k "not ($(CLUSTER))"
 
 .other-tests:
 	$(BIN)/python -m pytest -rs $(addprefix --ignore=,$(WAITING) $(EXERCISES))

@@ -16,6 +16,7 @@ import tomllib
 from pathlib import Path
 
 from ipython_pygments_lexers import IPython3Lexer
+from myst_parser.mdit_to_docutils.base import default_slugify
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexer import RegexLexer, bygroups, using
@@ -27,13 +28,14 @@ HERE = Path(__file__).parent
 NOTEBOOKS = HERE.parent / "notebooks"
 HERO = "04_collectives"  # the landing page shows this notebook's all-reduce
 PARTS = tomllib.loads((HERE / "lessons.toml").read_text("utf-8"))["part"]
+TOPICS = tomllib.loads((HERE / "syllabus.toml").read_text("utf-8"))["topic"]
 
 project = "Distributed training, one rank cell at a time"
 author = "the authors of the course"
 copyright = author
 html_title = project
 extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design", "sphinxcontrib.katex"]
-include_patterns = ["index.md", "notebooks/*.ipynb"]
+include_patterns = ["index.md", "syllabus.md", "notebooks/*.ipynb"]
 templates_path = ["_templates"]
 
 # Markdown is kept to what JupyterLab and GitHub show too; only index.md uses directives.
@@ -231,12 +233,69 @@ def landing_page():
     return page.replace("FIRST-LESSON", first_lesson()) + "\n" + sidebar() + "\n"
 
 
+SYLLABUS = """---
+orphan: true
+hide-toc: true
+---
+# Topics
+
+What the course covers, topic by topic, and the sections in which a lesson explains it, runs it and checks it.
+
+| number | topic | lesson and section |
+|--:|---|---|
+"""
+
+
+def anchor_of(stem, cell):
+    """The id that a Markdown cell gets on its page: cells have ids of their own, which may repeat in other lessons."""
+    return f"cell-{stem[:2]}-{cell}"
+
+
+def section_of(stem, cell):
+    """The heading under which a Markdown cell begins."""
+    heading = ""
+    for other in json.loads((NOTEBOOKS / f"{stem}.ipynb").read_text("utf-8"))["cells"]:
+        source = "".join(other["source"])
+        if other["id"] == cell:
+            return source.split("\n")[0] if source.startswith("#") else heading
+        if other["cell_type"] == "markdown":
+            heading = (re.findall(r"(?m)^#{1,3} .*$", source) or [heading])[-1]
+    raise ValueError(f"syllabus.toml: {stem} has no cell {cell}")
+
+
+def link_to(stem, place):
+    """A link to a section or a Markdown cell of a lesson (MyST source)."""
+    if place.startswith("#"):
+        name = place.lstrip("# ")
+        target = f"notebooks/{stem}.ipynb#{default_slugify(name.replace('`', ''))}"
+    else:
+        name, target = section_of(stem, place).lstrip("# "), f"#{anchor_of(stem, place)}"
+    return f"[{stem[:2]} {name}]({target})"
+
+
+def syllabus():
+    """The topics of syllabus.toml and where they are taught, as a table (MyST source)."""
+    titles = {lesson["notebook"]: lesson for part in PARTS for lesson in part["lesson"]}
+    rows = []
+    for topic in TOPICS:
+        links = [link_to(*place) for place in topic["taught"]]
+        planned = titles.get(topic.get("planned"))
+        if planned:
+            number, title = planned["notebook"][:2], planned["title"]
+            linked = f"[{number} {title}](notebooks/{planned['notebook']}.ipynb)"
+            links.append(
+                linked if lesson_exists(planned) else f"{number} {title} [in preparation]{{.planned}}"
+            )
+        rows.append(f"| {topic['number']} | {topic['topic']} | {'<br>'.join(links)} |\n")
+    return SYLLABUS + "".join(rows)
+
+
 def gather_the_sources(folder):
-    """Fill Sphinx's source folder: the landing page, and the notebooks where links expect them.
+    """Fill Sphinx's source folder: the landing page, the topics, and the notebooks where links expect them.
 
     Only what changed is written, so that Sphinx reads only that again.
     """
-    sources = {folder / "index.md": landing_page()}
+    sources = {folder / "index.md": landing_page(), folder / "syllabus.md": syllabus()}
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         sources[folder / "notebooks" / path.name] = path.read_text("utf-8")
     for path in folder.glob("notebooks/*.ipynb"):
@@ -258,6 +317,20 @@ def fold_solutions(app, docname, source):
         if "solution" in tags:
             prompts = {"code_prompt_show": "Show the solution", "code_prompt_hide": "Hide the solution"}
             cell["metadata"] = {"tags": [*tags, "hide-cell"], "mystnb": prompts}
+    source[0] = json.dumps(notebook)
+
+
+def mark_cells(app, docname, source):
+    """The Markdown cells that the table of topics links to get an id; it shows nothing."""
+    stem = docname.removeprefix("notebooks/")
+    wanted = {place for topic in TOPICS for of, place in topic["taught"] if of == stem}
+    if docname == stem or not wanted:
+        return
+    app.env.note_dependency(str(HERE / "syllabus.toml"))  # read the page again when the topics change
+    notebook = json.loads(source[0])
+    for cell in notebook["cells"]:
+        if cell["id"] in wanted:
+            cell["source"] = [f"({anchor_of(stem, cell['id'])})=\n", *cell["source"]]
     source[0] = json.dumps(notebook)
 
 
@@ -317,5 +390,6 @@ def setup(app):
     app.add_lexer("ipython3", RankCellLexer)
     app.add_lexer("cell-error", CellErrorLexer)
     app.connect("source-read", fold_solutions)
+    app.connect("source-read", mark_cells)
     app.connect("html-page-context", mend_the_page, priority=900)
     app.connect("build-finished", finish_the_pages)

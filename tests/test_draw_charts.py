@@ -118,19 +118,28 @@ def test_no_two_words_of_one_line_touch(name, figure):
 # Ladder
 
 
-def test_ladder_bars_end_where_their_values_are():
-    bars = [b for b in marks(example_ladder(), "rect") if b.get("height") == "16.00"][2:]  # after the key
-    widths = [number(b, "width") for b in bars]
-    decades = [(widths[0] - widths[1]) / (widths[1] - widths[2])]
-    assert decades[0] == pytest.approx(1.69897 / 1.85733, rel=1e-3)  # log10(450/9) and log10(9/0.125)
-    assert [b.get("fill") for b in bars] == ["#ffffff", BLUE, "#ffffff"]
-    assert {b.get("stroke") for b in bars} == {BLUE}
+def test_ladder_points_stand_where_their_values_are():
+    points = marks(example_ladder(), "circle")[2:]  # after the key
+    places = [number(p, "cx") for p in points]
+    decades = (places[0] - places[1]) / (places[1] - places[2])
+    assert decades == pytest.approx(1.69897 / 1.85733, rel=1e-3)  # log10(450/9) and log10(9/0.125)
+    assert [p.get("fill") for p in points] == ["#ffffff", BLUE, "#ffffff"]
+    assert {p.get("stroke") for p in points} == {BLUE}
+
+
+def test_ladder_says_by_what_factor_each_rung_differs_from_the_last():
+    assert [w for w in words(example_ladder()) if w[0] in "÷×"] == ["÷ 50", "÷ 72"]
+    rungs = [Rung("a", 1.0), Rung("b", 3.0), Rung("c", 3.0), Rung("d", 4500.0)]
+    assert [w for w in words(charts.ladder(rungs, unit="s", alt="d", format_value=str)) if w[0] in "÷×"] == [
+        "× 3",
+        "× 1,500",
+    ]
 
 
 def test_ladder_says_its_unit_its_key_and_its_values():
     said = words(example_ladder())
     assert said[:2] == ["measured here", "published"]
-    assert {"450 GB/s", "9 GB/s", "125 MB/s", "bytes per second, log scale"} <= set(said)
+    assert {"450 GB/s", "9 GB/s", "125 MB/s", "bytes per second; each line is 10 times the last"} <= set(said)
     assert repr(example_ladder()).splitlines() == [
         "bytes per second",
         "NVLink    450 GB/s  published",
@@ -284,6 +293,12 @@ def test_link_matrix_colours_and_explains_the_codes_that_occur():
     said = words(figure)
     assert said.count("SYS") == 12 + 1 and said.count("PHB") == 2 + 1  # in the cells and in the key
     assert "NV#" not in said and "NODE" not in said
+
+
+def test_copy_paths_say_what_each_way_costs():
+    figure = maps.copy_paths(pageable="returns after 27 ms", pinned="returns after 1 ms")
+    assert "a buffer of the driver first: it returns after 27 ms." in figure.alt
+    assert figure.svg.count(">copy engine<") == 2 and figure.svg.count(">the CPU<") == 1
 
 
 def test_cluster_map_draws_links_as_wide_as_they_are_fast():

@@ -300,6 +300,28 @@ def test_unequal_parts_are_refused_instead_of_coloured_wrongly():
     assert refusal(shuffled).startswith("Part 1 of rank 0's output is not part 0 of rank 1's input: ")
 
 
+def test_unequal_parts_of_an_all_to_all_are_told_from_numbers_that_differ():
+    goes = {0: [0, 2], 1: [2, 2], 2: [1, 2], 3: [0, 3]}  # sorted by target, as `all_to_all_single` sends them
+    came = {t: [10 * s + i for s in goes for i, to in enumerate(goes[s]) if to == t] for t in ALL}
+    run = [event(r, "all_to_all", [[10 * r, 10 * r + 1]], [[NAN] * len(came[r])], [came[r]]) for r in ALL]
+    _, send, after = steps(run).figures
+    assert repr(send).splitlines()[1:] == [
+        "rank 0: 0  ->  rank 0",
+        "rank 0: 1  ->  rank 2",
+        "rank 1: 10 11  ->  rank 2",
+        "rank 2: 20  ->  rank 1",
+        "rank 2: 21  ->  rank 2",
+        "rank 3: 30  ->  rank 0",
+        "rank 3: 31  ->  rank 3",
+        "each number goes to the rank that it is for",
+    ]
+    assert "rank 2   20 | 21   =>   1 | 10 11 | 21" in repr(after)
+    blocks = [
+        r.get("fill") for r in ET.fromstring(after.svg).iter(f"{SVG}rect") if r.get("height") == "40.00"
+    ]
+    assert len(blocks) == 14  # seven parts of eight numbers, before and after
+
+
 def test_a_tensor_larger_than_the_record_is_refused():
     kept = Values(((1.0,) * 64,), ((1.0,) * 64,), ((4.0,) * 64,))
     cut = [Event(r, "all_reduce", 0, 1, ranks=ALL, shape=(100,), values=kept) for r in ALL]

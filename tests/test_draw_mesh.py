@@ -69,3 +69,21 @@ def test_text_stays_inside():
     events += [call(4, "all_gather", (4, 5), 10**9)]
     svg = mesh.axes(events, CUBE).svg
     assert "reduce_scatter" in svg and len(svg) < 20_000
+
+
+def test_ranks_on_nodes_say_which_axes_stay_inside():
+    figure = mesh.on_nodes({"pp": 2, "dp": 2, "tp": 2}, per_node=2, colour="pp", title="A job")
+    assert figure.alt == (
+        "A job. 4 nodes of 2 ranks, coloured by pp. Inside a node: tp. Across nodes: pp, dp."
+    )
+    assert "node 2: ranks 4, 5 (pp 1, dp 0)" in repr(figure)
+    assert figure.svg.count(pale(rank_colour(0), 0.5)) == figure.svg.count(pale(rank_colour(1), 0.5)) == 4
+    swapped = mesh.on_nodes({"tp": 2, "dp": 2}, per_node=2, colour="tp")
+    assert "Inside a node: dp. Across nodes: tp." in swapped.alt
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_refused():
+    with pytest.raises(ValueError, match="8 ranks do not fill nodes of 3"):
+        mesh.on_nodes(CUBE, per_node=3, colour="pp")
+    with pytest.raises(ValueError, match="no axis 'cp'"):
+        mesh.on_nodes(CUBE, per_node=4, colour="cp")

@@ -57,13 +57,13 @@ def test_partial_sums_are_hatched():
 def test_mlp_three_ways():
     figure = mlp_three_ways(x=(8, 4), w1=(4, 8), w2=(8, 4))
     assert repr(figure).split("\n") == [
-        "data: exchanges gradients, once a step",
+        "data: exchanges gradients, once a step (both backward)",
         "  rank 0: x rows 0-3, W1 all, W2 all",
         "  rank 1: x rows 4-7, W1 all, W2 all",
-        "pipeline: exchanges activations, at each cut",
+        "pipeline: exchanges activations, at each cut (down forward, up backward)",
         "  rank 0: x all, W1 all, W2 nothing",
         "  rank 1: x nothing, W1 nothing, W2 all",
-        "tensor: exchanges partial sums, in each block",
+        "tensor: exchanges partial sums, in each block (both forward, both backward)",
         "  rank 0: x all, W1 columns 0-3, W2 rows 0-3",
         "  rank 1: x all, W1 columns 4-7, W2 rows 4-7",
     ]
@@ -124,3 +124,16 @@ def test_a_name_without_room_is_left_out_and_strips_must_be_alike():
         strips({"layers": [("a", 9)], "shards": [("rank 0", 12)]})
     with pytest.raises(ValueError, match="There is nothing to draw"):
         strips({})
+
+
+def test_a_piece_may_have_a_rank_s_colour_and_a_name_of_its_own():
+    cards = {
+        "who": [("rank 0", 6), ("rank 1", 6)],
+        "dealt": [(f"rank {k % 2}: {9 - k}", 2) for k in range(6)],
+    }
+    figure = strips(cards, across=False)
+    root = ET.fromstring(figure.svg)
+    fills = [r.get("fill") for r in root.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
+    assert fills[2:] == fills[:2] * 3
+    assert {"9", "4"} <= {*texts(figure)}
+    assert not [mark for mark in root.iter(f"{SVG}line") if mark.get("stroke-dasharray")]

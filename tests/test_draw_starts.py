@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from rankcell.draw.parts import WIDTH
-from rankcell.draw.starts import starts
+from rankcell.draw.starts import meeting, starts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -59,3 +59,23 @@ def test_the_text_twin_is_the_tree():
 def test_too_many_are_refused():
     with pytest.raises(ValueError, match="no room for 4 nodes of 2 ranks: 3 nodes, 4 ranks on each"):
         starts(4, 2)
+
+
+def test_nodes_that_meet_are_numbered_by_their_names_whoever_comes_first():
+    assert repr(meeting(["node2", "node10"], 2)).split("\n")[1:] == [
+        "node2 is here",
+        "node10 is here",
+        "node10 gets ranks 0, 1",
+        "node2 gets ranks 2, 3",
+    ]
+    figure = meeting(["node2", "node1"], 2)
+    assert {"store", "2 of 2: sort", "ranks 0-1", "ranks 2-3"} <= {*texts(figure)}
+    come = [text for text in texts(figure) if "is here" in text]
+    assert come == ["node2 is here", "node1 is here"], "in the order of their arrival"
+
+
+def test_a_meeting_of_one_or_of_twins_is_refused():
+    with pytest.raises(ValueError, match="2 or 3 nodes of 1 to 4 ranks, not 1 of 2"):
+        meeting(["node1"], 2)
+    with pytest.raises(ValueError, match="Two nodes have one name: a, a"):
+        meeting(["a", "a"], 2)

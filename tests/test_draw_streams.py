@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rankcell.draw.streams import cases, streams
+from rankcell.draw.streams import stacked, streams
 from rankcell.draw.svg import COLOURS
 from rankcell.results import Event
 from rankcell.simulate import Device
@@ -64,20 +64,19 @@ def test_measured_bars_are_solid():
     assert streams(events).alt == "Measured: done after 10 ms; nothing overlaps; the host never stands."
 
 
-def test_cases_share_their_time_and_their_rows():
+def test_stacked_runs_share_their_time_and_their_rows():
     short = Device(launch=0.0)
     short.matmul(seconds=0.010)
-    frames = cases({"long": overlapped(), "short": short.events}, name="program", still=1)
-    assert frames.labels == ("long", "short") and frames.still == 1
-    for figure in frames.figures:
-        assert [t for t in texts(figure) if t in ("host", "default", "copies")] == [
-            "host",
-            "default",
-            "copies",
-        ]
-    wide, same = (re.search(r'width="([\d.]+)"[^>]*><title>matmul', f.svg)[1] for f in frames.figures)
+    figure = stacked({"long": overlapped(), "short": short.events})
+    names = [t for t in texts(figure) if t in ("host", "default", "copies")]
+    assert names == ["host", "default", "copies"] * 2
+    wide, same = re.findall(r'width="([\d.]+)"[^>]*><title>matmul', figure.svg)
     assert wide == same
-    assert "simulated: short" in texts(frames.figures[1])
+    assert "simulated: short" in texts(figure)
+    assert (
+        figure.alt == f"{streams(overlapped(), title='long').alt} {streams(short.events, title='short').alt}"
+    )
+    assert "default  |" + "=" * 30 + " " * 30 in repr(figure).split("short.")[1]
 
 
 def test_nothing_to_draw():

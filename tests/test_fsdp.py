@@ -498,7 +498,7 @@ def test_a_weight_that_is_used_outside_of_its_unit_is_named(four):
             "embed.weight is used outside of the forward of its module, where this rank holds only a part of "
             "it. Leave that module out of `units=`: then it stays whole meanwhile."
         )
-        assert difference < 1e-12 and attention < 1e-12
+        assert difference < 1e-12 and attention < 1e-11  # AdamW divides by gradients that are nearly zero
 
 
 # Accumulation, saving, and models that are never whole

@@ -15,12 +15,26 @@ ALLOWED = {
     "cluster": {"source"},
     "parallel": {"models", "schedules"},
     "schedules": {"results", "errors"},
+    "planner": {"hardware", "schedules", "results"},
+    "command": {"cluster", "planner"},
     "simulate": {"results"},
     "errors": {"results"},
-    "check": {"results", "errors"},
-    "magics": {"results", "errors", "source", "engine/world", "draw", "cluster"},
+    "layouts": set(),
+    "against": {"results", "errors", "layouts"},
+    "twin": {"results", "errors", "engine/trace"},
+    "check": {"results", "errors", "against"},
+    "magics": {"results", "errors", "source", "engine/world", "draw", "cluster", "check", "twin"},
     "draw": {"results", "hardware", "schedules"},
-    "__init__": {"results", "errors", "engine/meter", "engine/world", "magics", "check", "draw"},
+    "__init__": {
+        "results",
+        "errors",
+        "engine/meter",
+        "engine/trace",
+        "engine/world",
+        "magics",
+        "check",
+        "draw",
+    },
 }
 # The engine: what the two sides share, the notebook's side, the rank's side.
 SHARED = {"engine/messages", "engine/channel", "engine/system", "engine/match"}
@@ -45,7 +59,11 @@ ALLOWED |= {
     "engine/meter": {"results"},
     "engine/spans": set(),
     "engine/operation": {"results", *SHARED},
-    "engine/record": {"results", "engine/operation", "engine/spans", "engine/meter", *SHARED},
+    "engine/trace": {"results", "layouts", "engine/operation"},
+    "engine/follow": {"results", "engine/trace"},
+    "engine/record": {"results"}
+    | {f"engine/{m}" for m in ("operation", "spans", "meter", "trace", "follow")}
+    | SHARED,
     "engine/execute": {"source"},
     "engine/report": {"results", "errors"},
     "engine/stdio": set(),

@@ -94,7 +94,7 @@ def test_help_lists_every_option(shell, capsys):
 
 
 BAD_LINES = {
-    "4 --onyl 2": "%%ranks has no option --onyl. Did you mean --only? Its options are: --device",
+    "4 --onyl 2": "%%ranks has no option --onyl. Did you mean --only? Its options are: --against, --device",
     "": "how many ranks? Write for example `%%ranks 4`.",
     "four": "'four' is no number of ranks. Write for example `%%ranks 4`.",
     "0": "'0' is no number of ranks.",

@@ -60,6 +60,13 @@ def test_times_name_hours():
     assert "--time=1-01:00:00\n" in str(ALL["alone"])
 
 
+def test_an_environment_is_one_of_conda_or_a_folder():
+    conda, folder = (str(scripts.alone("true", environment=name)) for name in ("rankcell", "./my env"))
+    assert "conda.sh" in conda and "conda activate rankcell\n" in conda and "/bin/activate" not in conda
+    assert "source './my env'/bin/activate\n" in folder and "conda" not in folder
+    assert "activate" not in str(ALL["alone"])
+
+
 def test_array_counts_from_zero():
     text = str(ALL["array"])
     assert "--array=0-11%2\n" in text and "--output=sweep-%A_%a.out\n" in text

@@ -407,6 +407,21 @@ def test_record_stream_takes_other_memory_and_a_wait_takes_time():
     assert [t[2:] for t in times(waited) if t[0] == "make W"] == [(10, 11)]
 
 
+def test_recording_the_stream_that_owns_the_memory_changes_nothing():
+    gpu = Device(launch=0.0)
+    side = gpu.stream("side")
+    gpu.empty("Z")
+    gpu.matmul(seconds=1.0, writes="Z")
+    side.wait_stream(gpu.current_stream())
+    with gpu.use(side):
+        gpu.kernel("read Z", 3.0, reads="Z")
+    gpu.record_stream("Z", gpu.current_stream())
+    gpu.free("Z")
+    gpu.empty("W")
+    gpu.kernel("make W", 1.0, writes="W")
+    assert gpu.races[0].reused
+
+
 def test_recorded_memory_comes_back_when_the_stream_is_done():
     gpu = reuse(record=True)
     gpu.synchronize()

@@ -20,6 +20,7 @@ from rankcell.draw import svg
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 PAGES = ["index.html", *(f"notebooks/{name}.html" for name in NOTEBOOKS)]
+ALL_PAGES = [*PAGES, "syllabus.html"]  # the last one is not in the sidebar
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # Chromium's own services would ask the network for updates; as root it needs --no-sandbox.
 FLAGS = [
@@ -32,12 +33,12 @@ FLAGS = [
     "--disable-sync",
 ]
 # The colours of the dark, and the sidebar, which a phone hides, are checked on these.
-EXAMPLES = ("index.html", "03_point_to_point.html", "14_on_the_cluster.html")
+EXAMPLES = ("index.html", "03_point_to_point.html", "16_jobs.html")
 PHONE = {"width": 380, "height": 800}
 DESKTOP = {"width": 1400, "height": 900}
 
 pytestmark = pytest.mark.slow
-each_page = pytest.mark.parametrize("page_name", PAGES)
+each_page = pytest.mark.parametrize("page_name", ALL_PAGES)
 each_notebook_page = pytest.mark.parametrize("page_name", PAGES[1:])
 
 
@@ -93,6 +94,18 @@ def test_sidebar_lists_the_lessons_in_order(text, page_name):
         int(number) for number in re.findall(r'<a class="[^"]*reference internal"[^>]*>(\d+) ', sidebar)
     ]
     assert numbers == [int(stem[:2]) for stem in NOTEBOOKS]
+
+
+def test_every_topic_has_its_row(text):
+    """The table of topics is whole, with a link in each row, and the landing page leads to it."""
+    rows = re.findall(r"(?s)<tr class=\"row-\w+\"><td[^>]*><p>(\d+)</p>(.*?)</tr>", text("syllabus.html"))
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1)) and len(rows) > 90
+    for number, row in rows:
+        links = re.findall(r'(?s)<a [^>]*href="([^"]+)"[^>]*>(.*?)</a>', row)
+        assert links and all(target.startswith("notebooks/") for target, _ in links), f"topic {number}"
+        names = [words for _, words in links]
+        assert len(set(names)) == len(names), f"topic {number} has two links of one name"
+    assert 'href="syllabus.html"' in text("index.html")
 
 
 @each_notebook_page
@@ -171,7 +184,7 @@ def open_page(browser, site):
     return open_page
 
 
-@pytest.fixture(scope="module", params=PAGES)
+@pytest.fixture(scope="module", params=ALL_PAGES)
 def name(request):
     """Each page in turn: all tests of one page run before those of the next, so that it is opened once."""
     return request.param
@@ -179,7 +192,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def notebook_page(name):
-    if name == "index.html":
+    if name not in PAGES[1:]:
         pytest.skip("no notebook")
     return name
 

@@ -1,7 +1,7 @@
 """A real Slurm, two nodes of it: what is left of a job, and of a cluster, when somebody ends it.
 
 That arrays, restarts, preempted jobs, lost nodes and exported lessons end as they should is checked by
-notebook 14, which runs on the same cluster with `make test`.
+lessons 16 and 17, which run on the same cluster with `make test`.
 """
 
 import shutil
@@ -124,6 +124,22 @@ def test_cells_run_where_jobs_are_submitted(no_slurm, shell, tmp_path):
     shell.run_line_magic("slurm", f"up {program}")
     assert shell.run_cell_magic("slurm", "", "import os\nos.getcwd()") == str(tmp_path / "jobs")
     assert shell.user_ns["slurm"].folder == tmp_path / "jobs"
+
+
+def test_a_cell_that_waits_says_for_what(no_slurm, shell, tmp_path, capsys):
+    """One line per state while `wait` waits, and none after the cell, nor for what is there at once."""
+    (tmp_path / "jobs").mkdir()
+    program = tmp_path / "cluster.py"
+    states = [{"7_0": "COMPLETED", "7_1": "RUNNING"}] * 12 + [{"7_0": "COMPLETED", "7_1": "COMPLETED"}]
+    program.write_text(PRETENDED.format(folder=str(tmp_path / "jobs")))
+    shell.run_line_magic("load_ext", "rankcell.cluster.slurm")
+    shell.run_line_magic("slurm", f"up {program}")
+    shell.user_ns["slurm"].states = lambda job: states.pop(0) if len(states) > 1 else states[0]
+    capsys.readouterr()
+    assert shell.run_cell_magic("slurm", "", "slurm.wait(7)") == {"7_0": "COMPLETED", "7_1": "COMPLETED"}
+    assert capsys.readouterr().out == "job 7: 1 COMPLETED, 1 RUNNING\n"
+    shell.run_cell_magic("slurm", "", "slurm.wait(7)")
+    assert shell.user_ns["slurm"].tell is None and capsys.readouterr().out == ""
 
 
 def test_the_throw_away_cluster_says_what_is_missing(monkeypatch):

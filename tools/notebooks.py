@@ -6,7 +6,8 @@
     python tools/notebooks.py student --to student notebooks/*.ipynb
 
 A notebook is stale when its code is not the code that made its outputs. A change in the library does not make
-it stale: `make test` runs every notebook against the library of the day.
+it stale: `make test` runs every notebook against the library of the day. Outputs that somebody edited make it stale
+too.
 
 A student gets a stub for each cell tagged `solution`. Its first comment says what to do (below the cell magic, if
 there is one). Without more, the whole cell goes, and the stub raises that comment as its error. To leave the student
@@ -116,13 +117,19 @@ def fingerprint(notebook: NotebookNode) -> str:
     return hashlib.sha256(sources.encode()).hexdigest()[:16]
 
 
+def seal(notebook: NotebookNode) -> str:
+    """16 hex digits that change whenever a stored output changes."""
+    outputs = json.dumps([cell.outputs for cell in code_cells(notebook)], ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(outputs.encode()).hexdigest()[:16]
+
+
 def why_stale(notebook: NotebookNode) -> str:
     """Why the stored outputs cannot be trusted, in a few words; empty when they can."""
     cells = code_cells(notebook)
-    stored = notebook.metadata.get("rankcell", {}).get("executed")
-    if stored is None:
+    stored = notebook.metadata.get("rankcell", {})
+    if "executed" not in stored:
         return "never executed by `make execute`"
-    if stored != fingerprint(notebook):
+    if stored["executed"] != fingerprint(notebook):
         return "its code changed since it was executed"
     counts = [cell.execution_count for cell in cells]
     if counts != list(range(1, len(cells) + 1)):
@@ -134,6 +141,8 @@ def why_stale(notebook: NotebookNode) -> str:
             return f"cell [{count}] holds an error but has no tag `raises-exception`"
         if expected and not failed:
             return f"cell [{count}] has the tag `raises-exception` but holds no error"
+    if stored.get("outputs") != seal(notebook):
+        return "its outputs are not those that its run stored"
     return ""
 
 
@@ -237,8 +246,10 @@ def execute(path: Path, *, timeout: float = 600) -> float:
     except DeadKernelError:
         raise NotebookError(f"{path}: {where_it_stopped(notebook)} ended the kernel.") from None
     seconds = time.perf_counter() - start
-    notebook.metadata["rankcell"] = {"executed": fingerprint(notebook)}
     clean(notebook)
+    notebook.metadata["rankcell"] = nbformat.from_dict(
+        {"executed": fingerprint(notebook), "outputs": seal(notebook), "seconds": round(seconds)}
+    )
     problems = machine_paths(notebook, paths_of_this_machine())
     reason = why_stale(notebook)
     if reason:

@@ -48,6 +48,7 @@ __all__ = [
     "run",
     "span",
     "spans",
+    "trace",
     "watch",
 ]
 
@@ -117,6 +118,24 @@ def memory(*owners: Any) -> AbstractContextManager[Any]:
 
     recorder = _recorder()
     return Meter(*owners) if recorder is None else recorder.measure(*owners)
+
+
+def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
+    """Trace what `model` computes in the block: outputs, their gradients, gradients of parameters, updated parameters.
+
+    with rankcell.trace(dense) as one:                # in the notebook, one process
+        loss(dense(x), y).backward()
+
+    On the ranks of a cell it goes with the Run, and `check.against(run, one)` says how the ranks' tensors make up those
+    of one process. `model` may be a list of modules, or what holds the stages of a pipeline. The steps of any optimizer
+    in the block count, or only those of `optimizer`. Numbers stay as they are, bit for bit.
+    """
+    recorder = _recorder()
+    if recorder is not None:
+        return recorder.traced(model, optimizer)
+    from .engine.trace import Trace
+
+    return Trace(model, optimizer)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -7,14 +7,17 @@ and dictionaries of them. Two NaN at the same place are equal: course tensors ho
 """
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from .errors import Told
 from .results import Run, name_ranks
+
+if TYPE_CHECKING:
+    from .against import Comparison
 
 _SHOWN = 8  # numbers of a value that a verdict spells out
 
@@ -50,6 +53,9 @@ def that(condition: Any, sentence: str) -> Verdict:
 
 def every(*verdicts: Verdict) -> Verdict:
     """Several checks that all held, in one."""
+    for verdict in verdicts:
+        if not getattr(verdict, "ok", True):
+            _fail(verdict.text)
     return Verdict("\n".join(verdict.text for verdict in verdicts))
 
 
@@ -110,6 +116,38 @@ def overlap_above(fraction: float, floor: float) -> Verdict:
     return Verdict(
         f"{fraction:.0%} of the communication is hidden behind computing (at least {floor:.0%} asked)"
     )
+
+
+def against(
+    run: Run,
+    one: Any,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    names: "Mapping[str, str] | Callable[[str], str] | None" = None,
+    rtol: float | None = None,
+) -> "Comparison":
+    """How the tensors that the ranks traced make up those of one process, and which went wrong first.
+
+    with rankcell.trace(dense) as one: ...         # in the notebook; and `with rankcell.trace(model): ...` in a
+    check.against(run, one, mesh={"dp": 2, "tp": 2})   # cell `%%ranks 4 -o run`
+
+    Tensors are paired by name and call. Each may be the same on all ranks, sharded in any way, a part of the batch, a
+    partial sum, or a multiple. The comparison is true if gradients and updates are those of one process; it does not
+    raise, `check.every` and `check.that` do. Its `first` says which tensor went wrong first, and why.
+
+    Args:
+        mesh: axes and their sizes in the order of the ranks, so that sums are named by axis.
+        names: the dense names of modules that are called otherwise on the ranks, by the beginning of their names, or a
+            function of the name.
+        rtol: by how much numbers may differ, as a share of a tensor's typical one; by default what its dtype and the
+            depth of the model allow.
+
+    Raises:
+        NothingToCompare: the Run or the trace is none, or no name is in both.
+    """
+    from .against import compare  # numpy only when it is asked for
+
+    return compare(run, one, mesh=mesh, names=names, rtol=rtol)
 
 
 def _fail(sentence: str) -> NoReturn:

@@ -80,6 +80,7 @@ class RankMagics(Magics):
                 f"{options.world_size!r} is no number of ranks. Write for example `%%ranks 4`."
             )
         push = self._pushed(options.push or ())
+        dense = self._dense(options.against)
         text = self._source(cell)
         ranks = self._world(int(options.world_size), options.device, options.nodes, fresh=options.fresh)
         live = _Live()
@@ -92,6 +93,7 @@ class RankMagics(Magics):
                 timeout=options.timeout,
                 values=options.values,
                 step=options.step,
+                follow=options.against is not None,
                 filename=self._name_of_cell(),
                 on_update=live.update,
             )
@@ -103,7 +105,33 @@ class RankMagics(Magics):
             raise
         live.end()
         self._tell(ranks)
+        if dense is not None:
+            run = self._compared(run, dense, options)
         return self._keep(run, options)
+
+    def _dense(self, names: Sequence[str] | None) -> Any:
+        """The model that `--against` names."""
+        if names is None:
+            return None
+        dense = self.shell.user_ns.get(names[0])
+        if not hasattr(dense, "named_modules"):
+            what = f"is {errors.plain_value(dense)}" if names[0] in self.shell.user_ns else "is not there"
+            raise errors.OptionError(
+                f"--against needs a model of the notebook, and {names[0]} {what}. Define it in an ordinary cell first."
+            )
+        return dense
+
+    def _compared(self, run: Run, dense: Any, options: Any) -> Run:
+        """The run with what one process says of it; the run is kept if it cannot say anything."""
+        from . import check, twin
+
+        try:
+            verdict = check.against(run, twin.trace(dense, run))
+        except ValueError:
+            self._keep(run, options)
+            raise
+        ranks = tuple(replace(r, trace=twin.without_inputs(r.trace)) for r in run.ranks)
+        return replace(run, ranks=ranks, against=verdict)
 
     def _source(self, cell: str) -> str:
         """The cell with its magics translated, and lines counted as the notebook counts them: `%%ranks` is
@@ -233,6 +261,11 @@ class RankMagics(Magics):
         return [n for n in known if n.startswith(word)]
 
 
+def _with_verdict(run: Run, text: str, how: str) -> str:
+    """What a run shows, and below it what `--against` found."""
+    return text if run.against is None else f"{text}\n{getattr(run.against, how)()}"
+
+
 class Worlds:
     """What `%ranks` shows: a row per world, with its processes and their memory."""
 
@@ -317,8 +350,10 @@ def load(shell: Any) -> RankMagics:
     magics = RankMagics(shell)
     shell.register_magics(magics)
     formatters = shell.display_formatter.formatters
-    formatters["text/plain"].for_type(Run, lambda run, p, cycle: p.text(page.as_text(run)))
-    formatters["text/html"].for_type(Run, page.as_html)
+    formatters["text/plain"].for_type(
+        Run, lambda run, p, cycle: p.text(_with_verdict(run, page.as_text(run), "__repr__"))
+    )
+    formatters["text/html"].for_type(Run, lambda run: _with_verdict(run, page.as_html(run), "_repr_html_"))
 
     @context_matcher(identifier="rankcell")
     def matcher(context: Any) -> SimpleMatcherResult:

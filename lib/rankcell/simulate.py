@@ -338,7 +338,10 @@ class Device:
         """Drop the last reference to `buffer` (`del`): its memory may be given out again."""
         self._touch(buffer)
         number, owner, nbytes = self._blocks.pop(buffer)
-        users = frozenset().union(*(s._tail for s in self._users.pop(buffer)))
+        others = [
+            s for s in self._users.pop(buffer) if s._row != owner
+        ]  # its own queue keeps the order anyway
+        users = frozenset().union(*(s._tail for s in others))
         self._freed.append(_Block(number, owner, nbytes, users))
         self._gone.add(buffer)
 

@@ -101,6 +101,14 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "help": "show the cell as a slider: where each rank stands, and what these names hold there",
         },
     ),
+    (
+        ("--against",),
+        {
+            "type": name,
+            "metavar": "MODEL",
+            "help": "compare the cell's one forward and backward with those of this model, in one process",
+        },
+    ),
     (("--values",), {"action": "store_true", "help": "record what the tensors of every communication held"}),
 )
 

@@ -519,12 +519,8 @@ def _indented(source: str) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `rankcell`; the number for the shell is 0 when all went well."""
-    parser = argparse.ArgumentParser(
-        prog="rankcell", description="Notebook cells that run on several real ranks."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def add_command(commands: Any) -> None:
+    """Add `export` to the sub-commands of an argument parser."""
     command = commands.add_parser(
         "export",
         help="turn the rank cells of a notebook into a script for torchrun and srun",
@@ -543,7 +539,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--gpus-per-node", type=int, default=0, metavar="N", help="how many GPUs on each node (0)"
     )
-    options: Any = parser.parse_args(arguments)
+    command.set_defaults(run=run)
+
+
+def run(options: Any) -> int:
+    """Export as the options say and print what was written; the number for the shell is 0 when all went well."""
     try:
         exported = convert(options.notebook, world_size=options.world_size)
         written = export(
@@ -565,6 +565,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if modules:
         print(f"{script.parent / MODULES}: what the script imports")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`rankcell export` alone; the number for the shell is 0 when all went well."""
+    parser = argparse.ArgumentParser(prog="rankcell")
+    add_command(parser.add_subparsers(required=True, metavar="COMMAND"))
+    options: Any = parser.parse_args(arguments)
+    return options.run(options)
 
 
 if __name__ == "__main__":

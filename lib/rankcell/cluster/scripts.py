@@ -71,7 +71,7 @@ def array(
         at_once: how many tasks may run at the same time; 0: as many as there is room for.
         minutes: the longest a task may take.
         cpus, gpus: what each task gets.
-        environment: a conda environment to activate first.
+        environment: a conda environment to activate first, or the folder (with a `/`) of one made by venv.
     """
     if tasks < 1:
         raise ValueError(f"An array needs at least 1 task, not {tasks}.")
@@ -307,6 +307,9 @@ def _gpus(count: int, per: str = "job") -> list[Line]:
 def _environment(name: str) -> list[Line]:
     if not name:
         return []
+    if "/" in name:
+        why = "The Python and packages of this folder (made by `python -m venv`), whatever was active at `sbatch`."
+        return [Line(f"source {shlex.quote(name)}/bin/activate", why)]
     return [
         Line(
             'source "$(conda info --base)/etc/profile.d/conda.sh"',

@@ -2,8 +2,8 @@
 
 Everything goes through Slurm's commands (sbatch, squeue, ...). `%load_ext rankcell.cluster.slurm` adds the
 magics `%slurm` and `%%slurm`: a cell that begins with `%%slurm` runs where there is a Slurm and is skipped,
-with the reason, where there is none. This module brings no Slurm along: lesson 14 names the throw-away
-cluster of the course's tests, tests/mini_slurm.py.
+with the reason, where there is none. This module brings no Slurm along: lessons 16 and 17 name the
+throw-away cluster of the course's tests, tests/mini_slurm.py.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,6 +52,7 @@ class Slurm:
     mode = ""
     about = "the Slurm of this machine"
     allocation: int | None = None  # of this process, from `allocate`
+    tell: Callable[[str], None] | None = None  # gets a line now and then while `wait` and `wait_for` wait
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
@@ -105,10 +106,13 @@ class Slurm:
         Raises:
             TimeoutError: it is not over after `seconds`; says what state it is in.
         """
-        end = time.monotonic() + seconds
+        begin = time.monotonic()
         while not OVER.issuperset((states := self.states(job)).values()):
-            if time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if waited > seconds:
                 raise TimeoutError(f"job {job} is not over after {seconds:g} s: {states}")
+            if self.tell and waited > 1:
+                self.tell(f"job {job}: {_counted(states)}")
             time.sleep(0.2)
         return states
 
@@ -118,11 +122,14 @@ class Slurm:
         Raises:
             TimeoutError: `text` is not there after `seconds`; ends with the file's last lines.
         """
-        file, end = self.folder / path, time.monotonic() + seconds
+        file, begin = self.folder / path, time.monotonic()
         while not (file.exists() and text in file.read_text()):
-            if time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if waited > seconds:
                 found = "\n".join(file.read_text().splitlines()[-15:]) if file.exists() else "no such file"
                 raise TimeoutError(f"{path} has no {text!r} after {seconds:g} s:\n{found}")
+            if self.tell and waited > 1:
+                self.tell(f"waiting for {text.strip()!r} in {path}")
             time.sleep(0.1)
         return file.read_text()
 
@@ -211,8 +218,29 @@ def find(program: str | Path = "", *, folder: str | Path = "slurm-jobs") -> Slur
     return module.up()
 
 
+def _counted(states: Mapping[str, str]) -> str:
+    """The states of a job's tasks in words: "3 COMPLETED, 2 RUNNING"; of one task the state alone."""
+    names = list(states.values())
+    if len(names) < 2:
+        return names[0] if names else "gone"
+    return ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
+
+
 def _task_number(entry: list[str]) -> list[int]:
     return [int(part) for part in entry[0].split("_") if part.isdigit()]
+
+
+class _Progress:
+    """Prints what is waited for: when it changes, but not all the time, and now and then while it does not."""
+
+    def __init__(self) -> None:
+        self.last, self.said = "", 0.0
+
+    def __call__(self, text: str) -> None:
+        since = time.monotonic() - self.said
+        if since >= (4 if text == self.last else 1.5):
+            print(text, flush=True)
+            self.last, self.said = text, time.monotonic()
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -257,7 +285,11 @@ def load_ipython_extension(shell: Any) -> None:
                 print("Skipped: this needs a throw-away cluster whose nodes have networks of their own.")
             else:
                 with self.found.inside():
-                    return self._execute(cell)
+                    self.found.tell = _Progress()
+                    try:
+                        return self._execute(cell)
+                    finally:
+                        self.found.tell = None
             return None
 
         def _execute(self, cell: str) -> Any:

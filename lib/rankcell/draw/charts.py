@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..hardware import EACH_WAY, GPU, Speed
-from .parts import EDGE, WIDTH, key, key_of_lines, log_ticks, point, round_ticks, swatch, text_width
+from .parts import EDGE, WIDTH, Swatch, key, key_of_lines, log_ticks, point, round_ticks, text_width
 from .svg import (
     COLOURS,
     LINE,
     MUTED,
-    PAPER,
     RANK_COLOURS,
     Figure,
     drawing,
@@ -25,7 +24,6 @@ from .svg import (
     format_seconds,
     label,
     line,
-    rect,
 )
 
 
@@ -127,7 +125,7 @@ def shares(pairs: Iterable[tuple[Speed, Speed]]) -> Table:
 
 @dataclass(frozen=True)
 class Rung:
-    """One bar of a ladder, `value` in its unit. `measured` is solid, published or predicted is outlined."""
+    """One rung of a ladder, `value` in its unit. `measured` is solid, published or predicted is outlined."""
 
     name: str
     value: float
@@ -143,11 +141,11 @@ def ladder(
     outlined: str = "published",
     solid: str = "measured here",
 ) -> Figure:
-    """Horizontal bars on a log axis, in the order given.
+    """Values on a log axis, one rung each in the order given, and by what factor each differs from the last.
 
-    `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside the bars
-    and the ticks. The bars start at the left end of a log axis, so compare where they end, not how long they
-    are.
+    `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside the rungs
+    and the ticks. A rung is a point: on a log axis no length can be compared, so there are no bars (`bars.bars`
+    draws those, from zero).
     """
     if not rungs:
         raise ValueError("A ladder needs at least one rung.")
@@ -162,8 +160,8 @@ def ladder(
         return left + (math.log10(value) - low) / (high - low) * (right - left)
 
     colour = COLOURS["all_reduce"]
-    entries = [(solid, swatch(colour))] * any(r.measured for r in rungs)
-    entries += [(outlined, swatch(PAPER, colour))] * any(not r.measured for r in rungs)
+    kinds = sorted({r.measured for r in rungs}, reverse=True)
+    entries = [(solid if measured else outlined, _dot(colour, measured)) for measured in kinds]
     marks, _ = key(entries, 10, left=EDGE, gap=26)
     bottom = top + row * len(rungs)
     powers = range(low, math.floor(high) + 1)
@@ -178,15 +176,21 @@ def ladder(
             if centre - half > last:
                 ticks.append(label(centre, bottom + 24, text, anchor="middle", fill=MUTED))
                 last = centre + half + 6
-    for k, rung in enumerate(rungs):
+    places = [(x(rung.value), top + row * k + 36) for k, rung in enumerate(rungs)]
+    for (xa, ya), (xb, yb) in pairwise(places):
+        marks.append(line(xa, ya, xb, yb, stroke=LINE, width=1.5, dash="3 4"))
+    for k, (rung, place) in enumerate(zip(rungs, places, strict=True)):
         y = top + row * k
-        shown = format_value(rung.value)
-        marks += [
-            label(left, y + 20, rung.name),
-            label(right, y + 20, shown, anchor="end", bold=True),
-            _bar(left, y + 27, x(rung.value) - left, rung.measured, f"{rung.name}: {shown}"),
-        ]
-    marks += [*ticks, label(WIDTH / 2, bottom + 50, f"{unit}, log scale", anchor="middle", fill=MUTED)]
+        shown, factor = format_value(rung.value), _factor(rungs[k - 1].value if k else 0, rung.value)
+        marks += [label(left, y + 20, rung.name), label(right, y + 20, shown, anchor="end", bold=True)]
+        at = left + text_width(rung.name) + 14
+        if factor and at + text_width(factor) + 10 < right - text_width(shown):
+            marks.append(label(at, y + 20, factor, fill=MUTED))
+        marks.append(point(0, *place, colour, rung.measured, f"{rung.name}: {shown}"))
+    marks += [
+        *ticks,
+        label(WIDTH / 2, bottom + 50, f"{unit}; each line is 10 times the last", anchor="middle", fill=MUTED),
+    ]
     width = max(len(r.name) for r in rungs)
     text = "\n".join(
         f"{r.name.ljust(width)}  {format_value(r.value).rjust(10)}  {solid if r.measured else outlined}"
@@ -195,11 +199,18 @@ def ladder(
     return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=f"{unit}\n{text}")
 
 
-def _bar(x: float, y: float, width: float, filled: bool, title: str = "") -> str:
-    """A bar 16 px high: solid, or an outline of 2 px that a phone still shows."""
-    colour = COLOURS["all_reduce"]
-    fill = colour if filled else PAPER
-    return rect(x, y, width, 16, fill=fill, stroke=colour, stroke_width=2, title=title)
+def _dot(colour: str, filled: bool) -> Swatch:
+    """The mark of a key's entry for points."""
+    return lambda x, y: point(0, x + 9, y + 11, colour, filled, "")
+
+
+def _factor(before: float, value: float) -> str:
+    """By what `before` is divided or multiplied to give `value`, in two digits; "" where there is no before."""
+    if not before:
+        return ""
+    ratio = max(before / value, value / before)
+    text = f"{ratio:.2g}" if ratio < 100 else f"{ratio:,.0f}"
+    return "" if text == "1" else f"{'÷' if value < before else '×'} {text}"
 
 
 @dataclass(frozen=True)

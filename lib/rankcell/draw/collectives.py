@@ -305,6 +305,18 @@ def _build_gather(events: list[Event], before: _Held, empty: _Held, after: _Held
 def _build_parts(events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]) -> None:
     """reduce_scatter and all_to_all: part i of every rank goes to the i-th rank of the group."""
     group, combines = events[0].ranks, events[0].op == "reduce_scatter"
+    parts = {} if combines else _unequal(events)
+    if parts:
+        for e in events:
+            sent = [(t, parts[e.rank, t]) for t in group if parts[e.rank, t]]
+            came = [(s, parts[s, e.rank]) for s in group if parts[s, e.rank]]
+            before[e.rank] = tuple(_Block(p, (e.rank,)) for _, p in sent)
+            after[e.rank] = tuple(_Block(p, (s,)) for s, p in came)
+            empty[e.rank] = tuple(_blank(p) for _, p in came)
+            moves += [_Move(e.rank, t, i, group.index(e.rank)) for i, (t, _) in enumerate(sent)]
+        ports = {t: [m.source for m in moves if m.target == t] for t in group}
+        moves[:] = [_Move(m.source, m.target, m.part, ports[m.target].index(m.source)) for m in moves]
+        return
     for i, e in enumerate(events):
         before[e.rank] = tuple(_Block(p, (e.rank,)) for p in _parts(e, _values(e).input_before))
         if combines:
@@ -317,6 +329,26 @@ def _build_parts(events: list[Event], before: _Held, empty: _Held, after: _Held,
         moves += [_Move(s, e.rank, i, j) for j, s in enumerate(group)]
     if not combines:
         _check_parts(group, before, after)
+
+
+def _unequal(events: list[Event]) -> dict[tuple[int, int], tuple[float, ...]]:
+    """What each rank sent to each in an `all_to_all_single` with unequal parts, told from its numbers.
+
+    Empty where the parts are equal, or where a number occurs twice, so that one cannot tell.
+    """
+    group = events[0].ranks
+    sent = {e.rank: _whole(_values(e).input_before) for e in events}
+    came = {e.rank: _whole(_values(e).output_after) for e in events}
+    home = {x: rank for rank, numbers in sent.items() for x in numbers}
+    if len(home) < sum(map(len, sent.values())):
+        return {}
+    parts = {(s, t): tuple(x for x in came[t] if home.get(x) == s) for s in group for t in group}
+    fits = all(
+        sent[r] == tuple(x for t in group for x in parts[r, t])
+        and came[r] == tuple(x for s in group for x in parts[s, r])
+        for r in group
+    )
+    return parts if fits and len(set(map(len, parts.values()))) > 1 else {}
 
 
 def _check_parts(group: tuple[int, ...], before: _Held, after: _Held) -> None:
@@ -364,6 +396,11 @@ def _sentences(scene: _Scene) -> tuple[str, str]:
         "all_to_all": (f"part i of {every} goes to rank i", "part j of the output came from rank j"),
     }
     send, found = words[scene.op]
+    if scene.op == "all_to_all" and any(len(scene.before[r]) < len(g) for g in scene.groups for r in g):
+        send, found = (
+            "each number goes to the rank that it is for",
+            "what came stands in the order of the ranks",
+        )
     if scene.op in ("reduce", "all_reduce", "reduce_scatter"):
         found = "; ".join(filter(None, (_arithmetic(scene), found)))
     return send, found

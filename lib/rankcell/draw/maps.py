@@ -223,3 +223,42 @@ def cluster_map(*, nvlink: Speed, pcie: Speed, network: Speed, per_node: int = 8
 
 
 __all__ = ["cluster_map", "link_matrix", "machine_map"]
+
+
+def copy_paths(*, pageable: str, pinned: str) -> Figure:
+    """The way of a tensor from host memory to a GPU, from pageable and from pinned memory, one under the other.
+
+    `pageable` and `pinned` say below each way what it costs.
+    """
+    marks, y = [], 10.0
+    ways = {
+        "pageable": (("pageable memory", "buffer of the driver", "GPU memory"), pageable),
+        "pinned": (("pinned memory", "", "GPU memory"), pinned),
+    }
+    for name, (stops, cost) in ways.items():
+        marks.append(label(EDGE, y + 20, f"from {name} memory", bold=True))
+        places = [EDGE, 214.0, 438.0]
+        for x, stop in zip(places, stops, strict=True):
+            if stop:
+                fill = "#f7d9b0" if x == EDGE else "#c5e5a5" if x == places[2] else "#f0e442"
+                marks.append(rect(x, y + 34, 152, 58, fill=fill, stroke=MUTED, radius=6))
+                for n, text in enumerate(wrap(stop, 146)):
+                    marks.append(
+                        label(
+                            x + 76,
+                            y + (58 if len(wrap(stop, 146)) > 1 else 70) + 24 * n,
+                            text,
+                            anchor="middle",
+                        )
+                    )
+        arrows = (
+            [(162, 212, "the CPU"), (366, 436, "copy engine")] if stops[1] else [(162, 436, "copy engine")]
+        )
+        for begin, end, who in arrows:
+            marks.append(line(begin, y + 63, end, y + 63, stroke=INK, width=3, arrow=True))
+            marks.append(label((begin + end) / 2, y + 114, who, anchor="middle", fill=MUTED))
+        marks.append(label(EDGE, y + 140, cost))
+        y += 164
+    alt = f"From pageable memory the CPU copies into a buffer of the driver first: it {pageable}."
+    alt += f" From pinned memory the copy engine reads by itself: it {pinned}."
+    return drawing(WIDTH, y, *marks, alt=alt)

@@ -13,6 +13,8 @@ from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
 _EDGE, _STRIP = 10, 40  # px beside and across a strip
+_ARROW = 24  # px of an arrow above and below the words between two ranks
+_FINEST = 5  # px for one number, below which lines between them would hide it
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
 
 
@@ -22,13 +24,16 @@ class Split:
 
     `held` is per rank the part of each matrix that it holds (`None`: nothing of it); `exchange` says in a few
     short lines what the ranks tell each other, and how often. `partial` names the matrices of which a rank
-    holds partial sums only.
+    holds partial sums only. `forward` and `backward` say which way messages go in these passes: "down" to the
+    next rank, "up" to the one before, "both", or "" for none; they are drawn as arrows.
     """
 
     name: str
     held: Sequence[Mapping[str, Part | None]]
     exchange: Sequence[str] = ()
     partial: Sequence[str] = ()
+    forward: str = ""
+    backward: str = ""
 
 
 def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
@@ -55,7 +60,8 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
     tall = max(rows for rows, _ in shapes.values())
     unit = min((panel - 18 - _GAP * (len(shapes) - 1)) / across, 80 / tall)
     box = _HEAD + unit * tall + 14
-    between = 26.0 * max((len(s.exchange) for s in splits), default=0) + 16
+    arrows = any(s.forward or s.backward for s in splits)
+    between = 26.0 * max((len(s.exchange) for s in splits), default=0) + (16 + 2 * _ARROW * arrows)
     tops = [_TITLE + 8 + r * (box + between) for r in range(n_ranks)]
     hatched = any(s.partial for s in splits)
     marks = [_hatches(n_ranks)] if hatched else []
@@ -68,16 +74,36 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
             marks += _matrices(split.held[r], shapes, r, x0 + panel / 2, top, unit, split.partial)
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
-                at = top - between + 26 * (i + 1)
+                at = top - between + 26 * (i + 1) + _ARROW * arrows
                 size = min(20.0, 20 * (panel - 4) / max(text_width(words), 1))
                 marks.append(label(x0 + panel / 2, at, words, anchor="middle", size=size))
+            marks += _arrows(split, x0 + panel / 2, top - between, top)
     alt = alt or "; ".join(f"{s.name}: {' '.join(s.exchange)}" for s in splits) + "."
     bottom = tops[-1] + box + 8
     if hatched:
         swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)
         marks += [swatch, label(36, bottom + 21, "hatched: a partial sum")]
         bottom += 32
+    if arrows:
+        marks.append(line(10, bottom + 14, 46, bottom + 14, stroke=INK, width=2, arrow=True))
+        marks.append(label(54, bottom + 21, "forward pass"))
+        marks.append(line(230, bottom + 14, 266, bottom + 14, stroke=INK, width=2, dash="5 4", arrow=True))
+        marks.append(label(274, bottom + 21, "backward pass"))
+        bottom += 32
     return drawing(WIDTH, bottom, *marks, alt=alt, text=_twin(splits, shapes))
+
+
+def _arrows(split: Split, centre: float, top: float, bottom: float) -> list[str]:
+    """Arrows between the frames of two ranks, in two pieces above and below the words."""
+    marks = []
+    for ways, x, dash in ((split.forward, centre - 12, ""), (split.backward, centre + 12, "5 4")):
+        for tail, head in ((top + _ARROW, top + 1), (bottom - _ARROW, bottom - 1)):
+            goes_up = head < tail
+            pointed = ways == "both" or ways == ("up" if goes_up else "down")
+            if ways:
+                ends = (x, tail, x, head) if pointed else (x, head, x, tail)
+                marks.append(line(*ends, stroke=INK, width=2, dash=dash, arrow=pointed))
+    return marks
 
 
 def _hatches(n_ranks: int) -> str:
@@ -92,14 +118,19 @@ def _hatches(n_ranks: int) -> str:
 
 
 def strips(
-    cuts: Mapping[str, Sequence[tuple[str, float]]], *, unit: str = "numbers", alt: str = ""
+    cuts: Mapping[str, Sequence[tuple[str, float]]],
+    *,
+    unit: str = "numbers",
+    across: bool = True,
+    alt: str = "",
 ) -> Figure:
     """One long row of numbers, drawn once for every way to cut it, all to the same scale.
 
         strips({"3 layers": [("layer 0", 961), ...], "4 shards": [("rank 0", 721), ...]})
 
-    A piece is its name and its length in `unit`; a piece called "rank 2" has the colour of that rank. The cuts
-    of each strip go on, dashed, through the ones above, so that one sees what they cross.
+    A piece is its name and its length in `unit`; a piece called "rank 2" has the colour of that rank, and so has
+    "rank 2: 7", which says 7. With `across` the cuts of each strip go on, dashed, through the ones above, so
+    that one sees what they cross.
 
     Raises:
         ValueError: there is nothing to draw, or one strip is longer than another.
@@ -119,10 +150,11 @@ def strips(
         for index, (words, length) in enumerate(pieces):
             fill, tip = _colour_of(words, index), f"{words}: {length:,.0f} {unit}"
             marks.append(rect(x, top, length * scale, _STRIP, fill=fill, stroke=INK, title=tip))
-            if text_width(words) + 6 < length * scale:
-                marks.append(label(x + length * scale / 2, top + 27, words, anchor="middle"))
+            said = words.partition(": ")[2] or words
+            if text_width(said) + 6 < length * scale:
+                marks.append(label(x + length * scale / 2, top + 27, said, anchor="middle"))
             x += length * scale
-            if index < len(pieces) - 1 and top > first_top:
+            if across and index < len(pieces) - 1 and top > first_top:
                 dashed.append(line(x, first_top, x, top, stroke=INK, dash="5 4"))
         twin.append(f"{name}: " + ", ".join(f"{words} {length:,.0f}" for words, length in pieces))
         y = top + _STRIP + 8
@@ -132,8 +164,8 @@ def strips(
 
 
 def _colour_of(words: str, index: int) -> str:
-    """The colour of a rank for "rank 2"; for other pieces two greys in turn."""
-    kind, _, number = words.partition(" ")
+    """The colour of a rank for "rank 2" and "rank 2: 7"; for other pieces two greys in turn."""
+    kind, _, number = words.partition(": ")[0].partition(" ")
     if kind == "rank" and number.isdigit():
         return pale(rank_colour(int(number)), 0.6)
     return pale(MUTED, 0.15 if index % 2 else 0.35)
@@ -161,9 +193,10 @@ def _matrices(
             marks.append(
                 rect(x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit, fill=fill, radius=0)
             )
-        for i in range(1, rows):
+        grid = unit >= _FINEST  # lines between the numbers
+        for i in range(1, rows if grid else 0):
             marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))
-        for j in range(1, columns):
+        for j in range(1, columns if grid else 0):
             marks.append(line(x + j * unit, y, x + j * unit, y + rows * unit, stroke=PAPER))
         marks.append(rect(x, y, columns * unit, rows * unit, stroke=INK, radius=0))
         x += columns * unit + _GAP
@@ -173,7 +206,11 @@ def _matrices(
 def _twin(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]]) -> str:
     lines = []
     for split in splits:
-        lines.append(f"{split.name}: exchanges {' '.join(split.exchange) or 'nothing'}")
+        ways = {"forward": split.forward, "backward": split.backward}
+        arrows = ", ".join(f"{way} {name}" for name, way in ways.items() if way)
+        lines.append(
+            f"{split.name}: exchanges {' '.join(split.exchange) or 'nothing'}{f' ({arrows})' if arrows else ''}"
+        )
         for r, held in enumerate(split.held):
             parts = [
                 f"{name} {_words(held.get(name), shape)}{', partial' if name in split.partial else ''}"
@@ -220,9 +257,9 @@ def mlp_three_ways(*, x: tuple[int, int], w1: tuple[int, int], w2: tuple[int, in
     pipeline = [{"x": whole["x"], "W1": whole["W1"]}, {"W2": whole["W2"]}]
     return side_by_side(
         [
-            Split("data", data, ("gradients,", "once a step")),
-            Split("pipeline", pipeline, ("activations,", "at each cut")),
-            Split("tensor", tensor, ("partial sums,", "in each block")),
+            Split("data", data, ("gradients,", "once a step"), backward="both"),
+            Split("pipeline", pipeline, ("activations,", "at each cut"), forward="down", backward="up"),
+            Split("tensor", tensor, ("partial sums,", "in each block"), forward="both", backward="both"),
         ],
         shapes,
         alt=(

@@ -1,11 +1,14 @@
 """Who starts whom: sbatch the job's script, the script srun, srun the ranks or one torchrun per node.
 
 One frame per machine, one row per kind of process, an arrow from each process to those that it starts. The
-dashed line joins those who have to find each other. It draws what is asked for and looks at no job.
+dashed line joins those who have to find each other. `meeting` draws how they do. Both draw what is asked for
+and look at no job.
 """
 
+from collections.abc import Sequence
+
 from .parts import WIDTH, pale, rank_colour
-from .svg import INK, LINE, MUTED, Figure, drawing, label, line, rect
+from .svg import INK, LINE, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _EDGE, _GAP, _ROW, _BOX = 10, 16, 78, 38
 _MEET = "#d55e00"
@@ -74,6 +77,62 @@ def starts(nodes: int = 2, ranks_per_node: int = 2, *, torchrun: bool = False) -
     return drawing(
         WIDTH, bottom + 46, *marks, alt=alt, text=f"{alt}\n{_tree(nodes, ranks_per_node, torchrun)}"
     )
+
+
+def meeting(nodes: Sequence[str], ranks_per_node: int) -> Figure:
+    """The c10d rendezvous of one torchrun on each of `nodes`, from top to bottom.
+
+    Args:
+        nodes: their names, in the order in which they arrive at the store; torch sorts them by their text.
+        ranks_per_node: how many ranks each of them starts, 1 to 4.
+
+    Raises:
+        ValueError: there is no room for so many, or two nodes have one name.
+    """
+    if not (2 <= len(nodes) <= 3 and 1 <= ranks_per_node <= 4):
+        raise ValueError(
+            f"There is room for 2 or 3 nodes of 1 to 4 ranks, not {len(nodes)} of {ranks_per_node}."
+        )
+    if len(set(nodes)) < len(nodes):
+        raise ValueError(f"Two nodes have one name: {', '.join(nodes)}.")
+    order = sorted(nodes)
+    ranks = {name: range(k * ranks_per_node, (k + 1) * ranks_per_node) for k, name in enumerate(order)}
+    wide = (WIDTH - 2 * _EDGE) / (len(nodes) + 1)
+    x = {name: _EDGE + (k + 1.5) * wide for k, name in enumerate(order)}
+    store, step, top = _EDGE + wide / 2, 62, 96
+    agreed = top + step * len(nodes)
+    told = agreed + 56
+    bottom = told + step + 2 * _BOX + 20
+    marks = [line(at, 50, at, bottom - _BOX - 12, stroke=LINE, width=2) for at in (store, *x.values())]
+    marks += _box(store, 12, wide - 24, "store")
+    marks += [mark for name in order for mark in _box(x[name], 12, wide - 24, "torchrun")]
+    under = {store: "at the endpoint"} | {x[name]: f"on {name}" for name in order}
+    for at, said in under.items():
+        marks.append(rect(at - wide / 2 + 8, 52, wide - 16, 26, fill=PAPER))
+        marks.append(label(at, 72, said, anchor="middle", size=17, fill=MUTED))
+    for k, name in enumerate(nodes):
+        y: float = top + step * k + 30
+        marks.append(line(x[name], y, store + 3, y, stroke=_MEET, width=2, arrow=True))
+        marks.append(label(store + 14, y - 8, f"{name} is here", size=18))
+    marks += _box(store, agreed, wide - 24, f"{len(nodes)} of {len(nodes)}: sort")
+    for k, name in enumerate(order):
+        y = told + step * k / len(nodes) + 8
+        marks.append(line(store, y, x[name] - 3, y, stroke=INK, width=1.5, arrow=True))
+    marks.append(label(store + 14, told, f"{len(nodes) * ranks_per_node} ranks; yours:", size=18))
+    for name in order:
+        span = ranks[name]
+        named = f"rank {span[0]}" if len(span) == 1 else f"ranks {span[0]}-{span[-1]}"
+        colour = rank_colour(span[0])
+        marks += _box(x[name], bottom - _BOX - 12, min(wide - 24, 150), named, pale(colour, 0.35), colour)
+    lines = [f"{name} is here" for name in nodes] + [
+        f"{name} gets ranks {', '.join(map(str, ranks[name]))}" for name in order
+    ]
+    alt = (
+        f"{', then '.join(nodes)} come to the store. When all {len(nodes)} are there, they are sorted by name: "
+        + "; ".join(lines[len(nodes) :])
+        + "."
+    )
+    return drawing(WIDTH, bottom, *marks, alt=alt, text="\n".join([alt, *lines]))
 
 
 def _box(

@@ -17,7 +17,6 @@ from .svg import (
     MUTED,
     PAPER,
     Figure,
-    Frames,
     drawing,
     format_bytes,
     format_seconds,
@@ -44,16 +43,22 @@ def streams(events: Iterable[Event], *, title: str = "") -> Figure:
     return _draw(events, _rows(events), max(e.end for e in events), title)
 
 
-def cases(named: Mapping[str, Iterable[Event]], *, name: str = "case", still: int = 0) -> Frames:
-    """The same picture for several runs under a slider, with the same rows and the same length of time.
+def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
+    """The same picture for several runs, one under the other, with the same rows and the same length of time.
 
-    cases({"pageable": one.events, "pinned": other.events})
+    stacked({"pageable": one.events, "pinned": other.events})
     """
     runs = {case: _sorted(events) for case, events in named.items()}
     rows = _rows([e for events in runs.values() for e in events])
     end = max(e.end for events in runs.values() for e in events)
-    figures = tuple(_draw(events, rows, end, case) for case, events in runs.items())
-    return Frames(figures, tuple(runs), name=name, still=still)
+    marks, y = [], 0.0
+    figures = [_draw(events, rows, end, case) for case, events in runs.items()]
+    for figure in figures:
+        marks.append(figure.svg.replace("<svg ", f'<svg y="{y:g}" ', 1))
+        y += float(figure.svg.split('viewBox="', 1)[1].split('"', 1)[0].split()[-1])
+    return drawing(
+        WIDTH, y, *marks, alt=" ".join(f.alt for f in figures), text="\n\n".join(f.text for f in figures)
+    )
 
 
 def _sorted(events: Iterable[Event]) -> list[Event]:
@@ -218,4 +223,4 @@ def _twin(
     return "\n".join(lines)
 
 
-__all__ = ["cases", "streams"]
+__all__ = ["stacked", "streams"]
