@@ -23,6 +23,9 @@ from .parts import Part, unpack
 
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
+SETTLE = (
+    2.0  # seconds that ranks on the way to an operation get to reach it, so that the report counts them, too
+)
 GRACE = 0.8  # seconds that a freed or interrupted rank has to come back before it is replaced
 PATIENCE = 4.0  # ... if it gets no processor: on a busy machine that is not its fault
 SPINS = 0.5  # seconds of computing meanwhile that show that it does get one
@@ -111,7 +114,7 @@ class Cell:
     def _wait(self, interrupted: Callable[[], bool]) -> errors.RankError | errors.RanksInterrupted | None:
         """Wait until the ranks are through, or until there is a reason to end the cell."""
         began, timeout = self._mailbox.began, self._timeout
-        next_poll, seen = began + FIRST_POLL, None
+        next_poll, seen, proved = began + FIRST_POLL, None, None
         while not self._over():
             now = time.monotonic()
             end = began + timeout if timeout is not None else now + 3600
@@ -134,7 +137,9 @@ class Cell:
             if now >= next_poll:
                 self._look()
                 diagnosis = diagnose.diagnose(self._states)
-                if diagnosis is not None and seen == _fingerprint(self._states):
+                proved = (proved or now) if diagnosis is not None else None
+                patient = proved is not None and now < proved + SETTLE and not diagnose.settled(self._states)
+                if diagnosis is not None and seen == _fingerprint(self._states) and not patient:
                     return errors.Deadlock(str(diagnosis))
                 seen = _fingerprint(self._states) if diagnosis is not None else None
                 next_poll = time.monotonic() + (CONFIRM if diagnosis is not None else POLL)

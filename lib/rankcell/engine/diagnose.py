@@ -110,6 +110,11 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
     return _explain(by_rank, stuck, over)
 
 
+def settled(states: Sequence[State]) -> bool:
+    """Whether every rank is through with the cell or stands in an operation: nobody is still on the way to one."""
+    return all(state.phase != "running" or state.standing for state in states)
+
+
 def _answerable(wait: Wait, missing: Sequence[int], free: set[int]) -> bool:
     if wait.op == "recv" and wait.peer is None:
         return any(peer in free for peer in missing)
