@@ -1,9 +1,14 @@
 """What the tests share: one world of four ranks, and one bare IPython shell with the extension loaded."""
 
+import os
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import rankcell
+
+# as `%load_ext rankcell` does: threads that spin while they wait take the cores from the ranks
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")

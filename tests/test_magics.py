@@ -1,5 +1,7 @@
 """`%%ranks` and `%ranks` in a bare IPython shell."""
 
+import os
+
 import nbformat
 import pytest
 import torch
@@ -203,3 +205,9 @@ def test_runs_that_nobody_named_keep_little(cell, shell):
 def test_odd_numbers_are_explained_without_a_traceback(shell, line):
     with pytest.raises(errors.OptionError):
         shell.run_cell_magic("ranks", line, "1")
+
+
+def test_threads_that_wait_sleep_so_that_the_ranks_get_the_cores(shell, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    shell.run_line_magic("reload_ext", "rankcell")
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"

@@ -365,6 +365,9 @@ def load(shell: Any) -> RankMagics:
 
     shell.Completer.custom_matchers.append(matcher)
     magics.matcher = matcher
+    # Threads of OpenMP spin while they wait for the next product, and take the cores from the ranks: on two busy cores
+    # a small training of one process takes 20 times as long. Asleep they cost some microseconds.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # torch takes over a second to import: the fork server does it meanwhile, and so does this process
     world.warm_up()
     threading.Thread(target=_import_torch, name="rankcell import", daemon=True).start()
