@@ -339,13 +339,13 @@ class Rehearsing(Local):
     def __init__(self, world_size: int, on: str, rank: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} does not exist among {world_size} ranks: they are 0 to {world_size - 1}.")
-        self._cluster = Cluster.parse(on, world_size)
+        self.cluster = Cluster.parse(on, world_size)
         super().__init__(1, "cpu")
 
     def place_of(self, rank: int) -> tuple[int, int, str]:
         """Local rank, ranks on the node, and its name."""
-        per_node = self._cluster.per_node
-        return rank % per_node, per_node, self._cluster.node_of(rank)
+        per_node = self.cluster.per_node
+        return rank % per_node, per_node, self.cluster.node_of(rank)
 
 
 def _nothing_can_be_written(error: OSError) -> errors.StartError:

@@ -154,6 +154,10 @@ class Meter:
         self._changed[number] = storage.nbytes()
         return found
 
+    def forget(self, tensor: Tensor) -> None:
+        """Take no tensor for a parameter that is about to become another one."""
+        self._trained.pop(id(tensor), None)
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Its size may have changed: FSDP takes memory away and gives it back."""
         found = self._seen.get(storage._cdata)
@@ -196,7 +200,8 @@ class Meter:
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
         for parameter in self._parameters():
-            if id(parameter) not in self._trained:
+            known = self._trained.get(id(parameter))
+            if known is None or known() is not parameter:
                 self._trained[id(parameter)] = weakref.ref(parameter)
         trained = [p for reference in self._trained.values() if (p := reference()) is not None]
         if len(trained) < len(self._trained):
@@ -243,6 +248,10 @@ def _resizing(meter: Meter) -> Iterator[None]:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
+# they hold nothing; autograd asks more of them for fake tensors than for real ones
+_LOOKS_ONLY = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
+
+
 class _Watch(TorchDispatchMode):
     """Calls the meter after every operation."""
 
@@ -255,6 +264,8 @@ class _Watch(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):
             return NotImplemented  # a DTensor: let it call operations on its parts, which come here again
         result = operation(*args, **(kwargs or {}))
+        if operation in _LOOKS_ONLY:
+            return result
         self.meter.touch((*leaves, *tree_leaves(result)))
         self.meter.look()
         return result

@@ -387,6 +387,12 @@ class Recorder:
             del self._by_work[id(o.work)]
         self._close(o)
 
+    def finish(self, o: Operation) -> None:
+        """In a rehearsal: something uses what `o` gives, so that it is over."""
+        if self._by_work.get(id(o.work)) is o:
+            del self._by_work[id(o.work)]
+        self._close(o)
+
     def _close(self, o: Operation) -> None:
         if o.outputs:
             if o.error is None:

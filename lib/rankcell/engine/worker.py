@@ -93,7 +93,7 @@ class Rank:
         from ..rehearsal.cluster import Cluster
         from ..rehearsal.stage import Stage
 
-        self.stage = Stage(Cluster.parse(self.birth.on, self.birth.world_size), caller)
+        self.stage = Stage(Cluster.parse(self.birth.on, self.birth.world_size), self.recorder, caller)
         self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
 
     def _set_up_environment(self) -> None:

@@ -76,7 +76,10 @@ class Ranks:
             host_of_one = Rehearsing(world_size, on, as_rank)
             self.here = (as_rank,)
             self.device, self.backend = "cpu", "fake"
-            self.device_note = f"nothing: rank {as_rank} rehearses alone, on fake tensors ({on})"
+            self.device_note = (
+                f"Rank {as_rank} of {world_size} rehearses alone, as on {host_of_one.cluster}: its tensors have shapes "
+                f"and no numbers, and its times are predicted."
+            )
             self._host = host_of_one
         elif nodes is None:
             self.device, self.backend, self.device_note = choose_device(world_size, device)
@@ -448,6 +451,37 @@ def run(
     """
     with Ranks(world_size, device=device, nodes=nodes) as ranks:
         return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout, values=values)
+
+
+def rehearse(
+    work: str | Callable[..., Any],
+    *,
+    world_size: int,
+    as_rank: int = 0,
+    on: str = "h100",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Run:
+    """Run a function (or source text) as rank `as_rank` of `world_size`, without the others and without computing.
+
+        def step():
+            model = fully_shard(make_model())
+            model(batch).sum().backward()
+
+        run = rankcell.rehearse(step, world_size=1024, as_rank=7, on="128xh100x8")
+        run.ranks[7].peak, run.events
+
+    Tensors are fake: they have shapes, dtypes and storages, and no numbers. What comes back is a `Run` as of real
+    ranks, of which one ran: its communication, its memory over time, and times in seconds of a clock that goes by the
+    planner's numbers for the GPUs and links of `on` ("128xh100x8": 128 nodes of 8 H100).
+
+    Raises:
+        ValueError: there is no such cluster, or it has not `world_size` GPUs. RankError: the program failed, or asked
+            for a number (`.item()`), which a rehearsal does not have.
+    """
+    with Ranks(world_size, on=on, as_rank=as_rank) as ranks:
+        return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout)
 
 
 def warm_up() -> None:

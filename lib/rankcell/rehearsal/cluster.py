@@ -48,6 +48,10 @@ class Cluster:
             )
         return cls(nodes, chip, per_node)
 
+    def __str__(self) -> str:
+        many = f"{self.nodes} nodes of {self.per_node}" if self.nodes > 1 else f"{self.per_node}"
+        return f"{many} {self.chip.name}"
+
     def node_of(self, rank: int) -> str:
         """The name of the node on which `rank` runs; "" if there is one node only."""
         return f"node {rank // self.per_node}" if self.nodes > 1 else ""

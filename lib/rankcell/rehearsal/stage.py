@@ -56,17 +56,18 @@ class Stage:
 
     Args:
         cluster: where the job would run.
+        recorder: of this rank.
         caller: the line of the learner's code that runs now, and the function of torch it has called.
     """
 
-    def __init__(self, cluster: Cluster, caller: Any) -> None:
-        self.cluster, self.caller = cluster, caller
+    def __init__(self, cluster: Cluster, recorder: Any, caller: Any) -> None:
+        self.cluster, self.recorder, self.caller = cluster, recorder, caller
         self.clock = Clock()
         self.fakes = _Fakes()
         self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # storages that an operation on the way will fill: its end
-        self.pending: dict[int, tuple[weakref.ref[Any], float]] = {}
+        # storages that an operation on the way will fill
+        self.pending: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self.integers = False  # tensors of integers are real now: C++ reads them
         torch.nn.modules.module.register_module_parameter_registration_hook(lambda module, *_: self.modules.add(module))
         torch.nn.modules.module.register_module_buffer_registration_hook(lambda module, *_: self.modules.add(module))
@@ -79,8 +80,23 @@ class Stage:
         self.clock.begin()
         self.pending.clear()
         meter.follow(self.modules, self.optimizers)
-        with self.clock.running(), self.fakes, _Watch(self), meter:
-            yield
+        swap = torch.utils.swap_tensors
+
+        def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
+            # `model.to(dtype)` swaps fake parameters, to which nobody may hold a weak reference then
+            meter.forget(a)
+            meter.forget(b)
+            known = self.fakes.fake_tensor_converter.meta_converter.tensor_memo
+            for key in [key for key, tensor in known.items() if tensor is a or tensor is b]:
+                del known[key]
+            swap(a, b)
+
+        torch.utils.swap_tensors = swap_tensors
+        try:
+            with self.clock.running(), self.fakes, _Watch(self), meter:
+                yield
+        finally:
+            torch.utils.swap_tensors = swap
 
     def _replace_what_reads_numbers(self) -> None:
         """DDP compares shapes and orders buckets in C++, in tensors of integers that it reads: those are real."""
@@ -113,7 +129,7 @@ class Stage:
             if isinstance(tensor, FakeTensor) and tensor.constant is not None:
                 self.fakes.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
             storage = tensor.untyped_storage()
-            self.pending[storage._cdata] = weakref.ref(storage), o.done
+            self.pending[storage._cdata] = weakref.ref(storage), o
         future: Any = torch.futures.Future()
         future.set_result(list(outputs))
         work = _create_work_from_future(future).boxed()
@@ -129,6 +145,8 @@ class Stage:
 
     def operate(self, operation: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         """One operation of torch: its result, with the time on the clock that it takes."""
+        if operation is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if operation.namespace == "c10d":
             with torch._C._DisableTorchDispatch():
                 return operation(*args, **kwargs)
@@ -160,7 +178,8 @@ class Stage:
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 found = self.pending.pop(leaf.untyped_storage()._cdata, None)
                 if found is not None and found[0]() is not None:
-                    self.clock.wait_until(found[1])
+                    self.clock.wait_until(found[1].done)
+                    self.recorder.finish(found[1])
 
     def _known(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """A short tensor of integers that the program makes, with its numbers; None for others."""
