@@ -24,7 +24,7 @@ from .errors import (
 from .results import Event, Memory, RankResult, Run
 
 if TYPE_CHECKING:
-    from .engine.world import Ranks, run
+    from .engine.world import Ranks, rehearse, run
 
 __all__ = [
     "AllocationError",
@@ -45,6 +45,7 @@ __all__ = [
     "StartError",
     "WorldSizeError",
     "memory",
+    "rehearse",
     "run",
     "span",
     "spans",
@@ -54,8 +55,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`Ranks` and `run`, when they are asked for: who only wants `rankcell.parallel` needs torch and no notebook."""
-    if name in ("Ranks", "run"):
+    """`Ranks`, `run` and `rehearse`, when they are asked for: who only wants `rankcell.parallel` needs torch and no notebook."""
+    if name in ("Ranks", "run", "rehearse"):
         from .engine import world
 
         return getattr(world, name)

@@ -147,6 +147,17 @@ class RankInputError(EOFError):
         )
 
 
+class RehearsalError(RuntimeError):
+    """A rank that rehearses was asked for something that only computing gives."""
+
+    def __init__(self, what: str, line: int = 0) -> None:
+        super().__init__(
+            f"{what[0].upper()}{what[1:]}{_at_line(line)}: a rehearsal cannot know that. Its tensors have shapes and "
+            f"no numbers. Leave it out (`if world_size < 1000:`), or run all ranks with their numbers: "
+            f"`%%ranks 8 --local`."
+        )
+
+
 class SpawnError(RuntimeError):
     """A rank was asked to start ranks of its own with a function that only a cell has."""
 

@@ -72,7 +72,15 @@ class RankMagics(Magics):
         """
         if cell is None:
             return self._line(line)
+        line, rehearses = source.rehearsed(line)
         options = _parse(RankMagics.ranks.parser, line)
+        if rehearses:
+            options.on, options.as_rank = options.on or "h100", options.as_rank or 0
+        elif options.on is not None or options.as_rank is not None:
+            raise errors.OptionError(
+                "`--on` and `--as` belong to a rehearsal, which begins with `%%ranks 1 of 1024`. Write for example "
+                "`%%ranks 1 of 1024 --on 128xh100x8 --as 7`."
+            )
         if options.world_size is None:
             raise errors.OptionError("how many ranks? Write for example `%%ranks 4`.")
         if not re.fullmatch("[0-9]+", options.world_size) or int(options.world_size) < 1:
@@ -82,7 +90,7 @@ class RankMagics(Magics):
         push = self._pushed(options.push or ())
         dense = self._dense(options.against)
         text = self._source(cell)
-        ranks = self._world(int(options.world_size), options.device, options.nodes, fresh=options.fresh)
+        ranks = self._world(int(options.world_size), options)
         live = _Live()
         try:
             run = ranks.run(
@@ -158,9 +166,10 @@ class RankMagics(Magics):
             )
         return {n: self.shell.user_ns[n] for n in names}
 
-    def _world(self, world_size: int, device: str, nodes: int | None, *, fresh: bool) -> world.Ranks:
-        kind = device
-        if nodes is None:
+    def _world(self, world_size: int, options: Any) -> world.Ranks:
+        device, nodes, on = options.device, options.nodes, options.on or ""
+        kind = f"{on} {options.as_rank}" if on else device
+        if nodes is None and not on:
             try:
                 kind = world.choose_device(world_size, device)[0]
             except errors.WorldSizeError:
@@ -170,11 +179,17 @@ class RankMagics(Magics):
         key = (world_size, kind, nodes)
         ranks = self.worlds.get(key)
         if ranks is not None and ranks.alive:
-            if fresh:
+            if options.fresh:
                 ranks.restart()
         else:
-            ranks = self.worlds[key] = world.Ranks(world_size, device=device, nodes=nodes)
-            ranks.notes.append(f"{world_size} ranks talk over {ranks.device_note}.")
+            try:
+                ranks = world.Ranks(world_size, device=device, nodes=nodes, on=on, as_rank=options.as_rank or 0)
+            except ValueError as error:
+                if not on:
+                    raise
+                raise errors.OptionError(str(error)) from None
+            self.worlds[key] = ranks
+            ranks.notes.append(ranks.device_note if on else f"{world_size} ranks talk over {ranks.device_note}.")
         return ranks
 
     def _tell(self, ranks: world.Ranks) -> None:
@@ -248,7 +263,7 @@ class RankMagics(Magics):
 
     def completions(self, text: str, word: str) -> list[str]:
         """Names that complete `word` in the rank cell `text`: predefined ones and the ranks'."""
-        head = re.match(r"\s*%%ranks\s+(\d+)", text)
+        head = re.match(r"\s*%%ranks\s+(?:1\s+of\s+)?(\d+)", text)
         if not head:
             return []
         ranks = next(
@@ -277,7 +292,7 @@ class Worlds:
         """The rows for these worlds."""
         alive = [w for w in worlds if w.alive]
         return cls(
-            [(f"{w.world_size} ranks", f"{w.device} ({w.backend})", w.pids, w.memory()) for w in alive]
+            [(f"{'1 of ' if w.backend == 'fake' else ''}{w.world_size} ranks", f"{w.device} ({w.backend})", w.pids, w.memory()) for w in alive]
         )
 
     def __repr__(self) -> str:

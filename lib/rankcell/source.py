@@ -60,6 +60,19 @@ def count(text: str) -> int:
     return int(text)
 
 
+def rank(text: str) -> int:
+    """The number of one rank."""
+    if not re.fullmatch("[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rank. Write for example --as 7.")
+    return int(text)
+
+
+def rehearsed(line: str) -> tuple[str, bool]:
+    """A `%%ranks` line, and whether it says "1 of N", which is taken out of it."""
+    found = re.match(r"\s*1\s+of\s+(?=\d)", line)
+    return (line[found.end() :], True) if found else (line, False)
+
+
 # The options of the `%%ranks` line, as argparse takes them.
 OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (
@@ -109,6 +122,14 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "help": "compare the cell's one forward and backward with those of this model, in one process",
         },
     ),
+    (
+        ("--on",),
+        {
+            "metavar": "CLUSTER",
+            "help": "where `%%%%ranks 1 of 1024` rehearses one rank without computing: 128xh100x8 are 128 nodes of 8",
+        },
+    ),
+    (("--as",), {"dest": "as_rank", "type": rank, "metavar": "RANK", "help": "... and which rank, by default 0"}),
     (("--values",), {"action": "store_true", "help": "record what the tensors of every communication held"}),
 )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import errors
+from ..rehearsal.cluster import Cluster
 from . import forks, system
 from .channel import Channel, pair
 from .match import Board
@@ -326,6 +327,25 @@ class Local:
         member.control.close()
         os.close(member.stdout)
         os.close(member.stderr)
+
+
+class Rehearsing(Local):
+    """The one process that rehearses `rank` of a job of `world_size` ranks on the cluster `on`.
+
+    Raises:
+        ValueError: there is no such cluster or rank.
+    """
+
+    def __init__(self, world_size: int, on: str, rank: int) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} does not exist among {world_size} ranks: they are 0 to {world_size - 1}.")
+        self.cluster = Cluster.parse(on, world_size)
+        super().__init__(1, "cpu")
+
+    def place_of(self, rank: int) -> tuple[int, int, str]:
+        """Local rank, ranks on the node, and its name."""
+        per_node = self.cluster.per_node
+        return rank % per_node, per_node, self.cluster.node_of(rank)
 
 
 def _nothing_can_be_written(error: OSError) -> errors.StartError:

@@ -41,6 +41,7 @@ class Birth:
     local_rank: int
     local_world_size: int
     node: str = ""  # its name; empty in a world on one machine
+    on: str = ""  # a cluster such as "128xh100x8": the rank rehearses, alone, a job that would run there
     environment: dict[str, str] = field(default_factory=dict)  # set where the rank is started
 
 

@@ -1,19 +1,19 @@
 """What the memory of one process holds while a block of code runs, by kind: states, activations, the rest.
 
-After every operation of torch it asks which storages are alive and whose they are. Bytes are those of the
-storages, each counted once, whatever looks at it; what a library allocates inside an operation, and frees
-there, is not seen. It costs some time per operation, and only while somebody measures. It draws nothing.
+After every operation of torch it notes which storages came, went or changed their size, and whose they are.
+Bytes are those of the storages, each counted once, whatever looks at it; what a library allocates inside an
+operation, and frees there, is not seen. It costs some time per operation, and only while somebody measures. Fake
+tensors have storages as real ones have. It draws nothing.
 """
 
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -30,46 +30,59 @@ class Meter:
     Args:
         owners: modules, optimizers and tensors (parameters that are in no module). A module may say what else
             it holds by a method `held_by_kind`, which returns lists of tensors by kind.
-        began: zero of the samples' times, as `time.monotonic()` says; by default the moment the block begins.
+        began: zero of the samples' times, as `clock()` says; by default the moment the block begins.
 
     A saved tensor that is changed in place before backward is not noticed inside the block: torch compares
     versions only of tensors that nobody watches.
     """
 
-    def __init__(self, *owners: Any, began: float | None = None) -> None:
+    def __init__(
+        self, *owners: Any, began: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._modules: Collection[torch.nn.Module]
+        self._optimizers: Collection[torch.optim.Optimizer]
         self._modules, self._optimizers, self._tensors = _sorted_out(owners)
         self.began = began
+        self._clock = clock
         self.phase = ""  # the part of the program that the next samples belong to
         self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}  # address of a storage: reference, number
+        # address of a storage: reference, number. The reference does not keep it, and tells when it is gone.
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._count = 0
-        self._nbytes: dict[int, int] = {}  # by number, of the storages alive
+        self._nbytes: dict[int, int] = {}  # by number, of the storages alive at the last look
+        self._changed: dict[int, int] = {}  # by number, sizes that are others since then; 0 of one that is gone
         self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
         self._trained: dict[int, weakref.ref[Tensor]] = {}  # parameters, also those that are not shown now
         self._states: dict[int, int] = {}  # how many entries the states of an optimizer had
+        # when, phase, what changed, CUDA's count
         self._log: list[tuple[float, str, dict[int, int], int | None]] = []
         self._samples: tuple[Memory, ...] | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Meter":
         if self.began is None:
-            self.began = time.monotonic()
-        self._look()
+            self.began = self._clock()
+        self.look()
+        self._stack.enter_context(_resizing(self))
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
         self._stack.enter_context(_Watch(self))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        self._look()
+        self.look()
         self._ask_owners()
         self._seen.clear()
+
+    def follow(self, modules: Collection[torch.nn.Module], optimizers: Collection[torch.optim.Optimizer]) -> None:
+        """Measure for whatever is in these collections, now and later."""
+        self._modules, self._optimizers = modules, optimizers
 
     @property
     def samples(self) -> tuple[Memory, ...]:
         """What was held after each operation that changed it, in order of time."""
         if self._samples is None or len(self._samples) != len(self._log):
-            self._samples = tuple(self._sample(*entry) for entry in self._log)
+            self._samples = tuple(self._replayed())
         return self._samples
 
     @property
@@ -77,13 +90,19 @@ class Meter:
         """The sample in which most was held."""
         return max(self.samples, key=lambda sample: sample.total)
 
-    def _sample(self, at: float, phase: str, nbytes: Mapping[int, int], allocated: int | None) -> Memory:
-        held = dict.fromkeys(KINDS, 0)
-        for number, size in nbytes.items():
-            held[self._kinds.get(number, "rest")] += size
-        if allocated is not None:  # CUDA counts all there is, also what no operation has shown us
-            held["rest"] = max(0, allocated - sum(held[kind] for kind in _STATES))
-        return Memory(at=at - (self.began or 0.0), phase=phase, allocated=allocated, **held)
+    def _replayed(self) -> Iterator[Memory]:
+        """The samples, from what changed from one to the next."""
+        held, sizes = dict.fromkeys(KINDS, 0), dict[int, int]()
+        for at, phase, changes, allocated in self._log:
+            for number, size in changes.items():
+                held[self._kinds.get(number, "rest")] += size - sizes.get(number, 0)
+                sizes[number] = size
+            rest = held["rest"]
+            if allocated is not None:  # CUDA counts all there is, also what no operation has shown us
+                rest = max(0, allocated - sum(held[kind] for kind in _STATES))
+            yield Memory(
+                at=at - (self.began or 0.0), phase=phase, allocated=allocated, **{**held, "rest": rest}
+            )
 
     def _parameters(self) -> Iterator[Tensor]:
         """The parameters and buffers that the owners show now."""
@@ -118,34 +137,71 @@ class Meter:
         for storage in _storages(tensor, self.device.type):
             found = self._seen.get(storage._cdata)
             if found is None:
-                reference = StorageWeakRef(storage)  # keeps the address, not the memory
-                found = self._seen[reference.cdata] = reference, self._count
-                self._count += 1
+                found = self._meet(storage)
             yield found[1]
 
-    def _look(self) -> None:
+    def _meet(self, storage: torch.UntypedStorage) -> tuple[Any, int]:
+        """Give a storage that is new a number."""
+        address, number = storage._cdata, self._count
+
+        def gone(_: Any) -> None:
+            if self._seen.get(address, (None, -1))[1] == number:
+                del self._seen[address]
+                self._changed[number] = 0
+
+        found = self._seen[address] = weakref.ref(storage, gone), number
+        self._count += 1
+        self._changed[number] = storage.nbytes()
+        return found
+
+    def forget(self, tensor: Tensor) -> None:
+        """Take no tensor for a parameter that is about to become another one."""
+        self._trained.pop(id(tensor), None)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Its size may have changed: FSDP takes memory away and gives it back."""
+        found = self._seen.get(storage._cdata)
+        if found is not None:
+            self._changed[found[1]] = storage.nbytes()
+
+    def touch(self, tensors: Iterable[Any]) -> None:
+        """An operation has had these tensors, or made them."""
+        for tensor in tensors:
+            for storage in _storages(tensor, self.device.type):
+                found = self._seen.get(storage._cdata)
+                if found is None:
+                    self._meet(storage)
+                elif self._nbytes.get(found[1]) != (nbytes := storage.nbytes()):
+                    self._changed[found[1]] = nbytes
+
+    def look(self) -> None:
         """Note what is held now, if it is not what was held before."""
         if not self._log:
             self._ask_owners()
-        nbytes = {}
-        for address, (_, number) in list(self._seen.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(address)
-            if storage is None:
-                del self._seen[address]
-            else:  # its size may have changed: FSDP takes memory away and gives it back
-                nbytes[number] = storage.nbytes()
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
-        if self._log and self._log[-1][1:] == (self.phase, nbytes, allocated):
+        if not self._news() and self._log and (self._log[-1][1], self._log[-1][3]) == (self.phase, allocated):
             return
         self._ask_owners()
-        self._log.append((time.monotonic(), self.phase, nbytes, allocated))
+        changes = self._news()
+        self._changed = {}
+        for number, size in changes.items():
+            if size:
+                self._nbytes[number] = size
+            else:
+                self._nbytes.pop(number, None)
+        self._log.append((self._clock(), self.phase, changes, allocated))
         if len(self._log) > MAX_SAMPLES:
             self._thin()
+
+    def _news(self) -> dict[int, int]:
+        """Sizes that differ from those at the last look."""
+        return {n: size for n, size in self._changed.items() if size != self._nbytes.get(n, 0)}
 
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
         for parameter in self._parameters():
-            if id(parameter) not in self._trained:
+            known = self._trained.get(id(parameter))
+            if known is None or known() is not parameter:
                 self._trained[id(parameter)] = weakref.ref(parameter)
         trained = [p for reference in self._trained.values() if (p := reference()) is not None]
         if len(trained) < len(self._trained):
@@ -164,9 +220,36 @@ class Meter:
                 self._claim(tensors, kind)
 
     def _thin(self) -> None:
-        """Forget every second sample, but not the highest."""
-        highest = max(range(len(self._log)), key=lambda i: sum(self._log[i][2].values()))
-        self._log = [entry for i, entry in enumerate(self._log) if i % 2 == 0 or i == highest]
+        """Forget every second sample, but not the highest: what changed in it is told by the next."""
+        totals = [sample.total for sample in self._replayed()]
+        highest = totals.index(max(totals))
+        log, self._log, missed = self._log, [], dict[int, int]()
+        for i, (at, phase, changes, allocated) in enumerate(log):
+            missed |= changes
+            if i % 2 == 0 or i in (highest, len(log) - 1):
+                self._log.append((at, phase, missed, allocated))
+                missed = {}
+
+
+@contextlib.contextmanager
+def _resizing(meter: Meter) -> Iterator[None]:
+    """Inside, `meter` hears of every storage whose size is changed by hand, which no operation tells."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        result = original(storage, *args, **kwargs)
+        meter.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+# they hold nothing; autograd asks more of them for fake tensors than for real ones
+_LOOKS_ONLY = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
 
 
 class _Watch(TorchDispatchMode):
@@ -181,10 +264,10 @@ class _Watch(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):
             return NotImplemented  # a DTensor: let it call operations on its parts, which come here again
         result = operation(*args, **(kwargs or {}))
-        for leaf in (*leaves, *tree_leaves(result)):
-            for _ in self.meter._numbers(leaf):
-                pass
-        self.meter._look()
+        if operation in _LOOKS_ONLY:
+            return result
+        self.meter.touch((*leaves, *tree_leaves(result)))
+        self.meter.look()
         return result
 
 

@@ -16,7 +16,7 @@ clock = time.monotonic  # one clock for all processes of a machine
 
 ASKED_IN_VAIN = 10_000  # times, after which a program that polls is told that it will never see the end
 MAX_VALUES = 64  # numbers kept per tensor with `--values`
-_LIBRARY = ("/torch/", "/rankcell/engine/", "<frozen")
+_LIBRARY = ("/torch/", "/rankcell/engine/", "/rankcell/rehearsal/", "<frozen")
 
 
 class Operation:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,19 @@ from .trace import Trace
 
 MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; of older ones only a summary is kept
 MAX_NAMES = 200  # lines of that summary; spans may have any number of names
+
+
+class Stage(Protocol):
+    """What answers the operations of a rank that rehearses, see `rankcell.rehearsal`."""
+
+    def issue(self, o: Operation, returns: int, filled: Any, inputs: list[Any], outputs: list[Any]) -> Any:
+        """What the dispatcher gets for `o`: its Work, behind what it fills if it `returns` two; `o.done` is set."""
+        ...
+
+    def wait(self, o: Operation) -> None:
+        """The program waits for `o`."""
+        ...
+
 
 # Operation of the dispatcher -> its name in the course.
 OPERATIONS = {
@@ -113,6 +126,8 @@ class Recorder:
             set()
         )  # groups with a time limit of their own: their waits end by themselves
         self._before: dict[Any, int] = {}  # the counts when the cell began
+        self.clock = clock  # a rehearsal has one of its own
+        self.stage: Stage | None = None  # ... and answers instead of the backend
         self.began = clock()
         self.keep_values = False
         self.operations: deque[Operation] = deque()
@@ -147,16 +162,18 @@ class Recorder:
             operation = self._by_work.pop(id(work), None)
             if operation is None:
                 return original_wait(work, *args, **kwargs)
-            operation.wait_start = clock()
+            operation.wait_start = self.clock()
             operation.gives_up = operation.gives_up or bool(args or kwargs)
             try:
+                if self.stage is not None:
+                    self.stage.wait(operation)
                 return original_wait(work, *args, **kwargs)
             except BaseException as error:
                 self.fail(operation, error)
                 self.broken = True
                 raise
             finally:
-                operation.wait_end = clock()
+                operation.wait_end = self.clock()
                 if operation.op == "recv" and operation.peer is None and operation.error is None:
                     operation.peer = operation.ranks[work._source_rank()]
                 self._close(operation)
@@ -193,7 +210,7 @@ class Recorder:
         """From now on there are ranks on other nodes than `near`'s, which are met in `store`."""
         self.matcher.far, self.matcher.near = StoreBoard(store, self.rank), frozenset(near)
 
-    def belong(self, rank: int, board: Board) -> None:
+    def belong(self, rank: int, board: Board | None) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were forked."""
         self.rank = self.matcher.rank = rank
         self.matcher.board = board
@@ -253,14 +270,14 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Record the time spent inside as a compute span called `name`."""
-        start = clock()
+        start = self.clock()
         outside = [(meter, meter.phase) for meter in self._meters]
         for meter, _ in outside:
             meter.phase = name
         try:
             yield
         finally:
-            now = clock()
+            now = self.clock()
             for meter, phase in outside:
                 meter.phase = phase
             self._note_span(name, start, now, caller()[0])
@@ -273,12 +290,12 @@ class Recorder:
 
     def spans(self, model: torch.nn.Module, *names: str) -> AbstractContextManager[None]:
         """Record forward and backward of the model's modules as compute spans while the block runs."""
-        return spans.watched(spans.chosen(model, names), self._note_span)
+        return spans.watched(spans.chosen(model, names), self._note_span, self.clock)
 
     @contextlib.contextmanager
     def measure(self, *owners: Any) -> Iterator[Meter]:
         """Measure the memory that the block inside holds; its samples go with the cell's result."""
-        meter = Meter(*owners, began=self.began)
+        meter = Meter(*owners, began=self.began, clock=self.clock)
         self._meters.append(meter)
         try:
             with meter:
@@ -339,7 +356,7 @@ class Recorder:
         with self._lock:
             self.number(o)
             self.open[id(o)] = o
-        o.start = clock()
+        o.start = self.clock()
 
     def number(self, o: Operation) -> None:
         """Count an operation: which one it is of its group, or of its pair of ranks."""
@@ -365,8 +382,14 @@ class Recorder:
                 self.failures[o.key[:-1]] = self.failures.get(o.key[:-1], 0) + 1
 
     def _mark_done(self, o: Operation) -> None:
-        o.done = clock()
+        o.done = self.clock()
         if o.wait_end is None and o.wait_start is None and self._by_work.get(id(o.work)) is o:
+            del self._by_work[id(o.work)]
+        self._close(o)
+
+    def finish(self, o: Operation) -> None:
+        """In a rehearsal: something uses what `o` gives, so that it is over."""
+        if self._by_work.get(id(o.work)) is o:
             del self._by_work[id(o.work)]
         self._close(o)
 
@@ -431,6 +454,7 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
     course_name = OPERATIONS[name]
     unbox_work, unbox_group = dist.Work.unbox, dist.ProcessGroup.unbox
     redispatch = op._handle.redispatch_boxed
+    returns = len(op._schema.returns)
     is_barrier, reduces = course_name == "barrier", course_name in _REDUCING_OPS
     compared = course_name != "monitored_barrier"
     public_wait = name not in ("send", "recv_", "recv_any_source_")
@@ -478,12 +502,16 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
             recorder.operations.append(o)
             recorder.total += 1
             recorder.open[id(o)] = o
-        o.start = clock()
+        o.start = recorder.clock()
+        stage = recorder.stage
         try:
             if compared and len(o.ranks) > 1:
                 splits = None if at_splits is None else (args[at_splits[0]], args[at_splits[1]])
                 recorder._compare(o, inputs, outputs, splits)
-            result = redispatch(keyset.remove(key), *args, **kwargs)
+            if stage is None:
+                result = redispatch(keyset.remove(key), *args, **kwargs)
+            else:
+                result = stage.issue(o, returns, args[at_out], inputs, outputs)
         except BaseException as error:
             recorder.broken = (
                 recorder.broken or not compared
@@ -491,17 +519,17 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
             recorder.fail(o, error)
             recorder._close(o)
             raise
-        o.issued = clock()
+        o.issued = recorder.clock()
         boxed = result[-1] if isinstance(result, tuple) else result
         if boxed is None:
-            o.done = o.issued
+            o.done = o.issued if stage is None else o.done
             recorder._close(o)
             return result
         work = unbox_work(boxed)
         o.work = work
         recorder._by_work[id(work)] = o
         # on a GPU the future is done when the work is enqueued: there the work itself is asked
-        if public_wait and o.is_async and not (first is not None and first.is_cuda):
+        if stage is None and public_wait and o.is_async and not (first is not None and first.is_cuda):
             try:
                 work.get_future().add_done_callback(lambda _: recorder._mark_done(o))
             except RuntimeError:  # gloo's reduce-scatter has no future: its end is the end of the wait

@@ -17,7 +17,7 @@ MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on it
 MAX_MESSAGE = 20_000  # characters of an exception's text
 MAX_CAUSES, MAX_DEPTH = 8, 5  # exceptions behind an exception that are told, and how far behind
 MAX_FRAMES = 40  # of a traceback; the recursion in between is counted
-_ENGINE = str(Path(__file__).parent)
+_ENGINE = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "rehearsal"))
 
 BDB_NOTE = (
     "A rank has no keyboard, so the debugger cannot ask. See what names hold line by line with `%%ranks N --step "

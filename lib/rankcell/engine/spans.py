@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-clock = time.monotonic
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WRAPPED = "module"  # what DistributedDataParallel, FSDP and ours call the model inside
 
@@ -38,7 +37,11 @@ def chosen(model: nn.Module, names: Sequence[str] = ()) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def watched(modules: dict[str, nn.Module], note: Callable[[str, float, float], None]) -> Iterator[None]:
+def watched(
+    modules: dict[str, nn.Module],
+    note: Callable[[str, float, float], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[None]:
     """Inside, `note(name, begin, end)` is called after "forward NAME" and "backward NAME" of each module.
 
     Backward of a module begins when the gradients of its outputs are there, and ends when those of its inputs
@@ -47,7 +50,7 @@ def watched(modules: dict[str, nn.Module], note: Callable[[str, float, float], N
     handles: list[Any] = []
     try:
         for name, module in modules.items():
-            handles += _watch(name, module, note)
+            handles += _watch(name, module, note, clock)
         with warnings.catch_warnings():
             # torch's hint at what `after_backward` takes care of
             warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
@@ -57,7 +60,9 @@ def watched(modules: dict[str, nn.Module], note: Callable[[str, float, float], N
             handle.remove()
 
 
-def _watch(name: str, module: nn.Module, note: Callable[[str, float, float], None]) -> list[Any]:
+def _watch(
+    name: str, module: nn.Module, note: Callable[[str, float, float], None], clock: Callable[[], float]
+) -> list[Any]:
     forwards: list[float] = []
     backwards: list[list[float]] = []  # begin, and the latest gradient of a parameter
 

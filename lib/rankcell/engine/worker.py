@@ -28,7 +28,8 @@ from .execute import execute
 from .groups import Groups
 from .match import Board
 from .messages import Birth, Done, Failed, Join, Outcome, Ready, Shown, Task
-from .operation import clock
+from .meter import Meter
+from .operation import caller, clock
 from .stdio import Stdio
 
 LENT = ("rank", "world_size", "device", "torch", "dist")  # names that every cell finds
@@ -74,13 +75,26 @@ class Rank:
         self._set_up_environment()
         self.shell: Any = shell.RankShell.instance()
         self.recorder: record.Recorder = self.shell.recorder
-        self.recorder.belong(birth.rank, Board(board_fd, birth.rank, birth.world_size))
+        self.stage: Any = None
+        if birth.on:  # nobody else is there
+            self.recorder.belong(birth.rank, None)
+            self._set_stage()
+        else:
+            self.recorder.belong(birth.rank, Board(board_fd, birth.rank, birth.world_size))
         os.close(board_fd)
         self.groups = Groups(birth, self.recorder, self._notes.append)
         self.control = Control(self, Channel(socket.socket(fileno=control_fd)))
         self.names = self._first_names()
         shell.Publisher.show = self.show
         self._replace_what_needs_a_terminal()
+
+    def _set_stage(self) -> None:
+        """This rank rehearses: its tensors are fake, its time is the clock's, nobody answers it."""
+        from ..rehearsal.cluster import Cluster
+        from ..rehearsal.stage import Stage
+
+        self.stage = Stage(Cluster.parse(self.birth.on, self.birth.world_size), self.recorder, caller)
+        self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
 
     def _set_up_environment(self) -> None:
         birth = self.birth
@@ -179,6 +193,7 @@ class Rank:
         self._begin(task)
         moved_before = system.bytes_moved(self.groups.connections)
         start = clock()
+        meter: Meter | None = None
         failed: RankFailure | None = None
         value: Any = None
         data: dict[str, Any] = {}
@@ -187,8 +202,14 @@ class Rank:
         seconds = 0.0
         try:
             try:
-                value = self._work(task)
-                seconds = clock() - start
+                if self.stage is None:
+                    value = self._work(task)
+                    seconds = clock() - start
+                else:
+                    meter = Meter(began=0.0, clock=self.stage.clock)
+                    with self.stage.playing(meter):
+                        value = self._work(task)
+                    seconds = self.stage.clock.finish()
                 # a __repr__ of the learner's is part of the cell: it may raise, wait, and communicate
                 if value is not None:
                     data, _ = self.shell.display_formatter.format(value)
@@ -215,7 +236,7 @@ class Rank:
             seconds=seconds,
             events=tuple(events),
             dropped=dropped,
-            counts=dict(recorder.counts),
+            counts={} if self.stage else dict(recorder.counts),  # nobody else has called anything
             calls=recorder.total,
             broken=recorder.broken,
             group=self.groups.name,
@@ -225,7 +246,7 @@ class Rank:
             wire=_moved(moved_before, system.bytes_moved(self.groups.connections)),
             steps=tuple(self._steps),
             names=tuple(n for n in self.names if not n.startswith("_")),
-            memory=recorder.memory,
+            memory=recorder.memory or (meter.samples if meter is not None else ()),
             trace=recorder.trace,
             order=self.stdio.turns,
             notes=tuple(dict.fromkeys(self._notes)),
@@ -254,7 +275,7 @@ class Rank:
             self._ballast = bytearray(_BALLAST)
         if task.forget_counts:
             self.recorder.forget_counts()
-        self.recorder.begin(task.cell, began=task.began, values=task.values)
+        self.recorder.begin(task.cell, began=0.0 if self.stage else task.began, values=task.values)
         self.running = True
 
     def _end(self) -> None:

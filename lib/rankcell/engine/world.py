@@ -22,7 +22,7 @@ from ..results import Run, name_ranks
 from . import forks, system
 from .cell import Cell, Ending, OnUpdate, World, deferred_interrupt
 from .host import Host
-from .local import Local, room
+from .local import Local, Rehearsing, room
 from .mailbox import Mailbox
 from .messages import Birth, Join, Task
 from .nodes import Nodes
@@ -48,19 +48,40 @@ class Ranks:
             (gloo).
         nodes: spread the ranks over so many nodes of the Slurm allocation that this process runs in, in
             blocks of equal size; None: all on this machine.
+        on: a cluster such as "128xh100x8": one rank, `as_rank`, rehearses a job of `world_size` ranks there,
+            without the others and without computing.
 
     Raises:
         WorldSizeError: the machine cannot hold that many ranks. AllocationError: Slurm has not given so many
             nodes. StartError: the ranks could not be started.
     """
 
-    def __init__(self, world_size: int, *, device: str = "auto", nodes: int | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        device: str = "auto",
+        nodes: int | None = None,
+        on: str = "",
+        as_rank: int = 0,
+    ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
         self.world_size = world_size
         self.nodes = nodes
+        self.here: Sequence[int] = range(world_size)  # the ranks that are processes
+        self._on = on
         self._host: Host
-        if nodes is None:
+        if on:
+            host_of_one = Rehearsing(world_size, on, as_rank)
+            self.here = (as_rank,)
+            self.device, self.backend = "cpu", "fake"
+            self.device_note = (
+                f"Rank {as_rank} of {world_size} rehearses alone, as on {host_of_one.cluster}: its tensors have shapes "
+                f"and no numbers, and its times are predicted."
+            )
+            self._host = host_of_one
+        elif nodes is None:
             self.device, self.backend, self.device_note = choose_device(world_size, device)
             most, why = room()
             if world_size > most:
@@ -114,8 +135,8 @@ class Ranks:
     def memory(self) -> list[int | None]:
         """Bytes of memory each rank stands for (PSS), by rank; None where nobody tells."""
         with self._lock:
-            answers = self._mailbox.ask(range(self.world_size), "memory", wait=0.5)
-            return [answers.get(rank) for rank in range(self.world_size)]
+            answers = self._mailbox.ask(self.here, "memory", wait=0.5)
+            return [answers.get(rank) for rank in self.here]
 
     def stop(self) -> None:
         """End the ranks. Safe to call twice; a world that was stopped cannot be used again."""
@@ -134,7 +155,7 @@ class Ranks:
     def restart(self) -> None:
         """End the ranks and start new ones: all names are gone."""
         with self._lock:
-            self._host.end(range(self.world_size))
+            self._host.end(self.here)
             self.generation += 1
             self.names = ()
             self._with_threads.clear()
@@ -190,7 +211,7 @@ class Ranks:
             members = self._chosen(only)
             name = f"{self.generation}.{self.cells + 1}"
             # all ranks or none: a rank that counts on is out of step with those that begin anew
-            forget = self._forget_counts and len(members) == self.world_size
+            forget = self._forget_counts and len(members) == len(self.here)
             task = _task(
                 work,
                 args,
@@ -262,7 +283,7 @@ class Ranks:
             self._lock.release()
 
     def _start_all(self) -> None:
-        everybody = range(self.world_size)
+        everybody = self.here
         self._start(everybody)
         self._await_ready(everybody, START_TIMEOUT)
 
@@ -290,6 +311,7 @@ class Ranks:
                     local_rank=local_rank,
                     local_world_size=per_node or self.world_size,
                     node=node,
+                    on=self._on,
                 )
             )
         self._mailbox.parts = {r: Part(runs=False) for r in range(self.world_size)}
@@ -323,12 +345,12 @@ class Ranks:
 
     def _chosen(self, only: Sequence[int] | None) -> list[int]:
         if only is None:
-            return list(range(self.world_size))
-        wrong = [r for r in only if not 0 <= r < self.world_size]
+            return list(self.here)
+        wrong = [r for r in only if r not in self.here]
         if wrong or not only:
             raise errors.OptionError(
                 f"{name_ranks(wrong) if wrong else 'an empty list of ranks'} cannot run the cell: this world has "
-                f"{name_ranks(list(range(self.world_size)))}."
+                f"{name_ranks(list(self.here))}."
             )
         return sorted(set(only))
 
@@ -356,7 +378,7 @@ class Ranks:
             )
         # the books are begun anew only if that changes nothing: everything matched, and nothing under way
         self._forget_counts = (
-            len(outcomes) == self.world_size
+            len(outcomes) == len(self.here)
             and any(len(o.counts) > MANY_COUNTS for o in outcomes.values())
             and not any(o.open or o.threads for o in outcomes.values())
             and _balanced({r: o.counts for r, o in outcomes.items()})
@@ -376,10 +398,10 @@ class Ranks:
                 idle = self._mailbox.parts
                 self._start(lost)
                 self._mailbox.parts = {r: Part(runs=False) if r in lost else p for r, p in idle.items()}
-            others = [r for r in range(self.world_size) if r not in lost]
-            self._host.address_for(0)  # the ranks find each other there: it may have been cleaned away
+            others = [r for r in self.here if r not in lost]
+            self._host.address_for(self.here[0])  # the ranks find each other there: it may have been cleaned away
             self._host.send(others, pickle.dumps(Join(self.generation)))
-            self._await_ready(range(self.world_size), REJOIN_TIMEOUT)
+            self._await_ready(self.here, REJOIN_TIMEOUT)
         except errors.StartError:  # a rank died meanwhile: start over, and say so with the next cell
             self._start_over()
 
@@ -429,6 +451,37 @@ def run(
     """
     with Ranks(world_size, device=device, nodes=nodes) as ranks:
         return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout, values=values)
+
+
+def rehearse(
+    work: str | Callable[..., Any],
+    *,
+    world_size: int,
+    as_rank: int = 0,
+    on: str = "h100",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Run:
+    """Run a function (or source text) as rank `as_rank` of `world_size`, without the others and without computing.
+
+        def step():
+            model = fully_shard(make_model())
+            model(batch).sum().backward()
+
+        run = rankcell.rehearse(step, world_size=1024, as_rank=7, on="128xh100x8")
+        run.ranks[7].peak, run.events
+
+    Tensors are fake: they have shapes, dtypes and storages, and no numbers. What comes back is a `Run` as of real
+    ranks, of which one ran: its communication, its memory over time, and times in seconds of a clock that goes by the
+    planner's numbers for the GPUs and links of `on` ("128xh100x8": 128 nodes of 8 H100).
+
+    Raises:
+        ValueError: there is no such cluster, or it has not `world_size` GPUs. RankError: the program failed, or asked
+            for a number (`.item()`), which a rehearsal does not have.
+    """
+    with Ranks(world_size, on=on, as_rank=as_rank) as ranks:
+        return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout)
 
 
 def warm_up() -> None:

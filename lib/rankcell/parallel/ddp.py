@@ -66,7 +66,7 @@ class _Bucket:
         used = []
         for p, place in zip(self.parameters, self.places, strict=True):
             if p.grad is None:
-                if bool(((place == 0) & place.signbit()).all()):
+                if group.has_numbers(place) and bool(((place == 0) & place.signbit()).all()):
                     continue
                 p.grad = torch.empty_like(p)
             used.append((_real(p.grad), place))
@@ -275,7 +275,7 @@ class DDP(nn.Module):
                 continue
             dense = _real(tensor.detach()).contiguous()
             dist.broadcast(dense, src=first, group=self.process_group)
-            if dense.data_ptr() != tensor.data_ptr():
+            if not group.same_memory(dense, tensor):
                 _real(tensor.detach()).copy_(dense)
 
     def _gradient_is_ready(self, bucket: _Bucket, index: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Layout:
@@ -113,8 +114,14 @@ def _is_per_number(value: Any, numel: int) -> bool:
 def is_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device) -> bool:
     """Whether an optimizer treats every number on its own, found out by trying.
 
-    Two steps on a matrix `(4, 6)`, whole and as two parts of 9 and 15 numbers, must give the same numbers.
+    Two steps on a matrix `(4, 6)`, whole and as two parts of 9 and 15 numbers, must give the same numbers. They are
+    computed also where everything else is a rehearsal.
     """
+    with _disable_current_modes():
+        return _is_elementwise(make, device)
+
+
+def _is_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device) -> bool:
     start = torch.linspace(-1, 1, 24, device=device).view(4, 6)
     found = []
     for cut in (lambda x: [x], lambda x: [x.view(-1)[:9], x.view(-1)[9:]]):

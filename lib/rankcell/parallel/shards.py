@@ -20,9 +20,12 @@ class _Absent(nn.Parameter):
     """Stands for a weight that is not whole now: has its shape, and raises when computed with."""
 
     @classmethod
-    def of(cls, name: str, shape: torch.Size, memory: Tensor, is_trained: bool) -> "_Absent":
+    def of(cls, name: str, shape: torch.Size, memory: Tensor, is_trained: bool) -> nn.Parameter:
         """The stand-in of a parameter in a shape, on top of any memory."""
-        made = torch.Tensor._make_subclass(cls, memory.as_strided(shape, [0] * len(shape)), is_trained)
+        outline = memory.as_strided(shape, [0] * len(shape))
+        if not group.has_numbers(memory):  # a fake tensor has a class of its own already
+            return nn.Parameter(outline, is_trained)
+        made = torch.Tensor._make_subclass(cls, outline, is_trained)
         made.weight_name = name
         return made
 
@@ -382,7 +385,7 @@ class Sharded(nn.Module):
     def _check_filled(self, made: Mapping[str, Tensor]) -> None:
         """Raise if `initialise` left one of these without values."""
         for name, tensor in made.items():
-            if bool(tensor.isnan().any()):
+            if group.has_numbers(tensor) and bool(tensor.isnan().any()):
                 raise ValueError(
                     f"`initialise` left {name} without values. It is called with the name and the module of "
                     f"each unit, and must fill all weights and buffers there that are not on the meta device."

@@ -590,7 +590,7 @@ def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None)
     dims, wholes, seen = sharded_dims(model), {}, {}
     for name, mine in state.items():
         mine = mine.detach()
-        key = (mine.data_ptr(), mine.shape)
+        key = (mine.untyped_storage()._cdata, mine.storage_offset(), mine.shape)
         if key not in seen:
             seen[key] = mine.clone() if dims[name] is None else _whole(model, name, mine, dims[name])
         wholes[name] = seen[key]

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .. import models
 from ..models import causal_attention, rotate
+from .group import has_numbers
 from .tensor import (
     FEATURES,
     ColumnParallelLinear,
@@ -285,6 +286,8 @@ def _check_same(model: nn.Module, group: Group) -> None:
     sums = torch.stack([s for p in sums for s in (p.sum(), p.square().sum())]).to(named[0][1].device)
     highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
     group.all_reduce(highest, op=dist.ReduceOp.MAX)
+    if not has_numbers(highest):
+        return
     spread = highest[0] + highest[1]
     different = (spread > 1e-9 * highest.abs().amax(0).clamp_min(1)).view(-1, 2).any(1).tolist()
     if any(different):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from .group import has_numbers
 from .tensor import Group, ParallelLayer, ProcessGroup, reduce_from_group, reduce_scatter
 
 
@@ -78,7 +79,7 @@ def _check_tokens(tokens: Tensor, vocab: int, what: str, ignored: Tensor | None 
         wrong &= ~ignored
     if tokens.is_cuda:  # as torch does: the GPU stops at it, and the host does not wait to see
         torch._assert_async(~wrong.any())
-    elif wrong.any():
+    elif has_numbers(wrong) and wrong.any():
         raise IndexError(
             f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1}). "
             f"Look at where the tokens come from."

@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _take_back(self, parameter: nn.Parameter, view: Tensor) -> None:
         """Have the parameter's values in the flat buffer again, if somebody gave it other memory."""
-        if parameter.data_ptr() == view.data_ptr() and parameter.dtype == view.dtype:
+        if group.same_memory(parameter, view) and parameter.dtype == view.dtype:
             return
         now, then = parameter.detach(), view
         if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
