@@ -182,7 +182,20 @@ CASES = [ddp, ddp_with_buffers, fsdp2, fsdp2_and_tensor, tensor_with_sequence, o
 def told(result):
     """All that an operation is, but its times."""
     return [
-        (e.op, e.ranks, e.seq, e.shape, e.dtype, e.nbytes, e.peer, e.tag, e.reduce_op, e.is_async, e.line, e.via)
+        (
+            e.op,
+            e.ranks,
+            e.seq,
+            e.shape,
+            e.dtype,
+            e.nbytes,
+            e.peer,
+            e.tag,
+            e.reduce_op,
+            e.is_async,
+            e.line,
+            e.via,
+        )
         for e in result.events
         if e.kind == "comm"
     ]

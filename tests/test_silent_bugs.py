@@ -39,7 +39,7 @@ step = training(model, adam(model), lambda: cross_entropy(model(x), y))
 SIDES = {"output": "forward", "grad_output": "backward", "grad": "backward", "parameter": "update"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Bug:
     """A file, taken apart."""
 
@@ -90,11 +90,12 @@ class Bug:
         return one
 
     def run(self, four, version):
-        """A run of the version with its traced steps, and six more; the losses are its values."""
+        """A run of the version with its traced steps; the losses are its values, of `WATCHED` those of six more."""
         if version not in self.runs:
+            more = 6 if version == "broken" and self in WATCHED else 0
             self.runs[version] = four.run(
                 f"{self.source(version)}\nwith rankcell.trace(model):\n"
-                f"    losses = [step() for _ in range({self.steps})]\n[*losses, *(step() for _ in range(6))]"
+                f"    losses = [step() for _ in range({self.steps})]\n[*losses, *(step() for _ in range({more}))]"
             )
         return self.runs[version]
 
@@ -113,6 +114,7 @@ class Bug:
 
 
 BUGS = [Bug(path) for path in FILES]
+WATCHED = BUGS[::6]  # whose broken losses are looked at every time; those of all bugs were looked at once
 
 
 def names_of(bug):
@@ -153,7 +155,7 @@ def test_the_mended_version_is_right(four, bug):
     assert verdict.ok, f"{bug.path.stem}: false alarm\n{verdict}"
 
 
-@pytest.mark.parametrize("bug", BUGS[::6], ids=names_of)  # all of them were looked at once
+@pytest.mark.parametrize("bug", WATCHED, ids=names_of)
 def test_the_broken_loss_goes_down(four, bug):
     """That is what makes it silent."""
     values = bug.run(four, "broken").values
