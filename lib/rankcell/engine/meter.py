@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..results import KINDS, Memory
 
 MAX_SAMPLES = 20_000  # then every second one goes; the highest of all is kept
-_PLAIN = {Tensor, torch.nn.Parameter}
+MANY, THOROUGH = 100, 32  # of so many parameters all are looked at only every so many times, to save time
+_PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 _STATES = ("parameters", "optimizer", "gradients", "activations")  # whose a storage is, if several want it
 
 
@@ -31,19 +33,24 @@ class Meter:
         owners: modules, optimizers and tensors (parameters that are in no module). A module may say what else
             it holds by a method `held_by_kind`, which returns lists of tensors by kind.
         began: zero of the samples' times, as `clock()` says; by default the moment the block begins.
+        watches: look after every operation; else somebody says what they are, by `seen`.
 
     A saved tensor that is changed in place before backward is not noticed inside the block: torch compares
     versions only of tensors that nobody watches.
     """
 
     def __init__(
-        self, *owners: Any, began: float | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        *owners: Any,
+        began: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        watches: bool = True,
     ) -> None:
         self._modules: Collection[torch.nn.Module]
         self._optimizers: Collection[torch.optim.Optimizer]
         self._modules, self._optimizers, self._tensors = _sorted_out(owners)
         self.began = began
-        self._clock = clock
+        self._clock, self._watches = clock, watches
         self.phase = ""  # the part of the program that the next samples belong to
         self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
         # address of a storage: reference, number. The reference does not keep it, and tells when it is gone.
@@ -53,6 +60,8 @@ class Meter:
         self._changed: dict[int, int] = {}  # by number, sizes that are others since then; 0 of one that is gone
         self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
         self._trained: dict[int, weakref.ref[Tensor]] = {}  # parameters, also those that are not shown now
+        self._claimed: dict[str, set[int]] = {}  # tensors by id, of each list that is asked for
+        self._asked = 0
         self._states: dict[int, int] = {}  # how many entries the states of an optimizer had
         # when, phase, what changed, CUDA's count
         self._log: list[tuple[float, str, dict[int, int], int | None]] = []
@@ -65,7 +74,8 @@ class Meter:
         self.look()
         self._stack.enter_context(_resizing(self))
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
-        self._stack.enter_context(_Watch(self))
+        if self._watches:
+            self._stack.enter_context(_Watch(self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,15 +174,18 @@ class Meter:
         if found is not None:
             self._changed[found[1]] = storage.nbytes()
 
-    def touch(self, tensors: Iterable[Any]) -> None:
-        """An operation has had these tensors, or made them."""
-        for tensor in tensors:
+    def seen(self, operation: Any, leaves: Iterable[Any], result: Any) -> None:
+        """An operation has had `leaves`, and given `result`."""
+        if operation in _LOOKS_ONLY:
+            return
+        for tensor in (*leaves, *tree_leaves(result)):
             for storage in _storages(tensor, self.device.type):
                 found = self._seen.get(storage._cdata)
                 if found is None:
                     self._meet(storage)
                 elif self._nbytes.get(found[1]) != (nbytes := storage.nbytes()):
                     self._changed[found[1]] = nbytes
+        self.look()
 
     def look(self) -> None:
         """Note what is held now, if it is not what was held before."""
@@ -206,18 +219,27 @@ class Meter:
         trained = [p for reference in self._trained.values() if (p := reference()) is not None]
         if len(trained) < len(self._trained):
             self._trained = {id(parameter): weakref.ref(parameter) for parameter in trained}
-        self._claim(trained, "parameters")
-        self._claim([p.grad for p in trained if p.grad is not None], "gradients")
+        self._asked += 1
+        self._claim(self._unknown(trained, "parameters"), "parameters")
+        self._claim(self._unknown([p.grad for p in trained if p.grad is not None], "gradients"), "gradients")
         for optimizer in self._optimizers:
             count = sum(map(len, optimizer.state.values()))
             if self._states.get(id(optimizer)) != count:  # they are made once, and then changed in place
                 self._states[id(optimizer)] = count
                 for state in optimizer.state.values():
-                    self._claim(state.values(), "optimizer")
+                    self._claim(self._unknown(state.values(), f"{id(state)}"), "optimizer")
         for module in self._modules:
             held_by_kind: Any = getattr(module, "held_by_kind", dict)
             for kind, tensors in held_by_kind().items():
                 self._claim(tensors, kind)
+
+    def _unknown(self, tensors: Collection[Any], which: str) -> Iterable[Any]:
+        """Those that were not claimed at the last look. Of few tensors all are looked at, since it costs little."""
+        before = self._claimed.get(which, set())
+        self._claimed[which] = set(map(id, tensors))
+        if len(self._trained) < MANY or self._asked % THOROUGH == 0:
+            return tensors
+        return [tensor for tensor in tensors if id(tensor) not in before]
 
     def _thin(self) -> None:
         """Forget every second sample, but not the highest: what changed in it is told by the next."""
@@ -264,15 +286,16 @@ class _Watch(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):
             return NotImplemented  # a DTensor: let it call operations on its parts, which come here again
         result = operation(*args, **(kwargs or {}))
-        if operation in _LOOKS_ONLY:
-            return result
-        self.meter.touch((*leaves, *tree_leaves(result)))
-        self.meter.look()
+        self.meter.seen(operation, leaves, result)
         return result
 
 
 def _storages(tensor: Any, device: str) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor on the kind of device that is measured; of what is no tensor, none."""
+    if type(tensor) is FakeTensor:
+        if tensor.fake_device.type == device:
+            yield tensor.untyped_storage()
+        return
     if not isinstance(tensor, Tensor):
         return
     if is_traceable_wrapper_subclass(tensor):

@@ -206,7 +206,7 @@ class Rank:
                     value = self._work(task)
                     seconds = clock() - start
                 else:
-                    meter = Meter(began=0.0, clock=self.stage.clock)
+                    meter = Meter(began=0.0, clock=self.stage.clock, watches=False)
                     with self.stage.playing(meter):
                         value = self._work(task)
                     seconds = self.stage.clock.finish()

@@ -8,7 +8,7 @@ dispatcher as on a real rank, is recorded there, and is answered here instead of
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import RehearsalError
@@ -68,6 +69,7 @@ class Stage:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # storages that an operation on the way will fill
         self.pending: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self.meter: Any = None
         self.integers = False  # tensors of integers are real now: C++ reads them
         torch.nn.modules.module.register_module_parameter_registration_hook(lambda module, *_: self.modules.add(module))
         torch.nn.modules.module.register_module_buffer_registration_hook(lambda module, *_: self.modules.add(module))
@@ -79,6 +81,7 @@ class Stage:
         """Inside, tensors are fake, operations take no time but the clock's, and `meter` measures."""
         self.clock.begin()
         self.pending.clear()
+        self.meter = meter
         meter.follow(self.modules, self.optimizers)
         swap = torch.utils.swap_tensors
 
@@ -113,6 +116,10 @@ class Stage:
 
             return call
 
+        # two short ways: a mesh of a thousand ranks is a thousand fake numbers, and FSDP2 looks at one part of many
+        tolist = FakeTensor.tolist
+        FakeTensor.tolist = lambda t: t.constant.tolist() if t.constant is not None else tolist(t)
+        _fsdp_param._chunk_with_empty = _Chunks
         dist._verify_params_across_processes = with_integers(verify)
         Reducer._rebuild_buckets = with_integers(rebuild)
 
@@ -170,6 +177,7 @@ class Stage:
         except UnsupportedOperatorException as error:
             raise RehearsalError(f"torch does not know what shape {operation} gives", self.caller()[0]) from error
         self.clock.work(self._seconds(operation, args, kwargs, leaves, result))
+        self.meter.seen(operation, leaves, result)
         return result
 
     def _await(self, leaves: list[Any]) -> None:
@@ -205,6 +213,23 @@ class Stage:
         flops = count(*args, **kwargs, out_val=result) if count is not None else 0
         number_format = next((_FORMATS[t.dtype] for t in leaves if getattr(t, "dtype", None) in _FORMATS), "tf32")
         return self.cluster.compute_seconds(flops, nbytes, number_format)
+
+
+class _Chunks(Sequence[torch.Tensor]):
+    """The parts of `tensor.chunk(n_chunks, dim)`, and empty ones up to `n_chunks`: each made when it is looked at."""
+
+    def __init__(self, tensor: torch.Tensor, n_chunks: int, dim: int) -> None:
+        self.tensor, self.n_chunks, self.dim = tensor, n_chunks, dim
+
+    def __len__(self) -> int:
+        return self.n_chunks
+
+    def __getitem__(self, i: Any) -> Any:
+        length = self.tensor.shape[self.dim]
+        size = -(-length // self.n_chunks)
+        if i * size >= length:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, i * size, min(size, length - i * size))
 
 
 class _Watch(TorchDispatchMode):
