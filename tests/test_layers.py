@@ -17,6 +17,7 @@ ALLOWED = {
     "schedules": {"results", "errors"},
     "planner": {"hardware", "schedules", "results"},
     "command": {"cluster", "planner"},
+    "rehearsal": {"results", "errors", "costs", "planner"},
     "simulate": {"results"},
     "errors": {"results"},
     "layouts": set(),
@@ -49,7 +50,7 @@ ALLOWED |= {
     "engine/parts": {"results", *SHARED},
     "engine/mailbox": {"results", "engine/host", "engine/parts", *SHARED},
     "engine/forks": {"errors", *SHARED},
-    "engine/local": {"errors", "engine/forks", *SHARED},
+    "engine/local": {"errors", "rehearsal", "engine/forks", *SHARED},
     "engine/nodes": {"errors", *SHARED},
     "engine/agent": {"errors", "engine/forks", "engine/local", *SHARED},
     "engine/cell": {"results", "errors", "engine/diagnose", "engine/mailbox", "engine/parts", *SHARED},
@@ -70,10 +71,10 @@ ALLOWED |= {
     "engine/shell": set(),
     "engine/groups": {"errors", "engine/operation", "engine/record", *SHARED},
     "engine/control": {"engine/operation", "engine/worker", *SHARED},  # the worker for its type only
-    "engine/worker": {"results", "errors", *SHARED}
+    "engine/worker": {"results", "errors", "rehearsal", *SHARED}
     | {
         f"engine/{m}"
-        for m in ("control", "execute", "groups", "operation", "record", "report", "shell", "stdio")
+        for m in ("control", "execute", "groups", "meter", "operation", "record", "report", "shell", "stdio")
     },
     "engine/preload": {"engine/worker", *SHARED},
 }

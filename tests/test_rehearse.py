@@ -346,7 +346,11 @@ def test_one_function_without_a_notebook():
 
 @pytest.mark.parametrize(
     ("on", "says"),
-    [("100xh100x8", "800 GPUs, and the job has 1024"), ("h99", "There is no GPU called"), ("8x8", "names no cluster")],
+    [
+        ("100xh100x8", "800 GPUs, and the job has 1024"),
+        ("h99", "There is no GPU called"),
+        ("8x8", "names no cluster"),
+    ],
 )
 def test_a_cluster_that_does_not_fit_is_an_error(on, says):
     with pytest.raises(ValueError, match=says):

@@ -55,7 +55,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`Ranks`, `run` and `rehearse`, when they are asked for: who only wants `rankcell.parallel` needs torch and no notebook."""
+    """`Ranks`, `run`, `rehearse`, when asked for: who only wants `rankcell.parallel` needs torch and no notebook."""
     if name in ("Ranks", "run", "rehearse"):
         from .engine import world
 

@@ -183,13 +183,17 @@ class RankMagics(Magics):
                 ranks.restart()
         else:
             try:
-                ranks = world.Ranks(world_size, device=device, nodes=nodes, on=on, as_rank=options.as_rank or 0)
+                ranks = world.Ranks(
+                    world_size, device=device, nodes=nodes, on=on, as_rank=options.as_rank or 0
+                )
             except ValueError as error:
                 if not on:
                     raise
                 raise errors.OptionError(str(error)) from None
             self.worlds[key] = ranks
-            ranks.notes.append(ranks.device_note if on else f"{world_size} ranks talk over {ranks.device_note}.")
+            ranks.notes.append(
+                ranks.device_note if on else f"{world_size} ranks talk over {ranks.device_note}."
+            )
         return ranks
 
     def _tell(self, ranks: world.Ranks) -> None:
@@ -292,7 +296,15 @@ class Worlds:
         """The rows for these worlds."""
         alive = [w for w in worlds if w.alive]
         return cls(
-            [(f"{'1 of ' if w.backend == 'fake' else ''}{w.world_size} ranks", f"{w.device} ({w.backend})", w.pids, w.memory()) for w in alive]
+            [
+                (
+                    f"{'1 of ' if w.backend == 'fake' else ''}{w.world_size} ranks",
+                    f"{w.device} ({w.backend})",
+                    w.pids,
+                    w.memory(),
+                )
+                for w in alive
+            ]
         )
 
     def __repr__(self) -> str:

@@ -129,7 +129,10 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "help": "where `%%%%ranks 1 of 1024` rehearses one rank without computing: 128xh100x8 are 128 nodes of 8",
         },
     ),
-    (("--as",), {"dest": "as_rank", "type": rank, "metavar": "RANK", "help": "... and which rank, by default 0"}),
+    (
+        ("--as",),
+        {"dest": "as_rank", "type": rank, "metavar": "RANK", "help": "... and which rank, by default 0"},
+    ),
     (("--values",), {"action": "store_true", "help": "record what the tensors of every communication held"}),
 )
 

@@ -338,7 +338,9 @@ class Rehearsing(Local):
 
     def __init__(self, world_size: int, on: str, rank: int) -> None:
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} does not exist among {world_size} ranks: they are 0 to {world_size - 1}.")
+            raise ValueError(
+                f"rank {rank} does not exist among {world_size} ranks: they are 0 to {world_size - 1}."
+            )
         self.cluster = Cluster.parse(on, world_size)
         super().__init__(1, "cpu")
 

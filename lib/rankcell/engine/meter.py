@@ -57,7 +57,9 @@ class Meter:
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._count = 0
         self._nbytes: dict[int, int] = {}  # by number, of the storages alive at the last look
-        self._changed: dict[int, int] = {}  # by number, sizes that are others since then; 0 of one that is gone
+        self._changed: dict[
+            int, int
+        ] = {}  # by number, sizes that are others since then; 0 of one that is gone
         self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
         self._trained: dict[int, weakref.ref[Tensor]] = {}  # parameters, also those that are not shown now
         self._claimed: dict[str, set[int]] = {}  # tensors by id, of each list that is asked for
@@ -84,7 +86,9 @@ class Meter:
         self._ask_owners()
         self._seen.clear()
 
-    def follow(self, modules: Collection[torch.nn.Module], optimizers: Collection[torch.optim.Optimizer]) -> None:
+    def follow(
+        self, modules: Collection[torch.nn.Module], optimizers: Collection[torch.optim.Optimizer]
+    ) -> None:
         """Measure for whatever is in these collections, now and later."""
         self._modules, self._optimizers = modules, optimizers
 
@@ -263,7 +267,7 @@ def _resizing(meter: Meter) -> Iterator[None]:
         meter.resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -399,7 +399,9 @@ class Ranks:
                 self._start(lost)
                 self._mailbox.parts = {r: Part(runs=False) if r in lost else p for r, p in idle.items()}
             others = [r for r in self.here if r not in lost]
-            self._host.address_for(self.here[0])  # the ranks find each other there: it may have been cleaned away
+            self._host.address_for(
+                self.here[0]
+            )  # the ranks find each other there: it may have been cleaned away
             self._host.send(others, pickle.dumps(Join(self.generation)))
             self._await_ready(self.here, REJOIN_TIMEOUT)
         except errors.StartError:  # a rank died meanwhile: start over, and say so with the next cell

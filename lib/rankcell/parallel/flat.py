@@ -121,7 +121,9 @@ def is_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], 
         return _is_elementwise(make, device)
 
 
-def _is_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device) -> bool:
+def _is_elementwise(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device
+) -> bool:
     start = torch.linspace(-1, 1, 24, device=device).view(4, 6)
     found = []
     for cut in (lambda x: [x], lambda x: [x.view(-1)[:9], x.view(-1)[9:]]):

@@ -3,7 +3,6 @@
     cluster   "128xh100x8": how long an operation takes there, by the planner's numbers; what crosses nodes
     clock     seconds that pass on the streams of a GPU that is not there
     stage     inside a rank: fake tensors, a process group of one that acts as many, what each operation costs
-    local     all ranks with their values as threads of one process
 
 `engine/worker` asks `stage` for the clock, the tensors and the answers of the process group; everything else of
 a cell (its names, output, errors, lines) is as on real ranks, and so is what it leaves behind.

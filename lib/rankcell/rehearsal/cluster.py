@@ -117,7 +117,16 @@ def sent_by_level(run: Run | Iterable[Event], nodes: Sequence[str] = ()) -> dict
     return sent
 
 
-_RINGS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter")
+_RINGS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+)
 
 
 def _share_between(e: Event, nodes: Sequence[str]) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg
 from torch._C._distributed_c10d import Reducer, _create_work_from_future
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,8 +34,28 @@ from .cluster import Cluster
 
 KNOWN = 1 << 16  # integers at most in a tensor whose numbers are kept
 _FORMATS = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8"}
-_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach", "resize_"}
-_MAKES = {"arange", "zeros", "ones", "full", "eye", "randint", "randperm", "linspace", "tril_indices", "scalar_tensor"}
+_FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "detach",
+    "resize_",
+}
+_MAKES = {
+    "arange",
+    "zeros",
+    "ones",
+    "full",
+    "eye",
+    "randint",
+    "randperm",
+    "linspace",
+    "tril_indices",
+    "scalar_tensor",
+}
 _FUNCTIONAL = ("_c10d_functional", "_dtensor")
 
 
@@ -71,8 +91,12 @@ class Stage:
         self.pending: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self.meter: Any = None
         self.integers = False  # tensors of integers are real now: C++ reads them
-        torch.nn.modules.module.register_module_parameter_registration_hook(lambda module, *_: self.modules.add(module))
-        torch.nn.modules.module.register_module_buffer_registration_hook(lambda module, *_: self.modules.add(module))
+        torch.nn.modules.module.register_module_parameter_registration_hook(
+            lambda module, *_: self.modules.add(module)
+        )
+        torch.nn.modules.module.register_module_buffer_registration_hook(
+            lambda module, *_: self.modules.add(module)
+        )
         register_optimizer_step_pre_hook(lambda optimizer, *_: self.optimizers.add(optimizer))
         self._replace_what_reads_numbers()
 
@@ -175,7 +199,9 @@ class Stage:
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise RehearsalError(_asked_for(operation), self.caller()[0]) from error
         except UnsupportedOperatorException as error:
-            raise RehearsalError(f"torch does not know what shape {operation} gives", self.caller()[0]) from error
+            raise RehearsalError(
+                f"torch does not know what shape {operation} gives", self.caller()[0]
+            ) from error
         self.clock.work(self._seconds(operation, args, kwargs, leaves, result))
         self.meter.seen(operation, leaves, result)
         return result
@@ -211,7 +237,9 @@ class Stage:
         nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
         count = flop_registry.get(operation._overloadpacket)
         flops = count(*args, **kwargs, out_val=result) if count is not None else 0
-        number_format = next((_FORMATS[t.dtype] for t in leaves if getattr(t, "dtype", None) in _FORMATS), "tf32")
+        number_format = next(
+            (_FORMATS[t.dtype] for t in leaves if getattr(t, "dtype", None) in _FORMATS), "tf32"
+        )
         return self.cluster.compute_seconds(flops, nbytes, number_format)
 
 
