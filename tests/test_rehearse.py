@@ -248,6 +248,33 @@ def knows_its_own_numbers():
     return order.tolist(), [int(i) for i in torch.arange(3)], torch.tensor([dist.get_rank()]).item()
 
 
+def is_given(model, rows):
+    model(rows["x"]).sum().backward()
+    return (
+        rows["order"].tolist(),
+        tuple(rows["x"].shape),
+        tuple(model.weight.grad.shape),
+        model.weight.untyped_storage().nbytes(),
+    )
+
+
+def test_tensors_and_models_that_come_with_the_task_are_fake_too(seventh):
+    rows = {"x": torch.ones(2, 3), "order": torch.arange(3)}
+    run = seventh.run(is_given, args=(nn.Linear(3, 4), rows))
+    assert run.ranks[7].value == ([0, 1, 2], (2, 3), (4, 3), 48)
+    assert run.ranks[7].peak.gradients == 4 * (12 + 4)
+    kept = seventh.run("x = torch.ones(3)\nx", push={"y": rows["x"]}, filename="<cell>").ranks[7].value
+    assert kept.reason == "a tensor of a rehearsal has a shape and no numbers to send"
+
+
+def says_a_number():
+    return f"{torch.ones(3).sum():.3f}"
+
+
+def asks_for_an_array():
+    return torch.ones(3).numpy()
+
+
 def adds_up_ranks():
     x = torch.tensor([dist.get_rank()])
     dist.all_reduce(x)
@@ -261,7 +288,9 @@ def seventh():
         yield ranks
 
 
-@pytest.mark.parametrize("asks", [asks_for_a_number, asks_for_a_shape, adds_up_ranks])
+@pytest.mark.parametrize(
+    "asks", [asks_for_a_number, asks_for_a_shape, says_a_number, asks_for_an_array, adds_up_ranks]
+)
 def test_what_only_computing_gives_is_an_error_that_names_the_line(seventh, asks):
     with pytest.raises(rankcell.RankError, match=r"a rehearsal cannot know that") as raised:
         seventh.run(asks)

@@ -154,7 +154,7 @@ class Groups:
                 f"`%%ranks` line."
             )
         name = str(backend or birth.backend).lower()
-        if name not in (birth.backend, f"cpu:{birth.backend}", "cpu:gloo,cuda:nccl"):
+        if not birth.on and name not in (birth.backend, f"cpu:{birth.backend}", "cpu:gloo,cuda:nccl"):
             raise GroupError(
                 f"init_process_group({name!r}): the ranks of this world talk over {birth.backend} on "
                 f"{birth.device}. Write `backend=None`, or start a world on the other device with `--device`."

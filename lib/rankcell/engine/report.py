@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import MismatchError
 from ..results import Call, Frame, NotSent, RankFailure
@@ -150,6 +151,8 @@ class _ValuePickler(cloudpickle.Pickler):
 
 def pack(value: Any, text: str, limit: int | None = MAX_VALUE_NBYTES) -> bytes | NotSent:
     """`value` as a pickle of at most `limit` bytes, or why there is none; `text` stands for it then."""
+    if isinstance(value, FakeTensor):
+        return NotSent(text or repr(value), "a tensor of a rehearsal has a shape and no numbers to send")
     buffer = _Limited(limit)
     try:
         _ValuePickler(buffer).dump(value)

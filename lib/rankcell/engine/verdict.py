@@ -46,7 +46,7 @@ def conclude(ending: Ending, pull: Sequence[str], *, trouble: str, alive: bool) 
     problems = [
         f"{name} on {name_ranks(ranks)}: {why}"
         for name in pull
-        for why, ranks in _by_reason(run.pulled[name])
+        for why, ranks in _by_reason([r.rank for r in run.ran], run.pulled[name])
     ]
     if problems:
         raise errors.PullError(
@@ -55,9 +55,9 @@ def conclude(ending: Ending, pull: Sequence[str], *, trouble: str, alive: bool) 
     return run
 
 
-def _by_reason(values: Sequence[Any]) -> list[tuple[str, list[int]]]:
+def _by_reason(ranks: Sequence[int], values: Sequence[Any]) -> list[tuple[str, list[int]]]:
     reasons: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=False):
         if isinstance(value, NotSent):
             reasons.setdefault("no such name" if value.reason == "missing" else value.reason, []).append(rank)
     return list(reasons.items())

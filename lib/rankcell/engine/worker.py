@@ -203,12 +203,13 @@ class Rank:
         try:
             try:
                 if self.stage is None:
-                    value = self._work(task)
+                    value = self._work(task, self._given(task))
                     seconds = clock() - start
                 else:
                     meter = Meter(began=0.0, clock=self.stage.clock, watches=False)
+                    given = self.stage.faked(self._given(task))
                     with self.stage.playing(meter):
-                        value = self._work(task)
+                        value = self._work(task, given)
                     seconds = self.stage.clock.finish()
                 # a __repr__ of the learner's is part of the cell: it may raise, wait, and communicate
                 if value is not None:
@@ -296,14 +297,19 @@ class Rank:
                 )
         self.stdio.flush()
 
-    def _work(self, task: Task) -> Any:
-        if task.push:
-            pushed = cloudpickle.loads(task.push)
-            for item in pushed.values():
-                self._lend_names(item)
-            self.names.update(pushed)
-        if task.call:
-            function, args, kwargs = cloudpickle.loads(task.call)
+    def _given(self, task: Task) -> tuple[dict[str, Any], Any]:
+        """What came with the task: the pushed names, and the function with its arguments, if it is one."""
+        return cloudpickle.loads(task.push) if task.push else {}, cloudpickle.loads(
+            task.call
+        ) if task.call else None
+
+    def _work(self, task: Task, given: tuple[dict[str, Any], Any]) -> Any:
+        pushed, call = given
+        for item in pushed.values():
+            self._lend_names(item)
+        self.names.update(pushed)
+        if call is not None:
+            function, args, kwargs = call
             self._lend_names(function)
             return function(*args, **kwargs)
         with self.recorder.follow() if task.follow else nullcontext():

@@ -9,7 +9,7 @@ dispatcher as on a real rank, is recorded there, and is answered here instead of
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import RehearsalError
@@ -144,8 +144,42 @@ class Stage:
         tolist = FakeTensor.tolist
         FakeTensor.tolist = lambda t: t.constant.tolist() if t.constant is not None else tolist(t)
         _fsdp_param._chunk_with_empty = _Chunks
+        FakeTensor.__format__ = self._format  # type: ignore[method-assign,assignment]
+        FakeTensor.numpy = lambda *_, **__: self._has_none("an array of numbers, as `.numpy()` gives it")
         dist._verify_params_across_processes = with_integers(verify)
         Reducer._rebuild_buckets = with_integers(rebuild)
+
+    def _has_none(self, what: str) -> NoReturn:
+        raise RehearsalError(what, self.caller()[0])
+
+    @property
+    def _format(self) -> Any:
+        """What an f-string asks a fake tensor for."""
+
+        def text(tensor: FakeTensor, spec: str) -> str:
+            if not spec:
+                return repr(tensor)
+            if tensor.constant is not None and tensor.dim() == 0:
+                return format(tensor.constant, spec)
+            self._has_none(f"the number behind `:{spec}` in a text")
+
+        return text
+
+    def faked(self, value: Any) -> Any:
+        """What a cell is given, with fakes in place of the tensors in it and of the weights of modules."""
+
+        def fake(leaf: Any) -> Any:
+            if isinstance(leaf, torch.nn.Module):
+                for module in leaf.modules():
+                    for named in (module._parameters, module._buffers):
+                        named.update({k: fake(t) for k, t in named.items()})  # type: ignore[arg-type]
+                self.modules.update(leaf.modules())
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+                return leaf
+            known = self.fakes.may_turn_const(leaf)
+            return self.fakes.fake_tensor_converter.from_real_tensor(self.fakes, leaf, make_constant=known)
+
+        return tree_map(fake, value)
 
     # what the recorder asks instead of the backend
 
