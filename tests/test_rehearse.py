@@ -396,3 +396,58 @@ def test_the_magic(shell):
     assert tuple(shell.user_ns["run"].ranks[9].value) == (3,)  # names live on
     for line in ("%%ranks 4 --on h100", "%%ranks 4 --as 1", "%%ranks 1 of 16 --on 3xh100x8"):
         assert not shell.run_cell(f"{line}\n1").success
+
+
+def two_blocks_of_an_8b_llama():
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (128, 8), mesh_dim_names=("dp", "tp"))
+    model = models.Llama(128256, 4096, n_heads=32, n_kv_heads=8, n_layers=2, d_hidden=14336, context=8192)
+    plan = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    plan |= {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel()}
+    plan |= {"attention.output": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+    whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    how = {"mesh": mesh["dp"], "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan | {"attention": whole, "mlp": whole})
+        fully_shard(block, **how)
+    fully_shard(model, **how, reshard_after_forward=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(1, 8192, dtype=torch.long)
+    models.cross_entropy(model(tokens), tokens).backward()
+    optimizer.step()
+    return sum(p.numel() for p in model.blocks.parameters()), sum(p.numel() for p in model.parameters())
+
+
+def test_bytes_and_states_at_1024_ranks_are_the_planners(seventh):
+    from dataclasses import replace
+
+    from rankcell import costs
+    from rankcell.planner import chips, communication, layout, shapes, stacks
+
+    run = seventh.run(two_blocks_of_an_8b_llama)
+    in_blocks, everything = run.ranks[7].value
+    sent = {8: 0.0, 128: 0.0}
+    for e in run.events:
+        if e.op in ("all_gather", "reduce_scatter", "all_reduce"):
+            n = len(e.ranks)
+            sent[n] += costs.bytes_sent(e.op, e.nbytes * n if e.op == "all_gather" else e.nbytes, n)
+    # the tables of the vocabulary are not divided over tp here, and the planner divides all
+    shape = replace(shapes.MODELS["llama3-8b"], layers=2)
+    stack = stacks.with_numbers(stacks.STACKS["torchtitan"], {"reduce_bytes": 4})
+    job = layout.Job(shape, chips.find("h100"), 1024, 8192, 128, "bf16", stack)
+    spread = layout.Layout(tp=8, dp=128, zero=3, sequence_parallel=False)
+    tables = 7 / 8 * 2 * shape.embedding_params * (2 + 2 + 4) * 127 / 128
+    assert sent[128] == pytest.approx(float(communication.data(job, spread).nbytes) + tables, rel=0.01)
+    assert sent[8] == pytest.approx(float(communication.tensor(job, spread).nbytes), rel=0.01)
+    held = (in_blocks / 8 + everything - in_blocks) / 128  # of the parameters
+    assert run.ranks[7].memory[-1].parameters == pytest.approx(4 * held, rel=0.01)
+    assert run.ranks[7].memory[-1].gradients == pytest.approx(4 * held, rel=0.01)
+    assert max(m.optimizer for m in run.ranks[7].memory) == pytest.approx(8 * held, rel=0.01)
