@@ -212,8 +212,8 @@ def test_hierarchical_and_flat_rings_are_those_of_costs():
     for network in (50e9, 50e9 / 8):
         chip = dataclasses.replace(chips.find("h100"), network=network / communication.PORT)
         small = dataclasses.replace(job(), chip=chip)
-        inside = costs.Link(communication.INSIDE, 1 / chip.bus)
-        port = costs.Link(communication.ACROSS, 1 / 50e9)
+        inside = costs.Link(chip.alpha, 1 / chip.bus)
+        port = costs.Link(chip.alpha_across, 1 / 50e9)
         for nodes in (2, 8, 64):
             found = communication.all_reduce(small, 1e9, 8 * nodes, 1, "hierarchical")
             cards = 8 if network == 50e9 else 1

@@ -14,10 +14,7 @@ import numpy as np
 from .layout import FULL, Job, Layout
 from .memory import params_on
 
-# Seconds per step of a ring. Inside: 64 MiB on 8 H100 take 324 us where their 480 GB/s would take 245 us: 80 us
-# over 14 steps. Across: 256 MiB on 32 B200 take 2.27 ms where 382 GB/s would take 1.36 ms: 0.9 ms over 62 steps.
-# (dgxc-benchmarking v25.10.02, nccl; ml-engineering@744d01e, network.) Of a port: 382 of 8 x 50 GB/s.
-INSIDE, ACROSS, PORT = 5e-6, 15e-6, 0.95
+PORT = 0.95  # of a port's rate: 382 of 8 x 50 GB/s (ml-engineering@744d01e, network, B200)
 
 
 class Traffic(NamedTuple):
@@ -43,7 +40,7 @@ def link(job: Job, ranks: Any, stride: Any) -> tuple[Any, Any, Any]:
     crosses = np.logical_and(stride * ranks > chip.node, np.asarray(ranks) > 1)
     inside = np.maximum(1, np.minimum(ranks, chip.node / stride))
     across = np.minimum(chip.bus, inside * chip.network * PORT)
-    return np.where(crosses, across, chip.bus), np.where(crosses, ACROSS, INSIDE), crosses
+    return np.where(crosses, across, chip.bus), np.where(crosses, chip.alpha_across, chip.alpha), crosses
 
 
 WAYS = ("ring", "hierarchical", "tree", "in-switch")
@@ -75,11 +72,11 @@ def all_reduce(
     domains = np.maximum(1, ranks / inside)
     part, port = nbytes / inside, chip.network * PORT * network
     across = {
-        "hierarchical": 2 * ring(part, domains, port, ACROSS),
-        "tree": 2 * (np.ceil(np.log2(domains)) * ACROSS + part / port),
-        "in-switch": 2 * ACROSS + part / port,
+        "hierarchical": 2 * ring(part, domains, port, chip.alpha_across),
+        "tree": 2 * (np.ceil(np.log2(domains)) * chip.alpha_across + part / port),
+        "in-switch": 2 * chip.alpha_across + part / port,
     }[way]
-    return 2 * ring(nbytes, inside, chip.bus, INSIDE) + across * (domains > 1)
+    return 2 * ring(nbytes, inside, chip.bus, chip.alpha) + across * (domains > 1)
 
 
 def _rings(job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, network: float = 1.0) -> Traffic:
@@ -125,7 +122,7 @@ def expert(job: Job, layout: Layout) -> Traffic:
     domains = np.maximum(1, ranks * layout.tp / layout.etp / chip.node)
     local = token * s.top_k * (1 - 1 / np.maximum(1, ranks / domains)) / domains
     away = token * (domains - 1) * (1 - (1 - 1 / domains) ** s.top_k)
-    latency = np.where(domains > 1, ACROSS, INSIDE) * (np.asarray(ranks) > 1)
+    latency = np.where(domains > 1, chip.alpha_across, chip.alpha) * (np.asarray(ranks) > 1)
     seconds = times * (local / chip.bus + away / (chip.network * PORT) + latency)
     return Traffic(times * (local + away), ranks, domains > 1, seconds)
 
@@ -176,7 +173,7 @@ def pipeline(job: Job, layout: Layout) -> Traffic:
     crosses = np.logical_and(stride * layout.pp > job.chip.node, np.asarray(layout.pp) > 1)
     bandwidth = np.where(crosses, PORT * job.chip.network, job.chip.bus)
     times = 2 * layout.chunks * layout.microbatches(job) * (np.asarray(layout.pp) > 1)
-    seconds = times * (nbytes / bandwidth + np.where(crosses, ACROSS, INSIDE))
+    seconds = times * (nbytes / bandwidth + np.where(crosses, job.chip.alpha_across, job.chip.alpha))
     return Traffic(times * nbytes, layout.pp, crosses, seconds)
 
 
