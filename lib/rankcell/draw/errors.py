@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from .parts import EDGE, SIZE, WIDTH, round_ticks, text_width
 from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, label, line, rect
 
-_ROW = 46  # px
+_ROW = 54  # px
 _COLOUR, _FAR = COLOURS["all_reduce"], COLOURS["scatter"]
 
 
@@ -46,7 +46,7 @@ def signed_errors(
     medians = {name: statistics.median(errors) for name, errors in groups.items()}
     for k, (name, errors) in enumerate(groups.items()):
         y = top + _ROW * k
-        said = f"{medians[name]:+.0%}"
+        said = _signed(medians[name])
         for at, text, anchor in ((left, f"{name}, {len(errors)}", "start"), (right, said, "end")):
             # a white box, so that the words read over the lines of the axis
             width = text_width(text)
@@ -62,9 +62,15 @@ def signed_errors(
         marks.append(rect(x(medians[name]) - 2, y + 24, 4, 18, fill=INK, radius=0))
     marks.append(label(WIDTH / 2, bottom + 54, unit, anchor="middle", fill=MUTED))
     worst = max(medians, key=lambda name: abs(medians[name]))
-    found = f"{unit}: the median of {worst} is furthest from 0, {medians[worst]:+.0%}."
+    found = f"{unit}: the median of {worst} is furthest from 0, {_signed(medians[worst])}."
     rows = [
         f"{name}: {len(errors)}, median {medians[name]:+.1%}, from {min(errors):+.1%} to {max(errors):+.1%}"
         for name, errors in groups.items()
     ]
     return drawing(WIDTH, bottom + 66, *marks, alt=alt or found, text="\n".join([unit, *rows]))
+
+
+def _signed(share: float) -> str:
+    """A share as whole percent with its sign; none for 0."""
+    percent = round(100 * share)
+    return f"{percent:+d}%" if percent else "0%"
