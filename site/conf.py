@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -25,6 +26,10 @@ from pygments.token import Generic, Keyword, Operator, Text
 from sphinxcontrib import katex
 
 HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "lib")]
+
+import panel  # noqa: E402
+
 NOTEBOOKS = HERE.parent / "notebooks"
 HERO = "04_collectives"  # the landing page shows this notebook's all-reduce
 PARTS = tomllib.loads((HERE / "lessons.toml").read_text("utf-8"))["part"]
@@ -320,6 +325,24 @@ def fold_solutions(app, docname, source):
     source[0] = json.dumps(notebook)
 
 
+PANEL = """<div class="planner"></div>
+<noscript>This panel needs scripts. In a notebook it runs with a kernel.</noscript>
+"""
+
+
+def plant_the_panel(app, docname, source):
+    """A cell with the tag `planner-panel` shows the panel that works without a kernel in place of its widgets."""
+    if not docname.startswith("notebooks/"):
+        return
+    notebook = json.loads(source[0])
+    for cell in notebook["cells"]:
+        if "planner-panel" in cell["metadata"].get("tags", []):
+            shown = {"output_type": "display_data", "metadata": {}, "data": {"text/html": [PANEL]}}
+            cell["outputs"] = [shown]
+            notebook["metadata"].pop("widgets", None)
+            source[0] = json.dumps(notebook)
+
+
 def mark_cells(app, docname, source):
     """The Markdown cells that the table of topics links to get an id; it shows nothing."""
     stem = docname.removeprefix("notebooks/")
@@ -342,6 +365,9 @@ def number_the_headings(fragment):
 def mend_the_page(app, pagename, templatename, context, doctree):
     """Small repairs of what the packages emit; axe found each of them (tests/test_site.py)."""
     body = context.get("body", "")
+    if '<div class="planner">' in body:  # the scripts of the panel, on its page only
+        app.add_js_file(None, body=panel.script())
+        app.add_js_file("planner.js", loading_method="defer")
     body = body.replace(' aria-label="Toggle hidden content"', "")
     body = body.replace("<th></th>", "<td></td>")
     body = body.replace("<pre>", '<pre tabindex="0">')  # a box that scrolls must take the keyboard's focus
@@ -390,6 +416,7 @@ def setup(app):
     app.add_lexer("ipython3", RankCellLexer)
     app.add_lexer("cell-error", CellErrorLexer)
     app.connect("source-read", fold_solutions)
+    app.connect("source-read", plant_the_panel)
     app.connect("source-read", mark_cells)
     app.connect("html-page-context", mend_the_page, priority=900)
     app.connect("build-finished", finish_the_pages)

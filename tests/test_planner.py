@@ -207,6 +207,47 @@ def test_the_ring_for_arrays_is_the_ring_of_costs():
         assert communication.ring(1e8, n, 200e9, 3e-6) == pytest.approx(costs.ring_all_gather(1e8, n, link))
 
 
+def test_hierarchical_and_flat_rings_are_those_of_costs():
+    """Eight GPUs and eight ports per domain, 2 to 64 domains; and one port that eight GPUs share."""
+    for network in (50e9, 50e9 / 8):
+        chip = dataclasses.replace(chips.find("h100"), network=network / communication.PORT)
+        small = dataclasses.replace(job(), chip=chip)
+        inside = costs.Link(chip.alpha, 1 / chip.bus)
+        port = costs.Link(chip.alpha_across, 1 / 50e9)
+        for nodes in (2, 8, 64):
+            found = communication.all_reduce(small, 1e9, 8 * nodes, 1, "hierarchical")
+            cards = 8 if network == 50e9 else 1
+            expected = costs.hierarchical_all_reduce(1e9, 8, nodes, inside, port, links=cards)
+            assert float(found) == pytest.approx(expected)
+        flat = communication.all_reduce(small, 1e9, 8, 1)
+        assert float(flat) == pytest.approx(costs.ring_all_reduce(1e9, 8, inside))
+    with pytest.raises(ValueError, match="no way 'star'"):
+        communication.all_reduce(job(), 1e9, 8, 1, "star")
+
+
+def test_trees_and_switches_save_steps_and_switches_bytes():
+    short, long = 1e5, 1e12
+    seconds_of = lambda way, nbytes: float(communication.all_reduce(job(), nbytes, 1024, 1, way))
+    assert seconds_of("ring", short) > 3 * seconds_of("hierarchical", short) > 5 * seconds_of("tree", short)
+    assert seconds_of("tree", short) > seconds_of("in-switch", short)
+    # of many bytes a ring and trees send about the same through a port, switches half
+    inside = float(communication.all_reduce(job(), long, 8, 1))
+    port = long / 8 / (job().chip.network * communication.PORT)
+    assert seconds_of("hierarchical", long) - inside == pytest.approx(2 * port, rel=0.02)
+    assert seconds_of("in-switch", long) - inside == pytest.approx(port, rel=0.02)
+
+
+def test_a_stack_says_how_gradients_are_summed():
+    layouts_of = {zero: Layout(dp=1024, zero=zero) for zero in (0, 1)}
+    found = {
+        (way, zero): float(communication.data(job(n_gpus=1024, way=way), layout).seconds)
+        for way in communication.WAYS
+        for zero, layout in layouts_of.items()
+    }
+    assert found["in-switch", 0] < found["hierarchical", 0] and found["in-switch", 1] == found["tree", 1]
+    assert found["hierarchical", 0] == pytest.approx(found["hierarchical", 1])  # 2 + 2 bytes either way
+
+
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 1), (8, 16, 1), (4, 8, 2), (4, 16, 4)])
 def test_the_bubble_is_that_of_the_schedule(p, m, v):
     plan = schedules.interleaved(p, m, v)

@@ -3,6 +3,7 @@
 The build and the links are tested everywhere; what needs a browser is skipped where there is none.
 """
 
+import gzip
 import html
 import re
 import shutil
@@ -33,7 +34,7 @@ FLAGS = [
     "--disable-sync",
 ]
 # The colours of the dark, and the sidebar, which a phone hides, are checked on these.
-EXAMPLES = ("index.html", "03_point_to_point.html", "16_jobs.html")
+EXAMPLES = ("index.html", "03_point_to_point.html", "16_jobs.html", "18_planner.html")
 PHONE = {"width": 380, "height": 800}
 DESKTOP = {"width": 1400, "height": 900}
 
@@ -468,6 +469,27 @@ def test_nothing_of_a_slider_moves_under_the_pointer(slider):
         boxes.append([control.bounding_box() for control in controls.all()])
         slider.get_by_role("slider").press("ArrowRight")
     assert boxes[0] == boxes[1] == boxes[2]
+
+
+# The planner's panel: what it computes is compared with Python in test_panel.py.
+
+
+def test_the_planner_works_without_a_kernel(open_page, text):
+    name = "notebooks/18_planner.html"
+    assert "embed.js" not in text(name) and len(gzip.compress(text(name).encode())) < 150_000
+    page = open_page(name, viewport=DESKTOP)
+    panel = page.locator("div.planner")
+    verdict = panel.locator(".planner-verdict")
+    assert "tokens/s/GPU" in verdict.inner_text() and panel.locator("tbody tr").count() == 5
+    panel.get_by_label("number of GPUs").select_option("8")
+    assert "Rejected: it needs" in verdict.inner_text()
+    panel.get_by_label("number of GPUs").select_option("256")
+    panel.get_by_role("button").first.click()  # the best layout is taken
+    best = panel.locator("tbody tr td").first.inner_text()
+    assert verdict.inner_text().startswith(best + ".")
+    assert panel.locator(".planner-strip b").count() >= 1  # the limit of the memory
+    assert page.errors == []
+    page.context.close()
 
 
 def test_jupyterlab_leaves_a_slider_its_keys(slider):

@@ -5,13 +5,31 @@ still, so put a slider over some chosen pictures (`rankcell.draw.svg.Frames`) be
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from .svg import Figure
+
+class Shown(Protocol):
+    """Anything that a page can show: a `Figure`, a `charts.Table`, a `Column` of them."""
+
+    def _repr_html_(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Column:
+    """Pictures and tables under one another, shown as one."""
+
+    parts: tuple[Shown, ...]
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(repr, self.parts))
+
+    def _repr_html_(self) -> str:
+        return "\n".join(part._repr_html_() for part in self.parts)
 
 
 def panel(
-    draw: Callable[..., Figure],
+    draw: Callable[..., Shown],
     choices: Mapping[str, Sequence[Any]],
     *,
     start: Mapping[str, Any] | None = None,
@@ -60,4 +78,4 @@ def panel(
     return ipywidgets.VBox([*controls.values(), picture, note])
 
 
-__all__ = ["panel"]
+__all__ = ["Column", "panel"]

@@ -19,7 +19,7 @@ COLOURS = {
     "activations": "#cc79a7",
     "rest": "#bbbbbb",
 }
-_OTHERS = tuple(c for c in (*RANK_COLOURS, "#999999") if c not in COLOURS.values())
+_OTHERS = tuple(c for c in (*RANK_COLOURS, "#444444") if c not in COLOURS.values())
 _WHITE_ON = {"#0072b2"}
 
 

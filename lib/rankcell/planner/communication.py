@@ -3,7 +3,8 @@
 Seconds by the latency-bandwidth model of `rankcell.costs`, whose ring formulas stand here once more for arrays
 (a test holds the two together). A group of g ranks, s apart, lies inside one NVLink domain of `node` GPUs when
 s g <= node. Otherwise k = max(1, node / s) of its ranks share a domain; every rank has a network port, so a ring
-goes out of a domain through k ports at once, and no faster than NVLink.
+goes out of a domain through k ports at once, and no faster than NVLink. Where GPUs share cards, `Chip.network` is
+the rate of a server's cards together over its GPUs.
 """
 
 from typing import Any, NamedTuple
@@ -13,10 +14,7 @@ import numpy as np
 from .layout import FULL, Job, Layout
 from .memory import params_on
 
-# Seconds per step of a ring. Inside: 64 MiB on 8 H100 take 324 us where their 480 GB/s would take 245 us: 80 us
-# over 14 steps. Across: 256 MiB on 32 B200 take 2.27 ms where 382 GB/s would take 1.36 ms: 0.9 ms over 62 steps.
-# (dgxc-benchmarking v25.10.02, nccl; ml-engineering@744d01e, network.) Of a port: 382 of 8 x 50 GB/s.
-INSIDE, ACROSS, PORT = 5e-6, 15e-6, 0.95
+PORT = 0.95  # of a port's rate: 382 of 8 x 50 GB/s (ml-engineering@744d01e, network, B200)
 
 
 class Traffic(NamedTuple):
@@ -42,7 +40,43 @@ def link(job: Job, ranks: Any, stride: Any) -> tuple[Any, Any, Any]:
     crosses = np.logical_and(stride * ranks > chip.node, np.asarray(ranks) > 1)
     inside = np.maximum(1, np.minimum(ranks, chip.node / stride))
     across = np.minimum(chip.bus, inside * chip.network * PORT)
-    return np.where(crosses, across, chip.bus), np.where(crosses, ACROSS, INSIDE), crosses
+    return np.where(crosses, across, chip.bus), np.where(crosses, chip.alpha_across, chip.alpha), crosses
+
+
+WAYS = ("ring", "hierarchical", "tree", "in-switch")
+
+
+def all_reduce(
+    job: Job, nbytes: Any, ranks: Any, stride: Any, way: str = "ring", *, network: float = 1.0
+) -> Any:
+    """Seconds of one all-reduce of `nbytes` over `ranks` ranks, `stride` apart, by one of WAYS.
+
+    "ring": one ring over all, through the ports of all k ranks of a domain at once. The others first add up
+    inside each domain and gather there at the end; between the domains each rank then sums its k-th through its
+    own port: in a ring ("hierarchical", as `costs.hierarchical_all_reduce`), in two pipelined trees ("tree":
+    Sanders, Speck, Traeff, https://doi.org/10.1016/j.parco.2009.09.001, 2009), or in the switches of the network
+    ("in-switch": each port sends and receives its part once; Bloch et al., SHARP,
+    https://doi.org/10.14529/jsfi170401, 2017). What switches add inside a domain is in `Chip.bus`, which is
+    measured with it. `network` is the share of the ports' rate that is reached.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if way not in WAYS:
+        raise ValueError(f"There is no way {way!r} to sum. There are {', '.join(WAYS)}.")
+    chip = job.chip
+    if way == "ring":
+        bandwidth, latency, crosses = link(job, ranks, stride)
+        return 2 * ring(nbytes, ranks, bandwidth * np.where(crosses, network, 1), latency)
+    inside = np.maximum(1, np.minimum(ranks, chip.node / stride))
+    domains = np.maximum(1, ranks / inside)
+    part, port = nbytes / inside, chip.network * PORT * network
+    across = {
+        "hierarchical": 2 * ring(part, domains, port, chip.alpha_across),
+        "tree": 2 * (np.ceil(np.log2(domains)) * chip.alpha_across + part / port),
+        "in-switch": 2 * chip.alpha_across + part / port,
+    }[way]
+    return 2 * ring(nbytes, inside, chip.bus, chip.alpha) + across * (domains > 1)
 
 
 def _rings(job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, network: float = 1.0) -> Traffic:
@@ -88,9 +122,23 @@ def expert(job: Job, layout: Layout) -> Traffic:
     domains = np.maximum(1, ranks * layout.tp / layout.etp / chip.node)
     local = token * s.top_k * (1 - 1 / np.maximum(1, ranks / domains)) / domains
     away = token * (domains - 1) * (1 - (1 - 1 / domains) ** s.top_k)
-    latency = np.where(domains > 1, ACROSS, INSIDE) * (np.asarray(ranks) > 1)
+    latency = np.where(domains > 1, chip.alpha_across, chip.alpha) * (np.asarray(ranks) > 1)
     seconds = times * (local / chip.bus + away / (chip.network * PORT) + latency)
     return Traffic(times * (local + away), ranks, domains > 1, seconds)
+
+
+def _half(job: Job, layout: Layout, nbytes: Any, ranks: Any, stride: Any) -> Any:
+    """Seconds of half an all-reduce, a reduce-scatter or an all-gather, by the stack's way.
+
+    Trees and switches gain on a whole all-reduce only, so under ZeRO both halves are hierarchical instead.
+    """
+
+    def whole(way: str) -> Any:
+        return all_reduce(job, nbytes, ranks, stride, way, network=job.stack.network)
+
+    way = job.stack.way
+    alone = way if way in ("ring", "hierarchical") else "hierarchical"
+    return np.where(layout.zero >= 1, whole(alone), whole(way)) / 2
 
 
 def data(job: Job, layout: Layout) -> Traffic:
@@ -110,7 +158,10 @@ def data(job: Job, layout: Layout) -> Traffic:
     for params, group, apart in ((dense, ranks, stride), (experts, replicas, stride * layout.ep)):
         for bytes_each, times in ((2, gathers), (each, reduces)):
             part = _rings(job, bytes_each * params, group, apart, times, network=job.stack.network)
-            nbytes, seconds = nbytes + part.nbytes, seconds + part.seconds
+            nbytes, seconds = (
+                nbytes + part.nbytes,
+                seconds + times * _half(job, layout, bytes_each * params, group, apart),
+            )
             crosses = np.logical_or(crosses, part.crosses)
     return Traffic(nbytes, ranks, crosses, seconds)
 
@@ -122,7 +173,7 @@ def pipeline(job: Job, layout: Layout) -> Traffic:
     crosses = np.logical_and(stride * layout.pp > job.chip.node, np.asarray(layout.pp) > 1)
     bandwidth = np.where(crosses, PORT * job.chip.network, job.chip.bus)
     times = 2 * layout.chunks * layout.microbatches(job) * (np.asarray(layout.pp) > 1)
-    seconds = times * (nbytes / bandwidth + np.where(crosses, ACROSS, INSIDE))
+    seconds = times * (nbytes / bandwidth + np.where(crosses, job.chip.alpha_across, job.chip.alpha))
     return Traffic(times * nbytes, layout.pp, crosses, seconds)
 
 

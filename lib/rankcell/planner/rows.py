@@ -64,13 +64,10 @@ def shape_of(row: Mapping[str, Any]) -> shapes.Shape:
     of 51200 entries where its row does not say otherwise.
     """
     name = text(row, "model")
-    try:
-        known = shapes.find(name)
-    except ValueError as error:
-        known = _counted(row, name, str(error))
+    known = shapes.look_up(name) or _counted(row, name)
     said = {column: count(row, column) for column in ("layers", "hidden") if text(row, column)}
     if said.get("hidden", known.hidden) != known.hidden:
-        known = _counted(row, name, "")  # another model of that name
+        known = _counted(row, name)  # another model of that name
     sizes: dict[str, Any] = {
         "layers": count(row, "layers", known.layers),
         "hidden": count(row, "hidden", known.hidden),
@@ -94,7 +91,7 @@ def shape_of(row: Mapping[str, Any]) -> shapes.Shape:
     return _nearest(row, shape)
 
 
-def _counted(row: Mapping[str, Any], name: str, problem: str) -> shapes.Shape:
+def _counted(row: Mapping[str, Any], name: str) -> shapes.Shape:
     """A GPT of the sizes in the row; what is blank follows from the number of parameters.
 
     12 l h^2 parameters and layers 128 elements wide for each of their number, as in GPT-3's family.
@@ -103,8 +100,13 @@ def _counted(row: Mapping[str, Any], name: str, problem: str) -> shapes.Shape:
     if not size and (found := re.search(r"(\d+(?:\.\d+)?)\s*b(?![a-z])", name.lower())):
         size = float(found[1]) * 1e9
     if not size and not (text(row, "layers") and text(row, "hidden")):
+        problem = ""
+        try:
+            shapes.find(name)
+        except ValueError as error:
+            problem = f" {error}"
         raise RowError(
-            f"The columns 'layers', 'hidden' and 'params_b' are blank, and 'model' does not help. {problem}"
+            f"The columns 'layers', 'hidden' and 'params_b' are blank, and 'model' does not help.{problem}"
         )
     layers = count(row, "layers", max(1, round((size / 12 / 128**2) ** (1 / 3))))
     hidden = count(row, "hidden", max(128, round((size / 12 / layers) ** 0.5 / 128) * 128))

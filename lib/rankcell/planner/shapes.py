@@ -8,6 +8,7 @@ formulas serve one model and a table of thousands of rows.
 import difflib
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
@@ -208,6 +209,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@cache
 def plain(name: str) -> str:
     """`name` without what differs from writer to writer: "Llama-3.1 70B" -> "llama370b"."""
     text = re.sub(r"\(.*?\)|\bcut to\b.*|pretrain|instruct|\bmeta\b", "", name.lower())
@@ -216,15 +218,20 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text)
 
 
-def find(name: str) -> Shape:
-    """The model called `name`, however it is spelt. Raises ValueError with the nearest names if it is unknown."""
+def look_up(name: str) -> Shape | None:
+    """The model called `name`, however it is spelt, or the longest name inside it; None if there is none."""
     known = {plain(key): key for key in MODELS}
     wanted = plain(name)
-    if wanted in known:
-        return MODELS[known[wanted]]
-    if inside := [key for key in known if key in wanted]:
-        return MODELS[known[max(inside, key=len)]]
-    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3) or list(known)[:3]
+    inside = [key for key in known if key in wanted]
+    return MODELS[known[max(inside, key=len)]] if inside else None
+
+
+def find(name: str) -> Shape:
+    """As `look_up`, but raises ValueError with the nearest names if the model is unknown."""
+    if found := look_up(name):
+        return found
+    known = {plain(key): key for key in MODELS}
+    near = difflib.get_close_matches(plain(name), known, n=3, cutoff=0.3) or list(known)[:3]
     raise ValueError(
         f"There is no model called {name!r}. The nearest names are {', '.join(known[n] for n in near)}; "
         f"there are {len(MODELS)}: {', '.join(MODELS)}."

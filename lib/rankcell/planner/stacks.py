@@ -29,7 +29,8 @@ class Stack:
     card that cannot be used.
 
     How it works: `split`: how it cuts the model into stages, "even", "by work" (the head counts as layers) or
-    "short ends" (the first and the last stage have a layer fewer); `masks`:
+    "short ends" (the first and the last stage have a layer fewer); `way`: how it sums gradients between domains
+    (`communication.WAYS`; no published run says it used another than the ring); `masks`:
     whether it keeps the masks of dropout; `ampere_attention`: whether its attention kernels were written for the
     A100, so that they reach half of that share on later GPUs (FlashAttention-2: 35 % of an H100's peak against
     73 % of an A100's; https://arxiv.org/abs/2407.08608 and 2307.08691); `sequence_parallel`: whether it has it;
@@ -63,6 +64,7 @@ class Stack:
     workspace: Any = 0.5e9
     headroom: Any = 0.05
     split: str = "even"
+    way: str = "ring"
     sequence_parallel: bool = True
 
 
