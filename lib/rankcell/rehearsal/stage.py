@@ -220,8 +220,8 @@ class Stage:
                 return operation._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if self.pending:
             self._await(leaves)
-        if operation.namespace in _FUNCTIONAL:
-            return args[0]
+        if operation.namespace in _FUNCTIONAL:  # lets go of the Work, which holds its tensors
+            return operation._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if self.integers and (real := _as_real(operation, args, kwargs)) is not None:
             return real
         if operation._opname in _MAKES and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
