@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.rankcell-installed
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NB ?=
+# The torch with which the notebooks were executed; pyproject.toml says which others will do.
+TORCH := 2.13.0
 SITE := site/_build/html
 # Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
 WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
@@ -20,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help lab html test notebooks execute check bench student
+.PHONY: help lab html test notebooks execute check bench matrix gpu student
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' Makefile
@@ -69,6 +71,12 @@ bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyp
 	$(BIN)/python -m pip install --quiet "ipyparallel>=9.0"
 	$(BIN)/python tests/bench.py
 
+matrix: ## fast tests with torch 2.11 and 2.15, and with Python 3.11 and 3.13, in environments of their own (10 GB)
+	@tools/matrix $(MATRIX)
+
+gpu: ## on a machine with a GPU, without a network: its tests, six lessons, and notebooks/recorded/<gpu>.json
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tools/gpu.py
+
 student: $(INSTALLED) ## copies for students in student/: stubs for solutions, no outputs
 	@$(BIN)/python tools/notebooks.py student --to student $(NOTEBOOKS)
 
@@ -80,7 +88,7 @@ $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || { echo "Creating $(VENV) ..."; $(PYTHON) -m venv $(VENV); } || { \
 		rm -rf $(VENV); echo "$(PYTHON) cannot make virtual environments here (Debian: apt-get install python3-venv)."; exit 1; }
 	@echo "Installing what pyproject.toml lists; the first time takes a few minutes ..."
-	@$(BIN)/python -m pip install --quiet -e '.[lab,test,site]'
+	@$(BIN)/python -m pip install --quiet -e '.[lab,test,site]' 'torch==$(TORCH)'
 	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (rankcell)" >/dev/null
 	@$(if $(NOTEBOOKS),$(BIN)/jupyter trust $(NOTEBOOKS) >/dev/null)
 	@touch $@

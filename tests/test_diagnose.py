@@ -104,3 +104,9 @@ def test_standings_say_who_is_waited_for():
     found = standings([collective(0), collective(1), State(2, "finished", calls=3)])
     assert found[0].waits_for == (2,) and found[0].line == 2
     assert found[2].doing == "finished the cell after 3 calls" and found[2].waits_for == ()
+
+
+def test_a_sentence_on_a_missing_receive_names_no_rank_that_waits_for_a_send():
+    """Of a ring of batches: rank 0 sends to the rank that has finished, rank 2 waits for what it sends."""
+    states = [transfer(0, "send", 1), State(1, "finished", counts={}), transfer(2, "recv", 1)]
+    assert diagnose(states).headline == "rank 1 finished without receiving what rank 0 sends."

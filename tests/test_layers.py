@@ -12,11 +12,13 @@ ALLOWED = {
     "costs": set(),
     "hardware": set(),
     "source": set(),
+    "versions": set(),
+    "doctor": {"hardware", "versions", "engine/devices", "engine/local", "engine/match", "engine/system"},
     "cluster": {"source"},
-    "parallel": {"models", "schedules"},
+    "parallel": {"models", "schedules", "versions"},
     "schedules": {"results", "errors"},
     "planner": {"hardware", "schedules", "results"},
-    "command": {"cluster", "planner"},
+    "command": {"cluster", "doctor", "planner"},
     "rehearsal": {"results", "errors", "costs", "planner"},
     "simulate": {"results"},
     "errors": {"results"},
@@ -24,7 +26,19 @@ ALLOWED = {
     "against": {"results", "errors", "layouts"},
     "twin": {"results", "errors", "engine/trace"},
     "check": {"results", "errors", "against"},
-    "magics": {"results", "errors", "source", "engine/world", "draw", "cluster", "check", "twin"},
+    "magics": {
+        "results",
+        "errors",
+        "source",
+        "engine/devices",
+        "engine/world",
+        "draw",
+        "cluster",
+        "check",
+        "twin",
+        "doctor",
+        "versions",
+    },
     "draw": {"results", "hardware", "schedules"},
     "__init__": {
         "results",
@@ -44,6 +58,7 @@ ALLOWED |= {
     "engine/messages": {"results"},
     "engine/channel": set(),
     "engine/system": set(),
+    "engine/devices": {"errors", "engine/system"},
     "engine/match": {"results", "errors"},
     "engine/diagnose": {"results", *SHARED},
     "engine/host": SHARED,
@@ -56,14 +71,18 @@ ALLOWED |= {
     "engine/cell": {"results", "errors", "engine/diagnose", "engine/mailbox", "engine/parts", *SHARED},
     "engine/verdict": {"results", "errors", "engine/cell"},
     "engine/world": {"results", "errors", *SHARED}
-    | {f"engine/{m}" for m in ("cell", "forks", "host", "local", "mailbox", "nodes", "parts", "verdict")},
+    | {
+        f"engine/{m}"
+        for m in ("cell", "devices", "forks", "host", "local", "mailbox", "nodes", "parts", "verdict")
+    },
     "engine/meter": {"results"},
     "engine/spans": set(),
+    "engine/streams": set(),
     "engine/operation": {"results", *SHARED},
     "engine/trace": {"results", "layouts", "engine/operation"},
     "engine/follow": {"results", "engine/trace"},
     "engine/record": {"results"}
-    | {f"engine/{m}" for m in ("operation", "spans", "meter", "trace", "follow")}
+    | {f"engine/{m}" for m in ("operation", "spans", "streams", "meter", "trace", "follow")}
     | SHARED,
     "engine/execute": {"source"},
     "engine/report": {"results", "errors"},
@@ -76,7 +95,7 @@ ALLOWED |= {
         f"engine/{m}"
         for m in ("control", "execute", "groups", "meter", "operation", "record", "report", "shell", "stdio")
     },
-    "engine/preload": {"engine/worker", *SHARED},
+    "engine/preload": {"engine/worker", "versions", *SHARED},
 }
 
 

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import torch
 
-from rankcell import RankError, Run, errors
+from rankcell import RankError, Run, doctor, errors, versions
 from rankcell.errors import (
     AllocationError,
     CellSyntaxError,
@@ -96,7 +96,7 @@ def test_help_lists_every_option(shell, capsys):
 
 
 BAD_LINES = {
-    "4 --onyl 2": "%%ranks has no option --onyl. Did you mean --only? Its options are: --against, --device",
+    "4 --onyl 2": "%%ranks has no option --onyl. Did you mean --only? Its options are: --against, --as, --device",
     "": "how many ranks? Write for example `%%ranks 4`.",
     "four": "'four' is no number of ranks. Write for example `%%ranks 4`.",
     "0": "'0' is no number of ranks.",
@@ -211,3 +211,25 @@ def test_threads_that_wait_sleep_so_that_the_ranks_get_the_cores(shell, monkeypa
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     shell.run_line_magic("reload_ext", "rankcell")
     assert os.environ["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_doctor_looks_at_this_machine(shell, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "gather", lambda: doctor.Facts(host="here"))
+    shell.run_line_magic("ranks", "doctor")
+    assert capsys.readouterr().out.startswith("rankcell doctor on here\n")
+
+
+def test_a_torch_of_the_future_is_named_once(cell, shell, capsys, monkeypatch):
+    monkeypatch.setattr(versions, "NEWEST", (2, 5))
+    monkeypatch.setattr(shell.find_magic("ranks", "cell").__self__, "_warned", False)
+    shell.run_line_magic("ranks", "stop")
+    cell("1", "rank")
+    assert (
+        "is newer than those on which the course was tried, 2.11 to 2.5. It goes on"
+        in capsys.readouterr().out
+    )
+    cell("1 --fresh", "rank")
+    shell.run_line_magic("ranks", "stop")
+    cell("1", "rank")
+    assert "is newer" not in capsys.readouterr().out
+    shell.run_line_magic("ranks", "stop")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rankcell
-from rankcell.engine import system, world
+from rankcell.engine import devices, system
 from rankcell.results import NotSent
 
 
@@ -254,7 +254,26 @@ def _link(path):
 def test_a_gpu_world_needs_a_gpu_per_rank():
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has GPUs")
-    assert world.choose_device(2, "auto")[:2] == ("cpu", "gloo")
+    choice = devices.choose(2, "auto", devices.look())
+    assert (choice.device, choice.backend) == ("cpu", "gloo")
+
+
+def test_ranks_that_do_not_start_over_the_best_backend_take_the_next(monkeypatch):
+    """nccl does not start on this machine's CPU; what stands in its place does."""
+    less = devices.Choice("cpu", "gloo", "gloo instead")
+    best = devices.Choice("cpu", "nccl", "nccl, as if there were GPUs", shared=2, instead=less)
+    monkeypatch.setattr(devices, "choose", lambda *_: best)
+    with rankcell.Ranks(2) as ranks:
+        assert (ranks.backend, ranks.device_note) == ("gloo", "gloo instead")
+        assert ranks.notes[0].startswith("The ranks did not start over nccl, as if there were GPUs: ")
+        assert ranks.run("dist.get_backend()").values == ["gloo"] * 2
+
+
+def test_the_end_of_a_world_says_nothing():
+    """With a CUDA build of torch a library of triton could print what it has not freed."""
+    code = "import rankcell\nwith rankcell.Ranks(2) as ranks: print(ranks.run('rank').values)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("[0, 1]\n", "")
 
 
 @pytest.mark.gpu

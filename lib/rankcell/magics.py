@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 from IPython.core.completer import SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -19,15 +20,15 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import MagicArgumentParser, argument, magic_arguments
 from IPython.display import clear_output, display
 
-from . import errors, source
+from . import errors, source, versions
 from .draw import page
 from .draw.svg import format_bytes
-from .engine import world
+from .engine import devices, world
 from .results import Run
 
 PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
-_WORDS = ("stop", "restart", "export")
+_WORDS = ("stop", "restart", "export", "doctor")
 
 
 def _with_options(method: Any) -> Any:
@@ -47,6 +48,7 @@ class RankMagics(Magics):
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self.matcher: Any = None  # completes names in rank cells
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
+        self._warned = False  # of a torch on which nobody has tried this
 
     @magic_arguments()
     @argument(
@@ -54,7 +56,7 @@ class RankMagics(Magics):
         nargs="?",
         help="how many ranks: `%%%%ranks 4`. As a line, `%%ranks` lists the worlds alive, "
         "`%%ranks stop` ends their processes, `%%ranks restart` gives fresh ones, `%%ranks export` writes "
-        "the notebook's rank cells as a script for torchrun and srun.",
+        "the notebook's rank cells as a script for torchrun and srun, `%%ranks doctor` says what this machine can do.",
     )
     @_with_options
     @line_cell_magic
@@ -171,7 +173,7 @@ class RankMagics(Magics):
         kind = f"{on} {options.as_rank}" if on else device
         if nodes is None and not on:
             try:
-                kind = world.choose_device(world_size, device)[0]
+                kind = devices.choose(world_size, device, devices.look(mps=False)).device
             except errors.WorldSizeError:
                 raise
             except ValueError as error:
@@ -194,6 +196,9 @@ class RankMagics(Magics):
             ranks.notes.append(
                 ranks.device_note if on else f"{world_size} ranks talk over {ranks.device_note}."
             )
+            if not self._warned and (said := versions.beyond(version("torch"))):
+                ranks.notes.append(said)
+            self._warned = True
         return ranks
 
     def _tell(self, ranks: world.Ranks) -> None:
@@ -232,6 +237,11 @@ class RankMagics(Magics):
                 ranks.restart()
             sizes = ", ".join(f"{w.world_size} ranks" for w in alive) or "nothing: no world is alive"
             print(f"Started anew: {sizes}.")
+            return None
+        if word.split()[0] == "doctor":
+            from . import doctor
+
+            doctor.main(nodes="--nodes" in word.split())
             return None
         if word.split()[0] == "export":
             return self._export(word.split()[1:])

@@ -95,7 +95,10 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--timeout",), {"type": seconds, "metavar": "SECONDS", "help": "interrupt the ranks after this time"}),
     (
         ("--device",),
-        {"default": "auto", "help": "cpu, cuda, or auto (the default: a GPU for each rank, else the CPU)"},
+        {
+            "default": "auto",
+            "help": "cpu, cuda (ranks share what GPUs there are), or auto (a GPU for each rank, else the CPU)",
+        },
     ),
     (
         ("--nodes",),

@@ -16,6 +16,13 @@ from typing import Any as _Any
 import torch
 import torch.distributed as dist
 
+for _new, _old in (  # names since torch 2.13, and those before
+    ("all_gather_single", "all_gather_into_tensor"),
+    ("reduce_scatter_single", "reduce_scatter_tensor"),
+):
+    if not hasattr(dist, _new):
+        setattr(dist, _new, getattr(dist, _old))
+
 
 def _join(world_size: int, *, cpu: bool = False) -> tuple[int, int, torch.device]:
     """Rank, world size and device of this process, once all ranks have met."""

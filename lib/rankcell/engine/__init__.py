@@ -11,11 +11,13 @@
                      mailbox    takes in what ranks say;  parts  what that becomes: a RankResult
                      host       what a world needs of a place:  local  this machine,  nodes  a Slurm allocation
                      forks      the process that ranks are forked from, and  agent  the same on a node
+                     devices    CPU or GPU, which backend, and why
     rank side        preload    imports torch, forks
                      worker     names, cells;  control  the thread that answers meanwhile
                      execute    source -> value;  report  exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
-                     record     every communication as an  operation;  spans, meter, trace, follow  on request
+                     record     every communication as an  operation;  streams  when a GPU is through with it;
+                                spans, meter, trace, follow  on request
 
 Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
 CONTRIBUTING.md follows one cell and one event through these files.

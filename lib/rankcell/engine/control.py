@@ -12,8 +12,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from . import system
 from .channel import Channel
 from .messages import Answer, Question, Status
@@ -71,9 +69,6 @@ class Control:
             self._await_end(BACK)
         if self._rank.running:
             self._rank.groups.close()
-            if self._rank.birth.backend == "nccl" and dist.is_initialized():
-                # nccl has no connections to shut: its kernels spin on the GPU until the communicator is aborted
-                dist.distributed_c10d._get_default_group().abort()
             self._await_end(BACK)
         if self._rank.running:
             signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
@@ -93,6 +88,7 @@ class Control:
         rank.stdio.flush_from_another_thread()
         frame = _frames().get(rank.main_thread)
         top, line, joins = "", 0, _waits_for_a_thread(frame)
+        synchronizes = recorder.enqueues and frame is not None and frame.f_code.co_name == "synchronize"
         while frame is not None:
             name = frame.f_code.co_filename
             top = top or name
@@ -100,6 +96,7 @@ class Control:
                 line = frame.f_lineno
                 break
             frame = frame.f_back
+        waits, counts = recorder.status()
         return Status(
             rank=rank.birth.rank,
             cell=cell,
@@ -107,9 +104,10 @@ class Control:
             line=line,
             in_torch="/torch/" in top and not system.wants_a_core(),
             joins=joins,
+            synchronizes=synchronizes,
             cpu=system.thread_cpu_seconds(rank.main_thread),
-            waits=tuple(o.wait() for o in list(recorder.open.values()) if not o.finished),
-            counts=dict(recorder.counts),
+            waits=waits,
+            counts=counts,
             calls=recorder.total,
             threads=self.threads(busy=True),
         )

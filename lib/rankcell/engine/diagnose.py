@@ -169,6 +169,8 @@ def _ended(
         (rank, wait) for rank, waits in sorted(stuck.items()) for wait, missing in waits if blame in missing
     ]
     first = victims[0][1]
+    if first.op in ("send", "recv"):  # one sentence is about one of the two
+        victims = [(rank, wait) for rank, wait in victims if wait.op == first.op]
     who = name_ranks(sorted({r for r, _ in victims}))
     verb = "waits" if len({r for r, _ in victims}) == 1 else "wait"
     state = states[blame]
@@ -308,7 +310,7 @@ def from_status(status: Status, previous_cpu: float | None) -> State:
         calls=status.calls,
         line=status.line,
         joins=status.joins,
-        blocked_in_torch=status.in_torch and still,
+        blocked_in_torch=status.synchronizes or (status.in_torch and still),
         other_threads=status.threads,
     )
 

@@ -21,6 +21,8 @@ from .messages import Birth
 from .operation import Operation, caller, clock, forget_groups
 from .record import Recorder
 
+# of a group that names no limit: nccl's own, ten minutes, ends a rank that waits for one which computes
+PATIENCE = datetime.timedelta(minutes=30)
 IMPATIENT = datetime.timedelta(minutes=5)  # a group with a shorter limit is left to end its waits by itself
 
 
@@ -29,6 +31,7 @@ class Groups:
 
     def __init__(self, birth: Birth, recorder: Recorder, say: Callable[[str], None]) -> None:
         self._birth, self._recorder, self._say = birth, recorder, say
+        self.aborted = False  # the groups of this generation can send nothing more
         self._generation = birth.generation
         self._again = 0  # how often a program has set the default group up anew in this generation
         # of our own for the backend's connections: to count their bytes and to shut them down
@@ -66,12 +69,12 @@ class Groups:
         """Join the default process group of this `generation`; leave an older one first."""
         if dist.is_initialized():
             # first: destroying a group with an unfinished operation waits for it otherwise, for 20 s
-            system.shut_down(self.connections)
+            self.close()
             with contextlib.suppress(RuntimeError):  # its connections were closed on purpose
                 self._destroy()
         forget_groups()
         self._let_go(self.connections)
-        self._generation, self._again = generation, 0
+        self._generation, self._again, self.aborted = generation, 0, False
         if self._birth.on:
             self._init("fake", store=_alone(), rank=self._birth.rank, world_size=self._birth.world_size)
             self._recorder.join(f"{generation}")
@@ -100,12 +103,13 @@ class Groups:
         world = range(self._birth.world_size)
         members = tuple(sorted(ranks)) if ranks is not None else tuple(world)
         local = bool(use_local_synchronization)
+        limit = timeout if timeout is not None or not self._birth.enqueues else PATIENCE
         if local and self._birth.rank not in members:
             return None
 
         def make() -> Any:
             return self._new_group(
-                ranks, timeout, backend, pg_options, use_local_synchronization, *args, **kwargs
+                ranks, limit, backend, pg_options, use_local_synchronization, *args, **kwargs
             )
 
         if local:
@@ -179,8 +183,18 @@ class Groups:
             self._recorder.impatient.add(dist.distributed_c10d._get_default_group().group_name)
 
     def close(self) -> None:
-        """Shut all connections down: whoever waits on one, here or at the other end, gets an error."""
-        system.shut_down(self.connections)
+        """End whatever waits in the groups, here and at the other ends.
+
+        gloo: its connections are shut down, and whoever waits on one gets an error. Others have none that we could
+        shut: nccl's kernels spin on the GPU until their communicator is aborted, and then the host goes on.
+        """
+        if not self._birth.enqueues:
+            system.shut_down(self.connections)
+        elif not self.aborted:
+            self.aborted = True
+            for group in list(dist.distributed_c10d._world.pg_map):
+                with contextlib.suppress(RuntimeError):  # it was aborted before
+                    group.abort()
 
     def _store(self, name: str) -> Any:
         where = self._birth.store
@@ -196,8 +210,8 @@ class Groups:
             import torch
 
             options["device_id"] = torch.device("cuda", torch.cuda.current_device())
-        if timeout is not None:
-            options["timeout"] = timeout
+        if timeout is not None or birth.enqueues:
+            options["timeout"] = timeout or PATIENCE
         self._init(birth.backend, store=store, rank=birth.rank, world_size=birth.world_size, **options)
 
     def _waited_for(
@@ -240,7 +254,8 @@ class Groups:
         try:
             yield
         finally:
-            self.connections += system.duplicate(set(system.tcp_connections()) - before)
+            if not self._birth.enqueues:  # nccl's own are for it alone
+                self.connections += system.duplicate(set(system.tcp_connections()) - before)
 
     def _let_go(self, sockets: list[socket.socket]) -> None:
         for s in list(sockets):

@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,18 +72,27 @@ class Local:
 
     Args:
         world_size: ranks of the whole world, which share the memory that finds calls that do not match.
-        device: "cpu" or "cuda".
+        backend: what the ranks talk over; "gloo" wants an interface.
+        environment: what the ranks find in theirs beside this process's.
         interface: the network interface of gloo; the loopback by default.
 
     Raises:
         StartError: gloo could not talk over that interface, or there is nowhere to put what the ranks share.
     """
 
-    def __init__(self, world_size: int, device: str, *, interface: str = system.LOOPBACK) -> None:
-        self._device, self._interface = device, interface
+    def __init__(
+        self,
+        world_size: int,
+        backend: str,
+        environment: Mapping[str, str] | None = None,
+        *,
+        interface: str = system.LOOPBACK,
+    ) -> None:
+        self._backend, self._interface = backend, interface
+        self._environment = dict(environment or {})
         self._members: dict[int, _Member] = {}
         asked = os.environ.get("GLOO_SOCKET_IFNAME")
-        if device == "cpu" and (problem := system.interface_problem(asked)):
+        if backend == "gloo" and (problem := system.interface_problem(asked)):
             raise errors.StartError(f"ranks could not be started: {problem}")
         try:
             self._board, note = system.shared_file(Board.nbytes(world_size))
@@ -131,8 +140,8 @@ class Local:
 
     def start(self, births: Sequence[Birth]) -> None:
         """Start a process for each of `births`; its `Ready` says that it has joined."""
-        environment = dict(os.environ)
-        if self._device == "cpu":
+        environment = {**os.environ, **self._environment}
+        if self._backend == "gloo":
             environment.setdefault("GLOO_SOCKET_IFNAME", self._interface)
         ours: list[_Member] = []
         orders: list[tuple[Birth, list[int]]] = []
@@ -342,7 +351,7 @@ class Rehearsing(Local):
                 f"rank {rank} does not exist among {world_size} ranks: they are 0 to {world_size - 1}."
             )
         self.cluster = Cluster.parse(on, world_size)
-        super().__init__(1, "cpu")
+        super().__init__(1, "gloo")
 
     def place_of(self, rank: int) -> tuple[int, int, str]:
         """Local rank, ranks on the node, and its name."""

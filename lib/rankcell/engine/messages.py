@@ -42,7 +42,13 @@ class Birth:
     local_world_size: int
     node: str = ""  # its name; empty in a world on one machine
     on: str = ""  # a cluster such as "128xh100x8": the rank rehearses, alone, a job that would run there
+    memory_fraction: float | None = None  # of its GPU, which it shares; None: all of it
     environment: dict[str, str] = field(default_factory=dict)  # set where the rank is started
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether calls return when they are enqueued on a device, as nccl's do, and not when they are over."""
+        return self.backend not in ("gloo", "fake")
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,7 @@ class Status:
     line: int = 0
     in_torch: bool = False  # its main thread stands in a file of torch, and no thread wants a core
     joins: bool = False  # its main thread waits for another thread, without a time limit
+    synchronizes: bool = False  # its main thread waits for its device
     cpu: float | None = None  # seconds that the main thread has used; None where nobody tells
     waits: tuple[Wait, ...] = ()
     counts: Mapping[Any, int] = field(default_factory=dict)

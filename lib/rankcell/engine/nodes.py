@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,10 @@ class Nodes:
             self._compare_clocks()
         return self._nodes[rank // self._per_node].offset
 
-    def begin(self, world_size: int, device: str) -> None:
+    def begin(self, world_size: int, backend: str, environment: Mapping[str, str]) -> None:
         """Say once, before the first rank is started, what the world is like."""
         for node in self._nodes:
-            self._tell(node, Order("world", (world_size, device)))
+            self._tell(node, Order("world", (world_size, backend, dict(environment))))
 
     def start(self, births: Sequence[Birth]) -> None:
         """Start a process for each of `births`; its `Ready` says that it has joined."""

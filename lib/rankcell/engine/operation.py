@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ clock = time.monotonic  # one clock for all processes of a machine
 
 ASKED_IN_VAIN = 10_000  # times, after which a program that polls is told that it will never see the end
 MAX_VALUES = 64  # numbers kept per tensor with `--values`
+_KEEPS = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _LIBRARY = ("/torch/", "/rankcell/engine/", "/rankcell/rehearsal/", "<frozen")
 
 
@@ -46,6 +48,14 @@ class Operation:
     after: Any = None
     watched: Watched | None = None
     asked = 0  # how often a program has asked whether it is over
+    passed: Callable[[], bool] | None = (
+        None  # of a call that only enqueues: whether the device is through with it
+    )
+    work_id = 0
+    batch: Sequence["Operation"] = ()  # operations that share its Work
+    landing: Any = None  # a receive on a GPU over gloo: the tensor, and its buffer on the host
+
+    _over = False
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -64,16 +74,35 @@ class Operation:
         """Whether a thread of the rank stands in this operation now, as far as Python can see."""
         if self.error is not None or self.done is not None or self.gives_up:
             return False
+        if self.passed is not None:
+            return self.awaited is not None and not self.finished
         return self.issued is None or (self.wait_start is not None and self.wait_end is None)
 
     @property
     def finished(self) -> bool:
         """Whether the operation is over."""
-        if self.error is not None or self.done is not None or self.wait_end is not None:
+        if self.error is not None or self.done is not None:
+            return True
+        if self.passed is not None:
+            if not self._over:
+                self._over = bool(self.passed())
+            return self._over
+        if self.wait_end is not None:
             return True
         if self.issued is not None and self.work is not None:
             return bool(self.work.is_completed())
         return self.issued is not None and self.work is None
+
+    @property
+    def awaited(self) -> float | None:
+        """Of a call that only enqueues: since when what comes later on the device waits for it; None if nothing does.
+
+        A call without a Work orders at once. What C++ waits for (DDP's reducer, FSDP) is ordered soon after its call.
+        """
+        if self.wait_start is not None:
+            return self.wait_start
+        kept = self.is_async and (not self.via or self.via in _KEEPS or self.via.startswith(self.op))
+        return None if kept else self.issued
 
     @property
     def end(self) -> float:
@@ -84,8 +113,8 @@ class Operation:
             return self.wait_end if self.done is None else max(self.wait_end, self.done)
         return self.done if self.done is not None else self.issued if self.issued is not None else clock()
 
-    def wait(self) -> Wait:
-        """This operation as the notebook is told of it while it is not over."""
+    def wait(self, *, behind: bool = False) -> Wait:
+        """This operation as the notebook is told of it while it is not over; `behind` others on the device."""
         return Wait(
             op=self.op,
             text=self.describe(),
@@ -98,7 +127,7 @@ class Operation:
             tag=self.tag,
             line=self.line,
             via=self.via,
-            waiting=self.waiting,
+            waiting=self.waiting and not behind,
             thread=0 if self.thread == threading.main_thread().ident else self.thread,
         )
 
@@ -131,6 +160,27 @@ class Operation:
             values=values,
             watched=self.watched,
         )
+
+
+def queued(pending: Iterable[Operation]) -> list[tuple[Operation, bool]]:
+    """The operations of a rank that a device has not done yet, in the order of their calls, and which of them stand
+    behind another one: in the queue of their group, or after one that the rank waits for.
+    """
+    found: list[tuple[Operation, bool]] = []
+    heads: dict[str, Operation] = {}  # the first of each group
+    since: float | None = None  # when the rank began to wait for one of those before
+    for o in pending:
+        head = heads.setdefault(o.group, o)
+        waits_first = since is not None and o.start is not None and since <= o.start
+        found.append((o, waits_first or not (head is o or _one_batch(head, o))))
+        awaited = o.awaited
+        if awaited is not None and (since is None or awaited < since):
+            since = awaited
+    return found
+
+
+def _one_batch(a: Operation, b: Operation) -> bool:
+    return a.via == b.via == "batch_isend_irecv" and a.line == b.line
 
 
 def flatten(value: Any) -> list[torch.Tensor]:

@@ -27,8 +27,9 @@ import torch._dynamo  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.pipelining  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402
-import torch.nn.parallel.distributed  # noqa: E402, F401
+import torch.nn.parallel.distributed  # noqa: E402
 
+from .. import versions  # noqa: E402
 from . import worker  # noqa: E402
 from .channel import Channel  # noqa: E402
 from .messages import CRASHED, Birth  # noqa: E402
@@ -39,6 +40,7 @@ _LOOK = 1.0  # seconds between two looks whether the notebook lives: a fork of i
 def main(fd: int) -> None:
     """Serve the notebook at the other end of socket `fd` until it is gone."""
     notebook = os.getppid()
+    versions.complete(torch.distributed)
     worker.prepare()
     # these objects stay for good: the collector of a rank never looks at them, so their pages stay shared
     gc.freeze()

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from ..results import Call, Dropped, Event, Memory, Traced, Watched
-from . import spans
+from . import spans, streams
 from .follow import Follow
 from .match import Board, Matcher, Signature, StoreBoard
+from .messages import Wait
 from .meter import Meter
 from .operation import (
     ASKED_IN_VAIN,
@@ -39,11 +40,13 @@ from .operation import (
     flatten,
     numbers,
     part_of,
+    queued,
     ranks_of,
 )
 from .trace import Trace
 
 MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; of older ones only a summary is kept
+MAX_WAITS = 64  # operations in a device's queues of which the notebook is told: the first ones say it all
 MAX_NAMES = 200  # lines of that summary; spans may have any number of names
 
 
@@ -115,6 +118,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.rank = 0
+        # the backend returns when a call is enqueued: it is over when the device says so
+        self.enqueues = False
+        # calls that the backend launches together, when all are there
+        self._batch: list[Operation] | None = None
+        self.no_work: Any = None  # a Work that is over, for calls that have none
         self.matcher = Matcher()
         self.cell = ""
         self.generation = ""
@@ -163,6 +171,8 @@ class Recorder:
             if operation is None:
                 return original_wait(work, *args, **kwargs)
             operation.wait_start = self.clock()
+            for other in operation.batch:
+                other.wait_start = other.wait_end = operation.wait_start
             operation.gives_up = operation.gives_up or bool(args or kwargs)
             try:
                 if self.stage is not None:
@@ -174,9 +184,16 @@ class Recorder:
                 raise
             finally:
                 operation.wait_end = self.clock()
-                if operation.op == "recv" and operation.peer is None and operation.error is None:
-                    operation.peer = operation.ranks[work._source_rank()]
-                self._close(operation)
+                if operation.error is None:
+                    if operation.op == "recv" and operation.peer is None:
+                        operation.peer = operation.ranks[work._source_rank()]
+                    if operation.landing is not None:
+                        tensor, buffer = operation.landing
+                        tensor.copy_(buffer)
+                if operation.passed is None or operation.error is not None:
+                    self._close(operation)
+                elif operation.before is not None:
+                    operation.after = numbers(operation.outputs)
 
         original_is_completed = dist.Work.is_completed
 
@@ -188,9 +205,33 @@ class Recorder:
                     print(POLLED.format(operation.describe()), file=sys.stderr, flush=True)
             return bool(original_is_completed(work))
 
-        for name, replacement in (("wait", wait), ("is_completed", is_completed)):
-            self._originals.append((dist.Work, name, dist.Work.__dict__[name]))
-            setattr(dist.Work, name, replacement)
+        start_together, launch = dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing
+
+        def _start_coalescing(group: Any, *args: Any) -> None:
+            self._batch = []
+            start_together(group, *args)
+
+        def _end_coalescing(group: Any, *args: Any) -> Any:
+            batch, self._batch = self._batch or [], None
+            for o in batch:
+                o.wait_start = self.clock()  # a new pair is connected now: the host waits for the other side
+            work = launch(group, *args)
+            for o in batch:  # they have one Work together
+                o.wait_start = None
+                o.passed, o.work_id = work.is_completed if work is not None else _is_over, id(work)
+            if batch and work is not None:
+                first, *first.batch = batch
+                self._by_work[id(work)] = first
+            return work
+
+        for owner, name, replacement in (
+            (dist.Work, "wait", wait),
+            (dist.Work, "is_completed", is_completed),
+            (dist.ProcessGroup, "_start_coalescing", _start_coalescing),
+            (dist.ProcessGroup, "_end_coalescing", _end_coalescing),
+        ):
+            self._originals.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, replacement)
         for name in _REDUCING:
             method = dist.ProcessGroup.__dict__.get(name)
             if method is not None:
@@ -210,9 +251,10 @@ class Recorder:
         """From now on there are ranks on other nodes than `near`'s, which are met in `store`."""
         self.matcher.far, self.matcher.near = StoreBoard(store, self.rank), frozenset(near)
 
-    def belong(self, rank: int, board: Board | None) -> None:
+    def belong(self, rank: int, board: Board | None, *, enqueues: bool) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were forked."""
         self.rank = self.matcher.rank = rank
+        self.enqueues = enqueues
         self.matcher.board = board
 
     def begin(self, cell: str, *, began: float, values: bool) -> None:
@@ -361,6 +403,8 @@ class Recorder:
     def number(self, o: Operation) -> None:
         """Count an operation: which one it is of its group, or of its pair of ranks."""
         key: tuple[Any, ...]
+        if self.enqueues:
+            o.tag = 0  # nccl passes tags over
         if o.op == "send":
             key = (o.group, "p2p", self.rank, o.peer, o.tag, "send")
         elif o.op == "recv":
@@ -395,11 +439,42 @@ class Recorder:
 
     def _close(self, o: Operation) -> None:
         if o.outputs:
-            if o.error is None:
+            if o.error is None and o.after is None:
                 o.after = numbers(o.outputs)
             o.inputs = o.outputs = ()
-        o.work = None  # a Work holds its tensors: keeping it would keep the learner's memory
+        o.work = o.landing = None  # these hold tensors: keeping them would keep the learner's memory
+        if o.passed is not None:
+            self._by_work.pop(o.work_id, None)
+            o.passed = _is_over
         self.open.pop(id(o), None)
+
+    def pending(self) -> list[Operation]:
+        """Operations that are not over, in the order of their calls."""
+        return [o for o in list(self.open.values()) if not o.finished]
+
+    def status(self) -> tuple[tuple[Wait, ...], dict[Any, int]]:
+        """What this rank waits for, and how often it has come to each operation: the device, where calls only "
+        "enqueue."""
+        pending, reached = self.pending(), dict(self.counts)
+        if not self.enqueues:
+            return tuple(o.wait() for o in pending), reached
+        order = queued(pending)
+        for o, behind in order:
+            if behind and o.key in reached:
+                reached[o.key] -= 1
+        return tuple(o.wait(behind=behind) for o, behind in order[:MAX_WAITS]), reached
+
+    def settled(self) -> bool:
+        """Whether the device is through with every operation that the rank waits for."""
+        return not any(o.waiting for o in list(self.open.values()))
+
+    def _let_go(self) -> None:
+        """Forget the oldest operations that the device is through with."""
+        while self.open:
+            oldest = next(iter(self.open.values()))
+            if oldest.passed is None or oldest.issued is None or not oldest.finished:
+                return
+            self._close(oldest)
 
     def _sweep(self) -> None:
         """Drop operations that nobody waited for and that are over."""
@@ -457,6 +532,7 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
     returns = len(op._schema.returns)
     is_barrier, reduces = course_name == "barrier", course_name in _REDUCING_OPS
     compared = course_name != "monitored_barrier"
+    gives_work = any("Work" in str(given.type) for given in op._schema.returns)
     public_wait = name not in ("send", "recv_", "recv_any_source_")
 
     def implementation(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -495,6 +571,8 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
             o.before, o.before_out = numbers(inputs), numbers(outputs)
         with recorder._lock:
             recorder.number(o)
+            if recorder.enqueues:
+                recorder._let_go()
             if len(recorder.open) > 256:
                 recorder._sweep()
             if len(recorder.operations) >= MAX_EVENTS:
@@ -508,10 +586,12 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
             if compared and len(o.ranks) > 1:
                 splits = None if at_splits is None else (args[at_splits[0]], args[at_splits[1]])
                 recorder._compare(o, inputs, outputs, splits)
-            if stage is None:
-                result = redispatch(keyset.remove(key), *args, **kwargs)
-            else:
+            if stage is not None:
                 result = stage.issue(o, returns, args[at_out], inputs, outputs)
+            else:
+                if not public_wait and first is not None and first.is_cuda and not recorder.enqueues:
+                    args = _through_host(o, args, at_in, first)
+                result = redispatch(keyset.remove(key), *args, **kwargs)
         except BaseException as error:
             recorder.broken = (
                 recorder.broken or not compared
@@ -521,15 +601,31 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
             raise
         o.issued = recorder.clock()
         boxed = result[-1] if isinstance(result, tuple) else result
-        if boxed is None:
-            o.done = o.issued if stage is None else o.done
-            recorder._close(o)
-            return result
+        if boxed is None:  # nccl gives no Work for a call that does not ask for one
+            if recorder.enqueues and recorder._batch is not None:
+                o.passed = _is_not_over
+                recorder._batch.append(o)
+            elif recorder.enqueues and not is_barrier:  # a barrier returns when the device is through with it
+                o.passed = streams.mark(first)
+                if o.before is not None:
+                    o.after = numbers(o.outputs)
+            else:
+                o.done = o.issued if stage is None else o.done
+                recorder._close(o)
+            if stage is not None or not gives_work:
+                return result
+            if recorder.no_work is None:  # a kernel in Python must return one
+                nothing: torch.futures.Future[Any] = torch.futures.Future()
+                nothing.set_result([])
+                c10d: Any = torch._C._distributed_c10d
+                recorder.no_work = c10d._create_work_from_future(nothing).boxed()
+            return (*result[:-1], recorder.no_work) if isinstance(result, tuple) else recorder.no_work
         work = unbox_work(boxed)
         o.work = work
         recorder._by_work[id(work)] = o
-        # on a GPU the future is done when the work is enqueued: there the work itself is asked
-        if stage is None and public_wait and o.is_async and not (first is not None and first.is_cuda):
+        if recorder.enqueues:  # its future is done when the work is enqueued: the work itself is asked
+            o.passed, o.work_id = work.is_completed, id(work)
+        elif stage is None and public_wait and o.is_async:
             try:
                 work.get_future().add_done_callback(lambda _: recorder._mark_done(o))
             except RuntimeError:  # gloo's reduce-scatter has no future: its end is the end of the wait
@@ -537,6 +633,24 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
         return result
 
     return implementation
+
+
+def _is_over() -> bool:
+    return True
+
+
+def _is_not_over() -> bool:
+    return False
+
+
+def _through_host(o: Operation, args: tuple[Any, ...], at: int, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The arguments of a send or receive over gloo, which torch does not let it do on a GPU: by a copy on the host."""
+    if o.op == "send":
+        buffer = tensor.detach().cpu()  # gloo's Work keeps it until it is sent
+    else:
+        buffer = torch.empty_like(tensor, device="cpu")
+        o.landing = (tensor, buffer)
+    return (*args[:at], [buffer], *args[at + 1 :])
 
 
 _signatures: dict[Any, bytes] = {}  # of calls on one tensor: a program repeats a few of them

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from ..errors import RankInputError, SpawnError
+from ..errors import GroupError, RankInputError, SpawnError
 from ..results import Connection, Display, NotSent, RankFailure, Step
 from . import record, report, shell, system
 from .channel import Channel
@@ -77,10 +78,11 @@ class Rank:
         self.recorder: record.Recorder = self.shell.recorder
         self.stage: Any = None
         if birth.on:  # nobody else is there
-            self.recorder.belong(birth.rank, None)
+            self.recorder.belong(birth.rank, None, enqueues=False)
             self._set_stage()
         else:
-            self.recorder.belong(birth.rank, Board(board_fd, birth.rank, birth.world_size))
+            board = Board(board_fd, birth.rank, birth.world_size)
+            self.recorder.belong(birth.rank, board, enqueues=birth.enqueues)
         os.close(board_fd)
         self.groups = Groups(birth, self.recorder, self._notes.append)
         self.control = Control(self, Channel(socket.socket(fileno=control_fd)))
@@ -126,6 +128,8 @@ class Rank:
         if birth.device == "cuda":
             torch.cuda.set_device(birth.local_rank % torch.cuda.device_count())
             device = torch.device("cuda", torch.cuda.current_device())
+            if birth.memory_fraction is not None:
+                torch.cuda.set_per_process_memory_fraction(birth.memory_fraction)
         else:
             device = torch.device("cpu")
         module = types.ModuleType("__main__")
@@ -204,6 +208,7 @@ class Rank:
             try:
                 if self.stage is None:
                     value = self._work(task, self._given(task))
+                    self._settle()
                     seconds = clock() - start
                 else:
                     meter = Meter(began=0.0, clock=self.stage.clock, watches=False)
@@ -215,6 +220,7 @@ class Rank:
                 if value is not None:
                     data, _ = self.shell.display_formatter.format(value)
                     packed = report.pack(value, data.get("text/plain", ""))
+                    self._settle()
                 pulled = {name: self._pull(name) for name in task.pull}
             finally:
                 self._leave_if_a_fork()
@@ -244,7 +250,9 @@ class Rank:
             open=sum(not o.finished for o in list(recorder.open.values())),
             mismatch=recorder.matcher.found,
             threads=self.control.threads(busy=False),
-            wire=_moved(moved_before, system.bytes_moved(self.groups.connections)),
+            wire=None
+            if recorder.enqueues
+            else _moved(moved_before, system.bytes_moved(self.groups.connections)),
             steps=tuple(self._steps),
             names=tuple(n for n in self.names if not n.startswith("_")),
             memory=recorder.memory or (meter.samples if meter is not None else ()),
@@ -252,6 +260,15 @@ class Rank:
             order=self.stdio.turns,
             notes=tuple(dict.fromkeys(self._notes)),
         )
+
+    def _settle(self) -> None:
+        """Wait until the device is through with what the cell waits for: its failures belong to this cell."""
+        while True:
+            if self.groups.aborted:  # the host went on, with whatever stood in the tensors
+                raise GroupError("the process groups were aborted while the device waited in them.")
+            if self.recorder.settled():
+                return
+            time.sleep(0.0005)
 
     def _leave_if_a_fork(self) -> None:
         """A child that a cell has forked ends where the cell ends: it is no rank, whatever it holds open."""

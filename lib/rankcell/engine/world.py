@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
 from .. import errors
 from ..results import Run, name_ranks
-from . import forks, system
+from . import devices, forks, system
 from .cell import Cell, Ending, OnUpdate, World, deferred_interrupt
 from .host import Host
 from .local import Local, Rehearsing, room
@@ -44,8 +45,8 @@ class Ranks:
 
     Args:
         world_size: how many ranks.
-        device: "cpu", "cuda", or "auto": cuda (and nccl) where every rank can have a GPU of its own, else cpu
-            (gloo).
+        device: "cpu", "cuda" (with fewer GPUs than ranks they share them), or "auto": cuda where every rank can
+            have a GPU of its own, else cpu. `devices.choose` says which backend that means.
         nodes: spread the ranks over so many nodes of the Slurm allocation that this process runs in, in
             blocks of equal size; None: all on this machine.
         on: a cluster such as "128xh100x8": one rank, `as_rank`, rehearses a job of `world_size` ranks there,
@@ -72,31 +73,33 @@ class Ranks:
         self.here: Sequence[int] = range(world_size)  # the ranks that are processes
         self._on = on
         self._host: Host
+        self._mps = devices.MpsDaemon()
+        self._choice: devices.Choice
         if on:
             host_of_one = Rehearsing(world_size, on, as_rank)
             self.here = (as_rank,)
-            self.device, self.backend = "cpu", "fake"
-            self.device_note = (
+            self._choice = devices.Choice(
+                "cpu",
+                "fake",
                 f"Rank {as_rank} of {world_size} rehearses alone, as on {host_of_one.cluster}: its tensors have shapes "
-                f"and no numbers, and its times are predicted."
+                f"and no numbers, and its times are predicted.",
             )
             self._host = host_of_one
         elif nodes is None:
-            self.device, self.backend, self.device_note = choose_device(world_size, device)
+            self._choice = devices.choose(world_size, device, devices.look(mps=device == "cuda"))
             most, why = room()
             if world_size > most:
                 raise errors.WorldSizeError(f"{world_size} ranks do not fit on this machine: {why}")
-            self._host = Local(world_size, self.device)
+            self._host = self._local_host()
         else:
             host = Nodes(world_size, nodes)
             try:
-                gpus = host.gpus * nodes
-                self.device, self.backend, self.device_note = choose_device(world_size, device, gpus=gpus)
+                machine = devices.look(host.gpus * nodes, nodes)
+                self._choice = devices.choose(world_size, device, machine)
             except ValueError:  # no such device, or too few of them: the nodes are not needed
                 host.stop()
                 raise
-            self.device_note += f", on the nodes {', '.join(host.names)}"
-            host.begin(world_size, self.device)
+            host.begin(world_size, self.backend, self._choice.environment)
             self._host = host
         self.alive = True  # whether the world can run cells
         self.generation = 0
@@ -112,7 +115,14 @@ class Ranks:
         self._port = system.free_port()  # the same for all ranks, also for those that come later
         atexit.register(self.stop)
         try:
-            self._start_all()
+            while True:
+                try:
+                    self._start_all()
+                    break
+                except errors.StartError as error:
+                    if nodes is not None or self._choice.instead is None:
+                        raise
+                    self._do_with_less(error)
         except BaseException:
             self.stop()
             raise
@@ -126,6 +136,22 @@ class Ranks:
     def __repr__(self) -> str:
         state = f"{self.world_size} ranks on {self.device} ({self.backend})" if self.alive else "stopped"
         return f"<Ranks: {state}>"
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self._choice.device
+
+    @property
+    def backend(self) -> str:
+        """What the ranks talk over."""
+        return self._choice.backend
+
+    @property
+    def device_note(self) -> str:
+        """Device and backend, and why, to follow "4 ranks talk over"; and how to get a better one."""
+        where = f", on the nodes {', '.join(self._host.names)}" if isinstance(self._host, Nodes) else ""
+        return f"{self._choice.note}{where}. {self._choice.better}".removesuffix(". ")
 
     @property
     def pids(self) -> list[int]:
@@ -148,6 +174,7 @@ class Ranks:
             atexit.unregister(self.stop)
             self.alive = False
             self._host.stop()
+            self._mps.stop()
         finally:
             if ours:
                 self._lock.release()
@@ -282,6 +309,28 @@ class Ranks:
         finally:
             self._lock.release()
 
+    def _local_host(self) -> Local:
+        """The ranks' place on this machine, with a CUDA MPS of their own where the choice wants one."""
+        if self._choice.start_mps and (problem := self._mps.start()):
+            assert self._choice.instead is not None
+            self._choice = self._choice.instead
+            self._choice = replace(self._choice, better=f"{problem}. {self._choice.better}")
+        # what the learner has set himself stays
+        environment = {k: v for k, v in self._choice.environment.items() if k not in os.environ}
+        return Local(self.world_size, self.backend, environment | self._mps.environment)
+
+    def _do_with_less(self, error: errors.StartError) -> None:
+        """Ranks that share a GPU could not be started with the best choice: take the next one, and say so."""
+        better = self._choice
+        assert better.instead is not None
+        self._host.stop()
+        self._mps.stop()
+        self._choice = better.instead
+        why = (str(error).splitlines() or [""])[-1][:200]
+        self.notes.append(f"The ranks did not start over {better.note}: {why}")
+        self._host = self._local_host()
+        self._mailbox = Mailbox(self._host, self.world_size)
+
     def _start_all(self) -> None:
         everybody = self.here
         self._start(everybody)
@@ -312,6 +361,7 @@ class Ranks:
                     local_world_size=per_node or self.world_size,
                     node=node,
                     on=self._on,
+                    memory_fraction=self._choice.memory_fraction,
                 )
             )
         self._mailbox.parts = {r: Part(runs=False) for r in range(self.world_size)}
@@ -489,31 +539,6 @@ def rehearse(
 def warm_up() -> None:
     """Have torch imported for the ranks while the notebook goes on."""
     forks.server.warm_up()
-
-
-def choose_device(world_size: int, device: str, *, gpus: int | None = None) -> tuple[str, str, str]:
-    """Device, backend and a sentence that says why, for a world of `world_size` ranks on a machine (or nodes)
-    with so many `gpus`; those of this machine by default.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device {device!r} does not exist. Choose cpu, cuda or auto.")
-    if device == "cpu":
-        return "cpu", "gloo", "gloo on the CPU, as asked"
-    import torch
-
-    if gpus is None:
-        gpus = torch.cuda.device_count()  # counts without starting CUDA in this process
-    if gpus >= world_size and torch.distributed.is_nccl_available():
-        return "cuda", "nccl", f"nccl, one of {gpus} GPUs for each rank"
-    if device == "cuda":
-        raise errors.WorldSizeError(
-            f"{world_size} ranks on cuda need a GPU each, and this machine has {gpus}. Use `--device cpu`, or a "
-            f"world of {gpus} ranks."
-            if gpus
-            else "this machine has no GPU that torch can use. Use `--device cpu`."
-        )
-    why = f"{gpus} GPUs are too few for {world_size} ranks" if gpus else "no GPU here"
-    return "cpu", "gloo", f"gloo on the CPU: {why}"
 
 
 def _task(

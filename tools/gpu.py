@@ -1,0 +1,425 @@
+"""`make gpu`: what only a machine with a GPU can show, in one go of at most 20 minutes, without a network.
+
+    python tools/gpu.py                    # tests, figures, lessons; writes notebooks/recorded/<gpu>.json
+    python tools/gpu.py --wheels FOLDER    # the same, with packages that the machine lacks (see below)
+
+It needs torch with CUDA, and the packages of NEEDS. On a machine without a network they can be brought along:
+
+    python -m pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
+        --dest FOLDER ipython cloudpickle numpy pytest
+
+Lessons run in copies, whose rank cells have `--device cuda`; the notebooks here stay as they are. The record holds
+what was measured, on which machine and when; `rankcell.hardware.recorded` shows it.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDS = ("torch", "IPython", "cloudpickle", "numpy", "pytest")
+LESSONS = ("02", "05", "06", "07", "08", "09")
+BUDGET = 20 * 60.0  # seconds for everything
+TESTS, FIGURES, LESSON = 420.0, 180.0, 240.0  # seconds for each part, for each lesson
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run everything and write the record; 0 if all of it went well."""
+    parser = argparse.ArgumentParser(description="Everything that needs a GPU, and the record of it.")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels for packages that are missing here")
+    parser.add_argument("--part", choices=["figures", "lesson"], help=argparse.SUPPRESS)
+    parser.add_argument("paths", nargs="*", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.part == "figures":
+        return print(json.dumps(figures())) or 0
+    if options.part == "lesson":
+        return run_lesson(*options.paths)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        environment = prepared(options.wheels, Path(folder))
+        if (problem := missing(environment)) or (problem := no_gpu(environment)):
+            print(problem)
+            return 1
+        return everything(environment, Path(folder), began)
+
+
+def prepared(wheels: Path | None, folder: Path) -> dict[str, str]:
+    """The environment for the parts, with the packages of `wheels` first on the path."""
+    path = [str(ROOT / "lib")]
+    if wheels is not None:
+        site = folder / "site"
+        install = ["install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+        found = sorted(str(w) for w in wheels.glob("*.whl"))
+        subprocess.run([sys.executable, "-m", "pip", *install, *found], check=True)
+        path.append(str(site))
+    if os.environ.get("PYTHONPATH"):
+        path.append(os.environ["PYTHONPATH"])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+
+
+def missing(environment: dict[str, str]) -> str:
+    """A sentence that names packages which are not there, or ""."""
+    code = f"import importlib.util as u; print(*[n for n in {NEEDS} if u.find_spec(n) is None])"
+    names = said(environment, "-c", code).split()
+    if not names:
+        return ""
+    return (
+        f"make gpu needs {', '.join(names)}, which this Python ({sys.executable}) lacks. With a network: "
+        f"`pip install {' '.join(n.lower() for n in names)}`; without one the head of tools/gpu.py says how to bring "
+        f"wheels along."
+    )
+
+
+def no_gpu(environment: dict[str, str]) -> str:
+    """A sentence if torch sees no GPU, or ""."""
+    code = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
+    words = said(environment, "-c", code).split()
+    if words[-1:] == ["True"]:
+        return ""
+    version = words[0] if words else "which does not start"
+    return (
+        f"make gpu needs a GPU, and torch {version} sees none here: nothing was run, and no record was written. "
+        f"`rankcell doctor` says what this machine has."
+    )
+
+
+def said(environment: dict[str, str], *words: str) -> str:
+    """What a Python of this environment prints."""
+    run = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
+    return run.stdout
+
+
+def everything(environment: dict[str, str], folder: Path, began: float) -> int:
+    """Tests, figures, lessons, and the record of them; 0 if all went well."""
+    record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine(environment)}
+    print("1 of 3: tests", flush=True)
+    report = folder / "tests.xml"
+    code, seconds = timed(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "gpu",
+            f"--junitxml={report}",
+        ],
+        environment,
+        TESTS,
+    )
+    record["tests"] = {"status": code, "seconds": round(seconds), **counts(report)}
+    print("2 of 3: figures", flush=True)
+    run = subprocess.run(
+        [sys.executable, __file__, "--part", "figures"],
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=FIGURES,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("[")]
+    record["figures"] = json.loads(lines[-1]) if lines else []
+    print("3 of 3: lessons", flush=True)
+    record["lessons"] = {}
+    for number in LESSONS:
+        (notebook,) = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+        left = BUDGET - (time.monotonic() - began)
+        result = folder / f"{notebook.stem}.json"
+        code, seconds = timed(
+            [sys.executable, __file__, "--part", "lesson", str(notebook), str(result)],
+            environment,
+            min(LESSON, left),
+        )
+        outcome = json.loads(result.read_text()) if result.exists() else {}
+        record["lessons"][notebook.stem] = {"status": code, "seconds": round(seconds), **outcome}
+        print(
+            f"  {notebook.stem}: {'whole' if code == 0 else outcome.get('stopped', 'not whole')}", flush=True
+        )
+    name = re.sub(r"[^a-z0-9]+", "-", record["machine"]["gpus"][0].lower()).strip("-")
+    target = ROOT / "notebooks" / "recorded" / f"{name}.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(record, indent=1) + "\n")
+    minutes = (time.monotonic() - began) / 60
+    sys.path.insert(0, str(ROOT / "lib"))
+    from rankcell import hardware
+
+    print(hardware.recorded(folder=target.parent))
+    print(f"{target.relative_to(ROOT)} was written after {minutes:.1f} minutes.")
+    failed = [record["tests"]["status"], run.returncode, *(v["status"] for v in record["lessons"].values())]
+    return int(any(failed))
+
+
+def marked() -> list[str]:
+    """The files with tests for a GPU: others may import what this machine has not got."""
+    return [str(p) for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text("utf-8")]
+
+
+def timed(command: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int, float]:
+    """Exit code and seconds of a command; 124 if it took longer than `limit` seconds, as `timeout` says it."""
+    start = time.monotonic()
+    if limit <= 0:
+        return 124, 0.0
+    process = subprocess.Popen(command, env=environment, cwd=ROOT)
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        code = 124
+    return code, time.monotonic() - start
+
+
+def counts(report: Path) -> dict[str, Any]:
+    """How many tests passed, failed and were skipped, and the names of those that did not pass."""
+    import xml.etree.ElementTree as xml
+
+    if not report.exists():
+        return {}
+    found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    for case in xml.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        found[kind].append(f"{case.get('classname')}::{case.get('name')}")
+    return {"passed": len(found["passed"]), "failed": found["failed"], "skipped": found["skipped"]}
+
+
+def machine(environment: dict[str, str]) -> dict[str, Any]:
+    """What the figures were measured on."""
+    code = (
+        "import json, torch; n = torch.cuda.device_count(); print(json.dumps({'torch': torch.__version__, "
+        "'cuda': torch.version.cuda, 'nccl': '.'.join(map(str, torch.cuda.nccl.version())), "
+        "'gpus': [torch.cuda.get_device_properties(i).name for i in range(n)], "
+        "'memory': torch.cuda.get_device_properties(0).total_memory}))"
+    )
+    driver = ""
+    with contextlib.suppress(OSError):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = (
+            subprocess.run(ask, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+        )
+    return {
+        **json.loads(said(environment, "-c", code)),
+        "driver": driver,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+    }
+
+
+# --- figures: each is a lesson, what was measured, a value and its unit ---
+
+
+def figures() -> list[dict[str, Any]]:
+    """Measure what lessons 02, 05, 06 and 07 show of a GPU."""
+    found: list[dict[str, Any]] = []
+
+    def note(lesson: str, what: str, value: float, unit: str) -> None:
+        found.append({"lesson": lesson, "what": what, "value": float(f"{value:.4g}"), "unit": unit})
+
+    for measure in (of_memory, of_products, of_overlap, of_all_reduce, of_training):
+        try:
+            measure(note)
+        except Exception as error:  # noqa: BLE001 - the other figures are still worth having
+            print(f"  {measure.__name__}: {type(error).__name__}: {error}", file=sys.stderr)
+    return found
+
+
+Note = Callable[[str, str, float, str], None]
+
+
+def seconds_of(work: Callable[[], Any], repeats: int = 10) -> float:
+    """Seconds of one call by the GPU's own clock: the median of `repeats`, after three that do not count."""
+    import statistics
+
+    import torch
+
+    times = []
+    for i in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times)
+
+
+def of_memory(note: Note) -> None:
+    """Copies within the GPU and between it and the host."""
+    import torch
+
+    n = 2**28  # bytes
+    a, b = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
+    note(
+        "02",
+        "copy within the GPU, bytes read and written",
+        2 * n / seconds_of(lambda: b.copy_(a)) / 1e9,
+        "GB/s",
+    )
+    for pinned in (True, False):
+        host = torch.empty(n, dtype=torch.uint8, pin_memory=pinned)
+        how = "pinned" if pinned else "pageable"
+        to = seconds_of(lambda host=host: a.copy_(host, non_blocking=True))
+        back = seconds_of(lambda host=host: host.copy_(a, non_blocking=True))
+        note("02", f"host to GPU, {how}", n / to / 1e9, "GB/s")
+        note("02", f"GPU to host, {how}", n / back / 1e9, "GB/s")
+
+
+def of_products(note: Note) -> None:
+    """Matrix products of growing size, and a sum: points of the roofline."""
+    import torch
+
+    for size in (256, 1024, 4096, 8192):
+        x, y = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        rate = 2 * size**3 / seconds_of(lambda x=x, y=y: x @ y) / 1e12
+        note("02", f"product of {size} x {size} in bf16", rate, "TFLOP/s")
+    x, y = (torch.randn(2**26, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    note("02", "sum of two vectors of 2^26 in bf16", 2**26 / seconds_of(lambda: x + y) / 1e12, "TFLOP/s")
+
+
+def of_overlap(note: Note) -> None:
+    """A copy from the host beside a product, as in lesson 06."""
+    import torch
+
+    x = torch.randn(8192, 8192, device="cuda")
+    target = torch.empty(2**27, device="cuda")
+    compute, copies = torch.cuda.Stream(), torch.cuda.Stream()
+    for pinned in (True, False):
+        host = torch.randn(2**27, pin_memory=pinned)
+
+        def both(host: Any = host, pinned: bool = pinned) -> None:
+            current = torch.cuda.current_stream()
+            for stream in (compute, copies):
+                stream.wait_stream(current)
+            with torch.cuda.stream(compute):
+                (x @ x).record_stream(compute)
+            with torch.cuda.stream(copies):
+                target.copy_(host, non_blocking=pinned)
+            for stream in (compute, copies):
+                current.wait_stream(stream)
+
+        how = "pinned" if pinned else "pageable"
+        alone = seconds_of(lambda host=host, pinned=pinned: target.copy_(host, non_blocking=pinned))
+        note("06", f"copy of 512 MiB alone, {how}", alone * 1000, "ms")
+        note("06", f"copy of 512 MiB beside a product, {how}", seconds_of(both) * 1000, "ms")
+    note("06", "product of 8192 x 8192 in float32 alone", seconds_of(lambda: x @ x) * 1000, "ms")
+
+
+def of_all_reduce(note: Note) -> None:
+    """An all-reduce over four ranks on the GPUs of this machine."""
+    import rankcell
+
+    source = """
+import statistics, time
+x = torch.ones({numbers}, device=device)
+times = []
+for i in range(13):
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    if i >= 3: times.append(time.perf_counter() - start)
+statistics.median(times)
+"""
+    with rankcell.Ranks(4, device="cuda") as ranks:
+        for numbers in (2**10, 2**18, 2**24):
+            slowest = max(ranks.run(source.format(numbers=numbers), timeout=60).values)
+            bus = 1.5 * 4 * numbers / slowest / 1e9
+            note("05", f"bus bandwidth, 4 ranks, {4 * numbers >> 10} KiB: {ranks.device_note}", bus, "GB/s")
+
+
+def of_training(note: Note) -> None:
+    """One process trains a small GPT in bf16: model FLOP/s, and the memory at its peak."""
+    import torch
+
+    from rankcell import models
+
+    vocab, width, layers, length, batch = 32_000, 1024, 12, 1024, 8
+    model = models.GPT(
+        vocab, width, n_heads=16, n_layers=layers, context=length, device="cuda", dtype=torch.bfloat16
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(vocab, (batch, length + 1), device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        models.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        optimizer.step()
+
+    seconds = seconds_of(step)
+    parameters = sum(p.numel() for p in model.parameters())
+    # 6 operations per parameter and token, and 12 * layers * width * length for attention: the convention of PaLM,
+    # https://arxiv.org/abs/2204.02311, appendix B
+    per_token = 6 * parameters + 12 * layers * width * length
+    size = f"{parameters / 1e6:.0f} million parameters, bf16, batch {batch} x {length}"
+    note("07", f"model FLOP/s, {size}", per_token * batch * length / seconds / 1e12, "TFLOP/s")
+    note("07", f"tokens per second, {size}", batch * length / seconds, "1/s")
+    note("07", f"peak memory, {size}", torch.cuda.max_memory_allocated() / 1e9, "GB")
+
+
+# --- lessons ---
+
+
+def on_cuda(source: str) -> str:
+    """A cell as it runs here: a rank cell that names no device gets `--device cuda`."""
+    first, newline, rest = source.partition("\n")
+    if re.match(r"%%ranks\s+\d+", first) and "--device" not in first and "--nodes" not in first:
+        first = f"{first} --device cuda"
+    return first + newline + rest
+
+
+def run_lesson(notebook: Path, result: Path) -> int:
+    """Run the cells of a lesson in an IPython of their own, from top to bottom; 0 if each ended as its tags say."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    os.chdir(notebook.parent)
+    shell = InteractiveShell.instance()
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    shown, stopped = [], ""
+    for number, cell in enumerate(cells, start=1):
+        source = on_cuda("".join(cell["source"]))
+        start = time.perf_counter()
+        with capture_output() as captured:
+            outcome = shell.run_cell(source, store_history=True)
+        shown.append(
+            {"cell": number, "seconds": round(time.perf_counter() - start, 2), "said": captured.stdout[:2000]}
+        )
+        error = outcome.error_before_exec or outcome.error_in_exec
+        expected = "raises-exception" in cell.get("metadata", {}).get("tags", [])
+        if (error is not None) != expected:
+            what = (
+                f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                if error is not None
+                else "no error came"
+            )
+            stopped = f"cell {number} of {len(cells)} ({source.strip().splitlines()[0][:60]}): {what}"
+            break
+    result.write_text(json.dumps({"cells": len(shown), "of": len(cells), "stopped": stopped}))
+    result.with_suffix(".shown.json").write_text(json.dumps(shown))
+    with contextlib.suppress(Exception):
+        shell.run_line_magic("ranks", "stop")
+    return int(bool(stopped))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
