@@ -96,9 +96,7 @@ class MismatchError(RuntimeError):
 
     def __init__(self, details: Mismatch, *, again: bool = False) -> None:
         self.details = details
-        calls = ", ".join(
-            f"rank {r} calls {c.text}{_at_line(c)}" for r, c in sorted(details.calls.items())
-        )
+        calls = ", ".join(f"rank {r} calls {c.text}{_at_line(c)}" for r, c in sorted(details.calls.items()))
         if again:
             super().__init__(
                 f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "

@@ -92,7 +92,9 @@ class Control:
         cell = rank.recorder.cell
         phase = rank.phase
         rank.stdio.flush_from_another_thread()
-        return look(rank.recorder, rank.birth.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident})
+        return look(
+            rank.recorder, rank.birth.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident}
+        )
 
     def threads(self, *, busy: bool) -> bool:
         """Whether another thread is inside the learner's code, see `threads`."""

@@ -136,9 +136,10 @@ def _explain(
     lines = tuple(describe(states[r], len(states)) for r in sorted(states))
     if ended:
         return _ended(states, stuck, ended, lines)
-    waits = {r: w[0][0] for r, w in stuck.items()}
-    who = name_ranks(list(stuck))
-    blame = min(stuck)
+    circle = _circle(stuck)  # the others only wait behind them
+    waits = {r: w[0][0] for r, w in stuck.items() if r in circle}
+    who = name_ranks(list(waits))
+    blame = min(waits)
     kinds = {w.op for w in waits.values()}
     if kinds == {"send"}:
         head = f"{who} all send first, and nobody receives."
@@ -162,32 +163,61 @@ def _explain(
     else:
         head = f"{who} wait for each other."
         advice = "Every rank of a group must call the same operations in the same order."
-    return Diagnosis(blame, head, lines, advice, _odd_ones(stuck))
+    return Diagnosis(blame, head, lines, advice, _odd_ones(states, stuck, circle))
 
 
-def _odd_ones(stuck: Mapping[int, list[tuple[Wait, tuple[int, ...]]]]) -> tuple[int, ...]:
-    """Of ranks that wait in a circle those that do it in another operation than most; all of the circle if there are
-    no such, the others only wait behind them.
-    """
+_Stuck = Mapping[int, list[tuple[Wait, tuple[int, ...]]]]
+
+
+def _circle(stuck: _Stuck) -> tuple[int, ...]:
+    """The ranks that wait for themselves, through others; all if nobody does."""
     waits_for = {r: {m for _, missing in waits for m in missing if m in stuck} for r, waits in stuck.items()}
     circle = []
     for rank in stuck:
-        found, todo = set(), set(waits_for[rank])
+        found: set[int] = set()
+        todo = set(waits_for[rank])
         while todo:
             found |= todo
             todo = {m for r in todo for m in waits_for[r]} - found
         if rank in found:
             circle.append(rank)
+    return tuple(sorted(circle or stuck))
+
+
+def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> tuple[int, ...]:
+    """Who of a circle did something else than most: called another number of operations than all who stand in the same
+    one, or stands in another one than most; the whole circle if that cannot be told.
+    """
+    first = {rank: waits[0][0] for rank, waits in stuck.items()}
+    for rank in circle:
+        beside = [
+            r
+            for r in first
+            if r not in circle and (first[r].key, first[r].seq) == (first[rank].key, first[rank].seq)
+        ]
+        mine, others = _by_size(states[rank]), [_by_size(states[r]) for r in beside]
+        if others and all(o == others[0] for o in others):
+            common = mine.keys() & others[0].keys()
+            if any(mine[size] != others[0][size] for size in common):
+                return (rank,)
     parties: dict[Any, list[int]] = {}
-    for rank, waits in stuck.items():
-        wait = waits[0][0]
+    for rank, wait in first.items():
         parties.setdefault(wait.op if wait.op in ("send", "recv") else wait.key, []).append(rank)
     sizes = sorted(map(len, parties.values()))
     for members in parties.values():
         odd = [r for r in members if r in circle]
         if odd and len(parties) > 1 and len(members) == sizes[0] < sizes[1]:
-            return tuple(sorted(odd))
-    return tuple(sorted(circle or stuck))
+            return tuple(odd)
+    return tuple(circle)
+
+
+def _by_size(state: State) -> dict[int, int]:
+    """How many collectives a rank has called in groups of each size: alike groups do alike work."""
+    found: dict[int, int] = {}
+    for key, count in (state.counts or {}).items():
+        if len(key) == 2 and isinstance(key[1], tuple):
+            found[len(key[1])] = found.get(len(key[1]), 0) + count
+    return found
 
 
 def _ended(
@@ -211,7 +241,9 @@ def _ended(
     if state.phase == "still":
         head = f"{name_ranks(culprits)} {_stand(culprits)} {state.why}, and {who} {verb} for it in {call}."
         if len({states[r].why for r in culprits}) > 1:
-            head = f"{name_ranks(culprits)} {_stand(culprits)} still outside torch, and {who} {verb} in {call}."
+            head = (
+                f"{name_ranks(culprits)} {_stand(culprits)} still outside torch, and {who} {verb} in {call}."
+            )
         advice = "Look at that line: what does it wait for?"
     elif state.phase == "absent" and state.why:
         head = f"{name_ranks(culprits)} {state.why}, and {who} {verb} for {_it(culprits)} in {call}."
@@ -305,7 +337,11 @@ def _group(wait: Wait, world_size: int) -> str:
     if wait.op in ("send", "recv"):
         return "of this pair"
     if len(wait.ranks) == world_size:
-        return "of the world" if wait.group in ("0", "new_group", "init_process_group") else "of a group of all ranks"
+        return (
+            "of the world"
+            if wait.group in ("0", "new_group", "init_process_group")
+            else "of a group of all ranks"
+        )
     return f"of the group of {name_ranks(wait.ranks)}"
 
 

@@ -1,12 +1,13 @@
 """Dumps of torch's flight recorder -> records: pickles and JSON, of gloo and nccl, as torch 2.11 to 2.15 write them.
 
-A dump is a list of the last operations of one rank. It does not say which rank it is from: the name of its file does, or
-what it sends to itself. The members of a group stand in nccl's dumps only; of gloo's groups they are taken to be the
+A dump is a list of the last operations of one rank. It does not say which rank it is from: the name of its file
+does. The members of a group stand in nccl's dumps only; of gloo's groups they are taken to be the
 ranks that have used it. gloo's dumps do not hold sends and receives.
 """
 
 import io
 import json
+import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Int": "int32",
     "Long": "int64", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
 }  # fmt: skip
+_WIDTHS = {"Double": 8, "Long": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1}
 
 
 class ForeignPickle(ValueError):
@@ -104,7 +106,9 @@ def _members(dumps: Sequence[Dump]) -> dict[str, tuple[int, ...]]:
     everybody = {d.rank for d in dumps if d.rank is not None}
     for dump in dumps:
         config = dump.content.get("pg_config")
-        groups = config.values() if isinstance(config, Mapping) else config if isinstance(config, list) else ()
+        groups = (
+            config.values() if isinstance(config, Mapping) else config if isinstance(config, list) else ()
+        )
         for group in groups:
             if not isinstance(group, Mapping):
                 continue
@@ -161,7 +165,7 @@ def _event(entry: Mapping[str, Any], rank: int, members: Mapping[str, tuple[int,
     return Event(
         rank=rank, op=op, start=created, end=max(ended, created), group=group, ranks=ranks, seq=seq, shape=shape,
         dtype=_DTYPES.get(dtype, dtype.lower()), peer=peer, line=_number(own[0].get("line")) if own else 0,
-        file=str(own[0].get("filename")) if own else "", nbytes=0,
+        file=str(own[0].get("filename")) if own else "", nbytes=math.prod(shape) * _WIDTHS.get(dtype, 4),
     ), opened  # fmt: skip
 
 
@@ -187,7 +191,19 @@ def records(dumps: Sequence[Dump]) -> list[Record]:
             if opened:
                 text = call_text(event.op, event.dtype, event.shape, "", event.peer)
                 waits.append(
-                    Wait(event.op, text, event.group, event.ranks, key, seq, seq, event.peer, 0, event.line, event.file)
+                    Wait(
+                        event.op,
+                        text,
+                        event.group,
+                        event.ranks,
+                        key,
+                        seq,
+                        seq,
+                        event.peer,
+                        0,
+                        event.line,
+                        event.file,
+                    )
                 )
         found.append(
             Record(

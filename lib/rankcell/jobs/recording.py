@@ -21,7 +21,9 @@ from ..engine.operation import clock, forget_groups
 from ..engine.record import Recorder
 from ..results import Event, RankFailure
 
-FAR = 64  # ranks of a world of several nodes whose calls are compared in the store: two questions for each call
+FAR = (
+    64  # ranks of a world of several nodes whose calls are compared in the store: two questions for each call
+)
 LAST = 40  # operations of each rank that a report holds
 
 
@@ -116,7 +118,12 @@ class Recording:
     def failed_in(self, failure: RankFailure) -> Wait | None:
         """The operation that has raised what the program did not catch."""
         wait = self.recorder.failed_wait
-        if wait is None or failure.type not in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError"):
+        if wait is None or failure.type not in (
+            "RuntimeError",
+            "DistBackendError",
+            "DistNetworkError",
+            "DistStoreError",
+        ):
             return None
         return wait
 

@@ -41,7 +41,9 @@ class Record:
     threads: bool = False  # a thread of the program's own could still answer
     idle: float | None = None  # seconds for which nothing of it has moved; None where unknown
     stack: tuple[Frame, ...] = ()  # of the main thread, outermost first
-    others: tuple[tuple[str, tuple[Frame, ...]], ...] = ()  # stacks of its workers and threads, with what they are
+    others: tuple[
+        tuple[str, tuple[Frame, ...]], ...
+    ] = ()  # stacks of its workers and threads, with what they are
     events: tuple[Event, ...] = ()
     failure: RankFailure | None = None
     failed_in: Wait | None = None  # the operation that raised, if one did
@@ -50,7 +52,9 @@ class Record:
     notes: tuple[str, ...] = ()  # what is not known, or what a log has said
 
 
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Record, Wait, Event, Frame, Call, Mismatch, RankFailure)}
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Record, Wait, Event, Frame, Call, Mismatch, RankFailure)
+}
 
 
 def pack(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """`rankcell run`: starts a command, watches the ranks that it brings to life, says once what went wrong, ends the job.
 
-The ranks connect back and prove that they know a key, as the agents of `engine/nodes.py` do; they may be on any node that
-reads the user's home directory. Twice a second they are asked what they do. It never asks the program itself, and it
-changes nothing in it but what `engine/record.py` listens to.
+The ranks connect back and prove that they know a key, as the agents of `engine/nodes.py` do; they may be on any
+node that reads the user's home directory. Twice a second they are asked what they do. It never asks the program
+itself, and it changes nothing in it but what `engine/record.py` listens to.
 """
 
 import contextlib
@@ -34,7 +34,9 @@ from .talk import Arrival, Ended, Look
 POLL = 0.5  # seconds between two questions
 ANSWER = 0.4  # seconds to wait for the answers
 SETTLE = 0.7  # seconds after a rank has failed in which others may say that they did, too
-SILENT = 3.0  # seconds without an answer after which a rank is looked at from outside: it holds the interpreter
+SILENT = (
+    3.0  # seconds without an answer after which a rank is looked at from outside: it holds the interpreter
+)
 GRACE = 10.0  # seconds that the launcher has to end a job of which a rank has failed
 BUSY, MOVED = 0.02, 1 << 18  # of a core, and bytes per second: a rank that uses less stands still
 LIMIT = 300.0  # seconds
@@ -89,6 +91,7 @@ class Job:
         self._numbers = 0
         self._failed: float | None = None  # when the first rank has failed
         self._proved: tuple[float, Any] | None = None
+        self._released = False
         self.noted: set[int] = set()  # slow ranks that were told of
         self._host = inside.host()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -101,7 +104,12 @@ class Job:
             raise
         except OSError:  # no home: then the ranks are on this machine
             path = Path(tempfile.mkdtemp(prefix="rankcell-")) / "job.json"
-            told = {"addresses": system.addresses(), "port": self.port, "key": self._key.hex(), "token": self.token}
+            told = {
+                "addresses": system.addresses(),
+                "port": self.port,
+                "key": self._key.hex(),
+                "token": self.token,
+            }
             path.touch(0o600)
             path.write_text(json.dumps(told))
             return path
@@ -145,7 +153,7 @@ class Job:
                 for known in self.ranks.values():
                     self._forget(known)
                 self.ranks.clear()
-                self.restart, self._failed, self._proved = arrival.restart, None, None
+                self.restart, self._failed, self._proved, self._released = arrival.restart, None, None, False
             if arrival.restart < self.restart or arrival.rank in self.ranks:
                 talk.close()
                 continue
@@ -190,6 +198,8 @@ class Job:
                     known.ended = replace(message.record, at=time.time())
                     if message.record.phase == "error":
                         self._failed = self._failed or time.monotonic()
+                    if self._released:
+                        self._tell(rank, "go")
         self._welcome()
 
     def _last_of(self, known: Known) -> Record:
@@ -201,14 +211,20 @@ class Job:
             how = _how_it_ended(arrival.pid) or how
             text = stacks.last(arrival.pid, arrival.folder)
         else:
-            near = [r for r, k in self.ranks.items() if k.arrival.host == arrival.host and not k.over and k is not known]
+            near = [
+                r
+                for r, k in self.ranks.items()
+                if k.arrival.host == arrival.host and not k.over and k is not known
+            ]
             if near:
                 text = self.ask(near[:1], "last", (arrival.pid, arrival.folder)).get(near[0]) or ""
         crash = text.partition("Fatal Python error: ")[2].partition("\n")
         threads = stacks.faulthandler_threads(crash[2]) if crash[2] else ()
         stack = threads[0].frames if threads else ()
         own = [f for f in stack if stacks.is_own(f.filename)]
-        place = (own[-1].filename, own[-1].lineno) if own else (status.file, status.line) if status else ("", 0)
+        place = (
+            (own[-1].filename, own[-1].lineno) if own else (status.file, status.line) if status else ("", 0)
+        )
         if crash[0]:
             how = f"crashed: {crash[0]}"
         return Record(
@@ -226,7 +242,9 @@ class Job:
             known.channel.send(Question(self._numbers, about, argument))
         return self._numbers
 
-    def ask(self, ranks: Sequence[int], about: str, argument: Any = None, wait: float = ANSWER) -> dict[int, Any]:
+    def ask(
+        self, ranks: Sequence[int], about: str, argument: Any = None, wait: float = ANSWER
+    ) -> dict[int, Any]:
         """The answers of those `ranks` that answer within `wait` seconds."""
         numbers = {}
         for rank in ranks:
@@ -280,8 +298,16 @@ class Job:
         if arrival.host == self._host:
             look: Any = inside.peek(arrival.pid, arrival.folder)
         else:
-            near = [r for r, k in self.ranks.items() if k.arrival.host == arrival.host and not k.over and k.asked is None]
-            look = self.ask(near[:1], "peek", (arrival.pid, arrival.folder), wait=2.0).get(near[0]) if near else None
+            near = [
+                r
+                for r, k in self.ranks.items()
+                if k.arrival.host == arrival.host and not k.over and k.asked is None
+            ]
+            look = (
+                self.ask(near[:1], "peek", (arrival.pid, arrival.folder), wait=2.0).get(near[0])
+                if near
+                else None
+            )
         if isinstance(look, Look):
             known.stack = look.threads
             self._take(known, look, now)
@@ -338,7 +364,10 @@ class Job:
             return None if found is None else (found, reports)
         found = verdict.judge(self.records())
         if found is not None:
-            seen = found.headline, [(r.rank, r.phase, r.calls, [w.seq for w in r.waits]) for r in self.records()]
+            seen = (
+                found.headline,
+                [(r.rank, r.phase, r.calls, [w.seq for w in r.waits]) for r in self.records()],
+            )
             if self._proved is None or self._proved[1] != seen:
                 self._proved = now, seen
                 return None
@@ -367,7 +396,9 @@ class Job:
             elif record.phase == "running":
                 record = replace(record, threads=False)
                 if not verdict.state_of(record).standing:
-                    record = replace(record, phase="still", why=_still(record, now - self.ranks[record.rank].moved))
+                    record = replace(
+                        record, phase="still", why=_still(record, now - self.ranks[record.rank].moved)
+                    )
             reports.append(record)
         found = verdict.judge(reports)
         if found is None:
@@ -378,6 +409,18 @@ class Job:
                 "at the network and at what the backend logs.",
             )
         return found, reports
+
+    def since(self, found: verdict.Verdict) -> float:
+        """When that could be known at the earliest: after the first failure, the last call, or the limit."""
+        if self._failed is not None:
+            return self._failed
+        living = [k for k in self.ranks.values() if not k.over]
+        if found.kind in ("still", "unclear"):
+            return (
+                max(k.moved if not verdict.state_of(self._state(k)).standing else k.called for k in living)
+                + self.limit
+            )
+        return max((k.called for k in living), default=time.monotonic())
 
     def slow(self) -> str:
         """A line about ranks that compute while all others have waited for them as long as the limit says; "" else."""
@@ -400,7 +443,8 @@ class Job:
         )
 
     def release(self) -> None:
-        """Let failed ranks end."""
+        """Let failed ranks end, now and later: what there is to say has been said."""
+        self._released = True
         for rank, known in self.ranks.items():
             if known.ended is not None:
                 self._tell(rank, "go")
@@ -484,6 +528,8 @@ class Runner:
     def __init__(self, command: Sequence[str], *, limit: float, end: bool, report: str) -> None:
         self._command, self._end, self._report = command, end, report
         self._job = Job(limit)
+        self.verdicts: list[verdict.Verdict] = []
+        self.late = 0.0  # seconds from when the last verdict could be known at the earliest to the verdict
         self._said: set[int] = set()  # restarts of which a verdict was given
         self._failed = False
 
@@ -492,13 +538,17 @@ class Runner:
         job = self._job
         path = job.invite(name)
         try:
-            process = subprocess.Popen(self._command, env=environment(path))
+            process = self.start(environment(path))
         except OSError as error:
             path.unlink(missing_ok=True)
             print(f"rankcell run: {self._command[0]} cannot be started: {error.strerror}.", file=sys.stderr)
             return 127
-        before = {n: signal.signal(n, lambda s, _: process.send_signal(s)) for n in (signal.SIGTERM, signal.SIGHUP)}
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the command, too
+        before = {
+            n: signal.signal(n, lambda s, _: process.send_signal(s)) for n in (signal.SIGTERM, signal.SIGHUP)
+        }
+        before[signal.SIGINT] = signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # the terminal tells the command, too
         try:
             self._watch(process)
         finally:
@@ -515,6 +565,10 @@ class Runner:
             )
         code = 128 - code if code < 0 else code
         return code or int(self._failed)
+
+    def start(self, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+        """Start the command. Raises OSError if there is none of that name."""
+        return subprocess.Popen(self._command, env=environment)
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> None:
         job, gone, over = self._job, None, None
@@ -536,6 +590,7 @@ class Runner:
                     found = job.conclude()
                     if found is not None:
                         self._said.add(job.restart)
+                        self.late = time.monotonic() - job.since(found[0])
                         self.say(*found)
                         failed = found[0].kind in ("error", "lost", "mismatch") and job._failed is not None
                         job.release()
@@ -566,6 +621,7 @@ class Runner:
     def say(self, found: verdict.Verdict, reports: Sequence[Record]) -> None:
         """Print the verdict, and write it with what is known of every rank."""
         self._failed = True
+        self.verdicts.append(found)
         folder = Path(self._report or f"rankcell-report-{time.strftime('%Y%m%d-%H%M%S')}")
         text = report_text(found, reports)
         try:
@@ -587,7 +643,10 @@ def main(options: Any) -> int:
     """Run the command as the options say; the number for the shell."""
     command = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not command:
-        print("rankcell run: there is no command. Write it behind --: rankcell run -- torchrun ...", file=sys.stderr)
+        print(
+            "rankcell run: there is no command. Write it behind --: rankcell run -- torchrun ...",
+            file=sys.stderr,
+        )
         return 2
     name = options.meet or _part_of_a_step()
     if name and not options.meet and os.environ["SLURM_PROCID"] != "0":

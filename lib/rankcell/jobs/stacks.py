@@ -20,7 +20,10 @@ from ..results import Frame
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 9  # far from those that programs use
 ANSWERS = 0.5  # seconds that a process has to write its stack
 MAX_FRAMES = 60
-_LIBRARY = re.compile(r"/site-packages/|/dist-packages/|/lib/python\d|/rankcell/(engine|jobs)/|^<frozen|^torch/")
+_LIBRARY = re.compile(
+    r"/site-packages/|/dist-packages/|/lib/python\d|/rankcell/(engine|jobs)/|^<frozen|^torch/|"
+    r"/torch/(distributed|nn|autograd|utils|optim|multiprocessing|_\w+)/"
+)
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,12 @@ def answer(folder: str) -> None:
 
     def register() -> None:
         with contextlib.suppress(OSError):
-            file = open(f"{folder}/{os.getpid()}", "w")  # noqa: SIM115, PTH123 - kept open
+            file = open(f"{folder}/{os.getpid()}", "w")  # noqa: PTH123 - kept open
             faulthandler.register(SIGNAL, file=file, all_threads=True)
             if _held or not faulthandler.is_enabled():
-                faulthandler.enable(file=file, all_threads=False)  # what a crash, such as of a C library, leaves
+                faulthandler.enable(
+                    file=file, all_threads=False
+                )  # what a crash, such as of a C library, leaves
                 _held[:] = [file]
             else:
                 _held_for_the_signal[:] = [file]
@@ -158,7 +163,9 @@ def _files(folder: Path) -> list[Path]:
 
 # --- what others print
 
-_FAULT_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(.*?) \(most recent call first\):")
+_FAULT_THREAD = re.compile(
+    r"^(?:Current thread|Thread|Stack) ?(0x[0-9a-f]+)?(.*?) ?\(most recent call first\):"
+)
 _FAULT_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$')
 _SPY_PROCESS = re.compile(r"^Process (\d+): (.*)$")
 _SPY_THREAD = re.compile(r'^Thread (\S+) ?(?:\((.*?)\))?(?:: "(.*)")?$')
@@ -170,7 +177,7 @@ def faulthandler_threads(text: str) -> tuple[Thread, ...]:
     found: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if begins := _FAULT_THREAD.match(line):
-            found.append((begins[3].strip(" []"), []))
+            found.append((begins[2].strip(" []"), []))
         elif found and (frame := _FAULT_FRAME.match(line)):
             found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3], _source(frame[1], int(frame[2]))))
     return tuple(Thread(name, tuple(reversed(frames))) for name, frames in reversed(found))

@@ -6,14 +6,25 @@ errors that are only consequences; and a rank may stand still outside torch, in 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import errors
 from ..engine import diagnose
 from ..engine.diagnose import SCRIPT, State
-from ..results import Call, Event, Frame, Mismatch, RankFailure, RankResult, Run, Standing, at_line, name_ranks
+from ..results import (
+    Call,
+    Event,
+    Frame,
+    Mismatch,
+    RankFailure,
+    RankResult,
+    Run,
+    Standing,
+    at_line,
+    name_ranks,
+)
 from . import stacks
 from .records import Record
 
@@ -28,8 +39,8 @@ _ROWS_PER_RANK = ("all_to_all",)  # ranks may send and expect different numbers 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happened to a job. `culprits` are all ranks to blame that cannot be told apart, `places` the file and line of
-    each stack that belongs to them, the most telling first.
+    """What happened to a job. `culprits` are all ranks to blame that cannot be told apart, `places` the file and line
+    of each stack that belongs to them, the most telling first.
     """
 
     kind: str  # "mismatch", "lost", "error", "hang", "still" or "unclear"
@@ -52,7 +63,11 @@ def is_consequence(record: Record) -> bool:
     failure = record.failure
     if failure is None or failure.mismatch is not None or record.phase != "error":
         return False
-    return bool(_CONSEQUENCE.search(failure.message)) and failure.type not in ("ValueError", "KeyError", "OSError")
+    return bool(_CONSEQUENCE.search(failure.message)) and failure.type not in (
+        "ValueError",
+        "KeyError",
+        "OSError",
+    )
 
 
 def state_of(record: Record) -> State:
@@ -149,7 +164,9 @@ def _everybody(mismatch: Mismatch, records: Sequence[Record]) -> Mismatch:
                 text = calls[record.rank].text if record.rank in calls else event.text
                 calls[record.rank] = Call(text, event.line, event.seq, event.group, event.op, event.file)
     for rank in mismatch.calls:  # who noticed knows its own line only
-        own = next((e for r in records if r.rank == rank for e in r.events if e.line == calls[rank].line), None)
+        own = next(
+            (e for r in records if r.rank == rank for e in r.events if e.line == calls[rank].line), None
+        )
         if own is not None:
             calls[rank] = replace(calls[rank], file=own.file)
     return replace(mismatch, calls=calls)
@@ -204,7 +221,10 @@ def _numel(event: Event) -> int:
 
 
 def _lost(
-    records: Sequence[Record], states: Sequence[State], lost: Sequence[Record], proof: diagnose.Diagnosis | None
+    records: Sequence[Record],
+    states: Sequence[State],
+    lost: Sequence[Record],
+    proof: diagnose.Diagnosis | None,
 ) -> Verdict:
     ranks = tuple(r.rank for r in lost)
     first = lost[0]
@@ -212,7 +232,9 @@ def _lost(
     waiting = [s.rank for s in states if s.blocking]
     if waiting:
         call = next(s.blocking[0] for s in states if s.blocking)
-        head += f", and {name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {call.via or call.op}"
+        head += (
+            f", and {name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {call.via or call.op}"
+        )
     places = [_last_place(r) for r in lost]
     seen = at_line(first.line, first.file)
     detail = f"It was last seen at {seen}." if seen and len(lost) == 1 else ""
@@ -355,5 +377,3 @@ def _stack(frames: Sequence[Frame]) -> list[str]:
 def _shown(event: Event) -> str:
     where = f", {at_line(event.line, event.file)}" if event.line else ""
     return f"{event.text} (call {event.seq} of group {event.group!r}{where})"
-
-
