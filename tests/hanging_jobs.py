@@ -2,8 +2,8 @@
 
 `python tests/hanging_jobs.py [FIRST LAST]` runs them and prints a line for each. Each job is a script as a user would
 write it, under the runner of `rankcell run`. `import torch` takes longer than most of these jobs, so one process
-imports it, with the import hook in place, and the ranks are forks of it: that is all that differs from a launcher. Two nodes
-are ranks that tell the runner so, and meet over the network only.
+imports it, with the import hook in place, and the ranks are forks of it: that is all that differs from a launcher. Two
+nodes are ranks that tell the runner so, and meet over the network only.
 """
 
 import contextlib
@@ -15,10 +15,12 @@ import runpy
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -392,13 +394,18 @@ KINDS = {"hang": HANGS, "circle": CIRCLES, "mismatch": MISMATCHES, "dies": DEATH
 # --- running them
 
 
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 class Forks:
     """The ranks of a job as forks of this process, with the part of a `subprocess.Popen` that the runner uses."""
 
     def __init__(self, job: Job, folder: Path, environment: dict[str, str]) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         script = folder / "train.py"
         script.write_text(job.source)
         self.returncode: int | None = None
@@ -494,7 +501,13 @@ def run(job: Job, folder: Path) -> tuple[Any, float]:
         def say(self, *found: Any) -> None:
             super().say(*found)
             (folder / "dump").touch()
-            time.sleep(0.5)
+            end = time.monotonic() + 3.0
+            while list(folder.glob("fr_rank_*.new")) or (
+                not list(folder.glob("fr_rank_*")) and time.monotonic() < end
+            ):
+                time.sleep(0.2)
+                if time.monotonic() > end:
+                    break
 
     tried = Tried(["forks"], limit=LIMIT, end=True, report=str(folder / "report"))
     began = time.monotonic()
@@ -556,14 +569,42 @@ def one(number: int, job: Job, keep: str = "") -> dict[str, Any]:
     return row
 
 
-def main(first: int, last: int, keep: str = "") -> None:
-    """Run the jobs from `first` to before `last`, print a line of JSON for each."""
+def by_dumps(folder: Path) -> dict[str, Any] | None:
+    """What the dumps of torch's flight recorder alone say of a job that was kept in `folder`: which ranks `rankcell
+    explain` names, and what torch's own analyser answers. None if no rank has left one.
+    """
+    dumps = sorted(folder.glob("fr_rank_*"))
+    if not dumps:
+        return None
+    from rankcell.jobs import explain, flight
+
+    read = [flight.Dump(flight.rank_in(p.name), flight.load(p.read_bytes()), p.name) for p in dumps]
+    ours = explain.explain(flight.records(read)).culprits
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.flight_recorder.fr_trace",
+        str(folder),
+        "-p",
+        "fr_rank_",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    return {"ours": ours, "theirs": lines[-1][:80] if lines else "nothing"}
+
+
+def main(numbers: Sequence[int], keep: str = "") -> None:
+    """Run the jobs of these numbers, print a line of JSON for each."""
     prepare()
-    for number, job in list(enumerate(generate()))[first:last]:
-        print(json.dumps(one(number, job, keep)), flush=True)
+    jobs = generate()
+    for number in numbers:
+        print(json.dumps(one(number, jobs[number], keep)), flush=True)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
-    numbers = [int(word) for word in sys.argv[1:3]] or [0, 100]
-    main(*numbers, *sys.argv[3:4])
+    if sys.argv[1:2] == ["--only"]:
+        main([int(word) for word in sys.argv[2:]])
+    else:
+        first, last, *keep = [*sys.argv[1:], *("0", "100")[len(sys.argv) - 1 :]]
+        main(range(int(first), int(last)), *keep)

@@ -124,6 +124,24 @@ def test_of_ranks_in_a_circle_the_odd_one_is_named():
     assert found.culprits == (0,) and found.places == ((TRAIN, 20),)
 
 
+def test_who_left_a_call_of_its_sub_group_out_is_named():
+    """Rank 2 is at the barrier with one call less of its pair than those who stand there, and rank 3 waits for it."""
+    world, low, high = (0, 1, 2, 3), (0, 1), (2, 3)
+
+    def at(rank, seq, counts, **where):
+        return replace(waiting(rank, seq=seq, **where), counts=counts)
+
+    barrier = {"op": "barrier", "ranks": world, "line": 20}
+    stuck = [
+        at(0, 1, {("0", world): 1, ("1", low): 3}, **barrier),
+        at(1, 1, {("0", world): 1, ("1", low): 3}, **barrier),
+        at(2, 1, {("0", world): 1, ("2", high): 2}, **barrier),
+        at(3, 3, {("0", world): 0, ("2", high): 3}, group="2", ranks=high, line=19),
+    ]
+    found = verdict.judge(stuck)
+    assert found.culprits == (2,) and found.places == ((TRAIN, 20),)
+
+
 # --- records
 
 
@@ -154,8 +172,9 @@ def entry(
     **more,
 ):
     line = {"name": "main", "filename": TRAIN, "line": 12}
+    torch = {"name": name, "filename": "/x/site-packages/torch/distributed/distributed_c10d.py", "line": 1}
     return {
-        "frames": [{"name": name, "filename": "/x/site-packages/torch/distributed/distributed_c10d.py", "line": 1}, line],
+        "frames": [torch, line],
         "process_group": group, "collective_seq_id": seq, "p2p_seq_id": 0, "op_id": seq, "profiling_name": name,
         "time_created_ns": 10**9 * seq, "input_sizes": [list(s) for s in sizes], "input_dtypes": [dtype] * len(sizes),
         "output_sizes": [], "output_dtypes": [], "state": state, "retired": retired, "is_p2p": False,
@@ -297,8 +316,9 @@ def test_stacks_in_different_operations():
 
     found = explain.explain([at(0, "all_reduce", 12), at(1, "barrier", 14), at(2, "all_reduce", 12)])
     assert found.culprits == (1,) and found.places == (("train.py", 14),)
-    assert found.headline == "rank 1 waits in barrier at line 14 of train.py where ranks 0, 2 wait in all_reduce at line " \
-        "12 of train.py."  # fmt: skip
+    assert found.headline == (
+        "rank 1 waits in barrier at line 14 of train.py where ranks 0, 2 wait in all_reduce at line 12 of train.py."
+    )
     same = [at(r, "all_reduce", 12) for r in WORLD]
     assert explain.explain(same).kind == "unclear"
 

@@ -47,7 +47,7 @@ def environment_of(pid: int) -> dict[str, str]:
     """The environment with which a process was started. Raises Unseen if it cannot be read."""
     try:
         data = Path(f"/proc/{pid}/environ").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         raise Unseen(f"there is no process {pid} on this machine.") from None
     except PermissionError:
         raise Unseen(f"process {pid} belongs to somebody else: run this as the same user.") from None
