@@ -88,6 +88,24 @@ def test_a_mismatch_names_the_minority_and_everybodys_line():
     assert "ranks 0, 2  all_reduce(float32[8]) at line 14 of train.py (call 2)" in found.rows
 
 
+def test_ranks_that_only_wait_count_in_a_mismatch():
+    """Two ranks have noticed; the others stand in the call that most have made."""
+
+    def call(of):
+        return Call(f"new_group({of})", 12, 1, "new_group", "new_group", TRAIN)
+
+    failure = RankFailure(
+        "E", "", mismatch=Mismatch("different lists of ranks", {0: call("a"), 2: call("b")})
+    )
+    wait = Wait(
+        "new_group", "new_group(b)", "new_group", WORLD, ("new_group", WORLD), 1, 1, line=12, file=TRAIN
+    )
+    each = [Record(0, 3, "error", failure=failure, at=1.0), *(Record(r, 3, waits=(wait,)) for r in (1, 2))]
+    found = verdict.judge(each)
+    assert found.culprits == (0,)
+    assert found.headline.startswith("rank 0 calls new_group(a) where ranks 1, 2 call new_group(b)")
+
+
 @pytest.mark.parametrize(
     ("other", "problem"),
     [

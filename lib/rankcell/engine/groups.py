@@ -80,7 +80,8 @@ class GroupCalls:
         recorder.open_by_hand(o)
         try:
             if signature is not None:
-                text, name = signature.text, recorder.name_of(o)
+                o.text = text = signature.text
+                name = recorder.name_of(o)
                 recorder.matcher.check(
                     name, signature, lambda: o.call(text), ranks, stream=o.key, group=o.group, line=o.line
                 )

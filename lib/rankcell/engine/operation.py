@@ -31,6 +31,7 @@ class Operation:
     key: Any = None
     shape: tuple[int, ...] = ()
     dtype = reduce_op = via = file = ""
+    text = ""  # of a call that has no tensors, such as new_group
     peer: int | None = None
     is_async = False
     start: float | None = None
@@ -55,7 +56,7 @@ class Operation:
 
     def describe(self) -> str:
         """The call in a learner's words: "all_reduce(float32[4])"."""
-        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
+        return self.text or call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
 
     def call(self, text: str = "") -> Call:
         """This call as a message shows it, in its own words or in `text`."""

@@ -550,6 +550,8 @@ def _signature(o: Operation, inputs: list[Any], outputs: list[Any], splits: Any)
         tensor = inputs[0] if inputs else outputs[0]
         return Signature(o.describe(), "send to recv", ((dtype_name(tensor), tensor.numel()),))
     tensors = outputs if o.op == "scatter" else inputs
+    if o.op == "all_gather" and len(outputs) > 1 and len({t.numel() for t in outputs}) > 1:
+        tensors = outputs  # nccl gathers pieces of different sizes: all must expect the same ones
     if o.op == "all_to_all":
         sends, expects = _pieces(o, inputs, outputs, splits)
         dtypes = ((dtype_name(tensors[0]), 0),) if tensors else ()

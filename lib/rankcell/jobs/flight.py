@@ -176,7 +176,8 @@ def records(dumps: Sequence[Dump]) -> list[Record]:
     found = []
     for dump in dumps:
         rank = dump.rank or 0
-        events, waits, counts = [], [], {}
+        events, waits = [], []
+        counts: dict[Any, int] = {}
         pairs: dict[Any, int] = {}
         for entry in dump.entries:
             event, opened = _event(entry, rank, members)

@@ -107,7 +107,8 @@ class Inside:
 
     def _answer(self, question: Question) -> Any:
         if question.about == "look":
-            return Look(self.status(), *used(self.pid, time.process_time() - time.thread_time()))
+            busy = system.wants_a_core() or any(stacks.state_of(p) == "R" for p in stacks.children(self.pid))
+            return Look(self.status(), *used(self.pid, time.process_time() - time.thread_time()), runs=busy)
         if question.about == "report":
             return self.record()
         if question.about == "peek":

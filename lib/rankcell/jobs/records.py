@@ -79,7 +79,7 @@ def unpack(value: Any) -> Any:
         return tuple(unpack(v) for v in value)
     if not isinstance(value, dict):
         return value
-    name = value.get("is")
+    name = str(value.get("is"))
     try:
         if name == "map":
             return {unpack(k): unpack(v) for k, v in value["items"]}

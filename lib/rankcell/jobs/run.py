@@ -39,7 +39,7 @@ SILENT = (
 )
 GRACE = 10.0  # seconds that the launcher has to end a job of which a rank has failed
 BUSY, MOVED = 0.02, 1 << 18  # of a core, and bytes per second: a rank that uses less stands still
-LIMIT = 300.0  # seconds
+WITHOUT_A_WORD, FINISHED = "ended without a word: it was killed, or called os._exit", "finished"
 
 
 @dataclass
@@ -59,6 +59,7 @@ class Known:
     moved: float = field(default_factory=time.monotonic)  # ... or to compute, read or write
     calls: int = -1
     used: tuple[float, float, int] | None = None  # when, CPU seconds, bytes
+    runs: int = 0  # looks in a row in which it had a core, or waited for one as on a busy machine
     stack: tuple[stacks.Thread, ...] = ()  # seen from outside
 
     @property
@@ -153,6 +154,7 @@ class Job:
                 for known in self.ranks.values():
                     self._forget(known)
                 self.ranks.clear()
+                self.world_size = 0
                 self.restart, self._failed, self._proved, self._released = arrival.restart, None, None, False
             if arrival.restart < self.restart or arrival.rank in self.ranks:
                 talk.close()
@@ -188,7 +190,8 @@ class Job:
                 self._forget(known)
                 if known.ended is None and known.lost is None:
                     known.lost = self._last_of(known)
-                    self._failed = self._failed or time.monotonic()
+                    if known.lost.phase == "lost":
+                        self._failed = self._failed or time.monotonic()
                 continue
             for message in said:
                 if isinstance(message, Answer):
@@ -206,9 +209,11 @@ class Job:
         """A rank whose process has ended without a word."""
         arrival, status = known.arrival, known.status
         here = arrival.host == self._host
-        how, text = "ended without a word: it was killed, or called os._exit", ""
+        how, text = WITHOUT_A_WORD, ""
         if here:
             how = _how_it_ended(arrival.pid) or how
+            if how == FINISHED:
+                return replace(self._state(known), phase="finished", waits=(), at=time.time())
             text = stacks.last(arrival.pid, arrival.folder)
         else:
             near = [
@@ -282,6 +287,9 @@ class Job:
             known.stack = ()
             if status.calls != known.calls:
                 known.calls, known.called, known.moved = status.calls, now, now
+        known.runs = known.runs + 1 if look.runs else 0
+        if known.runs > 1:  # once is chance: what polls runs for a moment, too
+            known.moved = now
         if known.used is not None:
             at, cpu, moved = known.used
             if now - at < 1.0:
@@ -361,7 +369,9 @@ class Job:
                 return None
             reports = self.reports()
             found = verdict.judge(reports)
-            return None if found is None else (found, reports)
+            if found is None or (found.kind == "lost" and self._may_have_finished(found, reports)):
+                return None
+            return found, reports
         found = verdict.judge(self.records())
         if found is not None:
             seen = (
@@ -379,6 +389,11 @@ class Job:
             return None if again is None else (again, reports)
         self._proved = None
         return self._stalled(now)
+
+    def _may_have_finished(self, found: verdict.Verdict, reports: Sequence[Record]) -> bool:
+        """Whether ranks that went without a word are missed by nobody: a program may end by os._exit(0)."""
+        silent = all(r.why == WITHOUT_A_WORD for r in reports if r.rank in found.culprits)
+        return silent and not any(verdict.state_of(r).blocking for r in reports)
 
     def _stalled(self, now: float) -> tuple[verdict.Verdict, list[Record]] | None:
         """The verdict when nothing has moved for as long as the limit says."""
@@ -486,7 +501,7 @@ def _how_it_ended(pid: int) -> str:
             if status & 0x7F:
                 number = status & 0x7F
                 return f"was killed by {signal.Signals(number).name} (signal {number})"
-            return f"ended with exit code {status >> 8} and no exception" if status else ""
+            return f"ended with exit code {status >> 8} and no exception" if status else FINISHED
         time.sleep(0.002)
     return ""
 

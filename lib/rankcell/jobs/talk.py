@@ -34,6 +34,7 @@ class Look:
     status: Status | None
     cpu: float  # seconds
     moved: int  # bytes
+    runs: bool = False  # it has a core, or waits for one
     threads: tuple[Thread, ...] = ()  # only of a process that could not answer itself
 
 

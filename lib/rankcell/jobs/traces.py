@@ -78,7 +78,8 @@ def _events(spans: Sequence[Mapping[str, Any]], rank: int, base: float) -> list[
         if not comm:
             comm = [s for s in spans if s["name"] == "record_param_comms"]
         compute = [s for s in spans if str(s["name"]).startswith(("aten::", "autograd::"))]
-    found, counts = [], {}
+    found: list[Event] = []
+    counts: dict[Any, int] = {}
     for span in sorted(comm, key=lambda s: float(s["ts"])):
         about = span.get("args") or {}
         op = _op(str(about.get("Collective name") or span["name"]))

@@ -34,7 +34,7 @@ _CONSEQUENCE = re.compile(
     r"timeout|broken pipe|remote process exited|network error|peer closed",
     re.IGNORECASE,
 )
-_ROWS_PER_RANK = ("all_to_all",)  # ranks may send and expect different numbers of rows
+_UNEVEN = {"all_to_all", "all_gather"}  # of these ranks may give different numbers of elements
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,21 @@ def _everybody(mismatch: Mismatch, records: Sequence[Record]) -> Mismatch:
             if (event.group, event.seq) == (one.group, one.nth) and other:
                 text = calls[record.rank].text if record.rank in calls else event.text
                 calls[record.rank] = Call(text, event.line, event.seq, event.group, event.op, event.file)
-    for rank in mismatch.calls:  # who noticed knows its own line only
-        own = next(
-            (e for r in records if r.rank == rank for e in r.events if e.line == calls[rank].line), None
+    for record in records:  # operations without a tensor, such as new_group, are no events
+        for wait in record.waits:
+            if record.rank not in calls and not pair and (wait.group, wait.nth) == (one.group, one.nth):
+                calls[record.rank] = Call(wait.text, wait.line, wait.nth, wait.group, wait.op, wait.file)
+        failure = record.failure
+        if record.rank not in calls and not pair and failure is not None and failure.mismatch is not None:
+            own = failure.mismatch.calls.get(record.rank)
+            if own is not None and (own.group, own.nth) == (one.group, one.nth):
+                calls[record.rank] = own
+    for rank in mismatch.calls:  # who noticed knows its own file only
+        seen = next(
+            (e.file for r in records if r.rank == rank for e in r.events if e.line == calls[rank].line), ""
         )
-        if own is not None:
-            calls[rank] = replace(calls[rank], file=own.file)
+        if seen:
+            calls[rank] = replace(calls[rank], file=seen)
     return replace(mismatch, calls=calls)
 
 
@@ -202,7 +211,7 @@ def _problem(events: Sequence[Event]) -> str:
         return "different operations"
     if differ(e.dtype for e in events if e.op != "barrier"):
         return "different dtypes"
-    if not ops & set(_ROWS_PER_RANK) and differ(_numel(e) for e in events if e.dtype):
+    if not ops & _UNEVEN and differ(_numel(e) for e in events if e.dtype):
         return "different sizes" if "send" in ops else "different shapes"
     if "send" in ops or "recv" in ops:
         return ""

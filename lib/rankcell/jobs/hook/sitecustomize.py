@@ -47,7 +47,7 @@ class _Waits:
                 load(module)
                 (_replace_init if name == _DISTRIBUTED else _replace_spawn)(module)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
