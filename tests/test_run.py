@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,31 @@ def test_ranks_that_a_program_spawns_itself(tmp_path):
     assert done.returncode != 0
     assert done.stderr.count("rankcell: rank 1 of 2 failed: ValueError: a bad batch") == 1, done.stderr
     assert 'raise ValueError("a bad batch")' in done.stderr
+
+
+def test_each_rank_may_have_a_runner_of_its_own(tmp_path):
+    """As in `srun rankcell run -- python train.py`: the runner of task 0 speaks for all."""
+    (tmp_path / "train.py").write_text(SKIPS)
+    (tmp_path / "sitecustomize.py").touch()
+    step = {"SLURM_JOB_ID": f"test{os.getpid()}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hanging_jobs.free_port())}
+    with ThreadPoolExecutor() as pool:
+        both = [
+            pool.submit(
+                started,
+                [*RUN, "--", sys.executable, "train.py"],
+                tmp_path,
+                **step,
+                **place,
+                RANK=str(r),
+                SLURM_PROCID=str(r),
+            )
+            for r in range(2)
+        ]
+        first, second = (one.result() for one in both)
+    line = "rankcell: rank 0 calls one all_reduce more than rank 1, which finished."
+    assert first.stderr.count(line) == 1 and line not in second.stderr, (first, second)
+    assert first.returncode != 0 and second.returncode == 0
 
 
 def test_a_program_without_torch_is_left_alone(tmp_path):

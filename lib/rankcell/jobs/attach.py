@@ -244,16 +244,18 @@ def of_job(job: str) -> tuple[list[Record], list[str]]:
 def pids_of_job(job: str) -> list[int]:
     """The ranks of a Slurm job on this node: Python processes of it that a launcher has given a rank."""
     found = []
-    for folder in sorted(Path("/proc").iterdir()):
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+    for pid in sorted(
+        int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()
+    ):  # a rank before its workers
+        if pid != os.getpid():
             try:
-                environment = environment_of(int(folder.name))
+                environment = environment_of(pid)
             except Unseen:
                 continue
             step = environment.get("SLURM_STEP_ID"), environment.get("SLURM_JOB_ID")
             ours = os.environ.get("SLURM_STEP_ID"), job
             if step[1] == job and step != ours and "RANK" in environment:
-                found.append(int(folder.name))
+                found.append(pid)
     return found
 
 

@@ -231,7 +231,7 @@ def used(pid: int, own: float) -> tuple[float, int]:
 
 def peek(pid: int, folder: str) -> Look:
     """A process of this machine that does not answer: what it uses, and its stack."""
-    return Look(None, *used(pid, stacks.cpu_seconds(pid)), stacks.ask(pid, folder))
+    return Look(None, *used(pid, stacks.cpu_seconds(pid)), threads=stacks.ask(pid, folder))
 
 
 def arrive(rank: int | None = None, world_size: int | None = None) -> Inside | None:

@@ -565,7 +565,7 @@ class Runner:
             signal.SIGINT, signal.SIG_IGN
         )  # the terminal tells the command, too
         try:
-            self._watch(process)
+            self._watch(process, alone=not name)
         finally:
             path.unlink(missing_ok=True)
             job.close()
@@ -585,13 +585,14 @@ class Runner:
         """Start the command. Raises OSError if there is none of that name."""
         return subprocess.Popen(self._command, env=environment)
 
-    def _watch(self, process: "subprocess.Popen[bytes]") -> None:
+    def _watch(self, process: "subprocess.Popen[bytes]", *, alone: bool) -> None:
+        """Until the command has ended, and the ranks; `alone`: all ranks are the command's."""
         job, gone, over = self._job, None, None
         next_look = time.monotonic()
         while True:
             if process.poll() is not None and gone is None:
                 gone = time.monotonic()
-            done = gone is not None and (not job.living or time.monotonic() > gone + 5)
+            done = gone is not None and (not job.living or (alone and time.monotonic() > gone + 5))
             if done and (job.restart in self._said or job._failed is None):
                 return
             now = time.monotonic()
