@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -121,6 +122,9 @@ class Inside:
         elif question.about == "go":
             self._freed.set()
         elif question.about == "end":
+            for pid in stacks.children(self.pid):  # a worker that hangs would outlive us
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
             os._exit(1)
         return None
 
