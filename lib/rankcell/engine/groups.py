@@ -155,7 +155,7 @@ class Groups(GroupCalls):
         self._generation, self._again = generation, 0
         if self._birth.on:
             self._init("fake", store=_alone(), rank=self._birth.rank, world_size=self._birth.world_size)
-            self._recorder.join(f"{generation}")
+            self.recorder.join(f"{generation}")
             return
         store = self._store(f"{generation}")
         with self._adopting():
