@@ -150,8 +150,8 @@ class RehearsalError(RuntimeError):
 
     def __init__(self, what: str, line: int = 0) -> None:
         super().__init__(
-            f"{what[0].upper()}{what[1:]}{_at_line(Call('', line))}: a rehearsal cannot know that. Its tensors have shapes and "
-            f"no numbers. Leave it out of the cell, or run the cell on real ranks: `%%ranks 4`."
+            f"{what[0].upper()}{what[1:]}{_at_line(Call('', line))}: a rehearsal cannot know that. Its tensors have "
+            f"shapes and no numbers. Leave it out of the cell, or run the cell on real ranks: `%%ranks 4`."
         )
 
 
