@@ -673,6 +673,113 @@ def bench_nodes() -> None:
             row("a node without power", f"{ended - began:.2f} s", "<= 5 s", message[:80])
 
 
+STEPS_OF_A_SCRIPT = """
+import os, statistics, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from rankcell import models
+torch.manual_seed(0)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+inside = sys.modules["rankcell.jobs.inside"]._state["inside"] if "RANKCELL_JOB" in os.environ else None
+tokens = models.encode(models.text())
+model = DistributedDataParallel(models.GPT(49, d_model=128, n_layers=4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+times = {"on": [], "off": []}
+start, busy = time.perf_counter(), time.process_time()
+for step in range(120):
+    if inside is not None:  # in turns, in the same processes: both feel the same noise
+        dist.barrier()
+        inside.recording.recorder.uninstall() if step % 2 else inside.recording.recorder.install()
+        dist.barrier()
+    x, y = models.batch(tokens, step, size=8, length=32, rank=rank, world_size=size)
+    begin = time.perf_counter()
+    optimizer.zero_grad()
+    loss = models.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    dist.all_reduce(loss.detach())
+    times["off" if step % 2 else "on"].append(time.perf_counter() - begin)
+    if inside is not None and step % 2 == 0:
+        inside.recording.recorder.uninstall()
+share = 0.0
+if inside is not None:  # the thread that answers: of all the time
+    clock = time.pthread_getcpuclockid(inside.thread.ident)
+    share = time.clock_gettime(clock) / (time.perf_counter() - start)
+if rank == 0:
+    pairs = list(zip(times["on"], times["off"]))[5:]
+    print(statistics.median(a / b for a, b in pairs), statistics.median(b for _, b in pairs), share, repr(loss.item()))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def bench_run() -> None:
+    """What `rankcell run` costs a script: a step recorded beside the next one that is not, in the same processes."""
+    import tempfile
+
+    print("a script of DDP steps on 2 ranks under `rankcell run`, a GPT of 4 layers")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "steps.py").write_text(STEPS_OF_A_SCRIPT)
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "steps.py"]
+        found = {}
+        for name, before in (
+            ("with", ["-m", "rankcell.command", "run", "--", sys.executable]),
+            ("without", []),
+        ):
+            done = subprocess.run(
+                [sys.executable, *before, *start], capture_output=True, text=True, check=True, cwd=folder
+            )
+            found[name] = done.stdout.split()
+    ratio, seconds, share, loss = found["with"]
+    row(
+        "a step recorded beside one that is not",
+        f"{float(ratio):.3f}x",
+        "<= 1.03x",
+        f"{1e3 * float(seconds):.0f} ms",
+    )
+    row("the thread that answers the runner, of one core", f"{float(share):.2%}")
+    row("the last loss of a plain run is the same", "yes" if loss == found["without"][3] else "NO")
+
+
+def bench_jobs() -> None:
+    """A hundred generated jobs, beside torch's own analyser on the same dumps."""
+    import collections
+    import json
+    import tempfile
+
+    import hanging_jobs
+
+    print("100 generated jobs under the runner of `rankcell run`, 2 to 16 ranks, one and two nodes")
+    with tempfile.TemporaryDirectory() as kept:
+        command = [sys.executable, str(Path(__file__).with_name("hanging_jobs.py")), "0", "100", kept]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        theirs = {r["number"]: hanging_jobs.by_dumps(Path(kept) / str(r["number"])) for r in rows}
+    kinds = collections.defaultdict(list)
+    for found in rows:
+        kinds[found["name"].partition(":")[0]].append(found)
+    for kind, each in [*kinds.items(), ("all", rows)]:
+        ours = f"rank {sum(r['rank'] for r in each)}, line {sum(r['line'] for r in each)} of {len(each)}"
+        dumped = [theirs[r["number"]] for r in each if theirs[r["number"]] is not None and r["wanted"]]
+        ok = sum(
+            set(r["wanted"]) == set((theirs[r["number"]] or {}).get("ours", ())) for r in each if r["wanted"]
+        )
+        said = collections.Counter(d["theirs"] for d in dumped)
+        words = "; ".join(f"{n} x {what}" for what, n in said.most_common(2))
+        row(f"{kind}: rankcell run", ours, ">= 95 %" if kind == "all" else "")
+        if dumped:
+            row(
+                f"{kind}: the dumps alone, rankcell explain",
+                f"rank {ok} of {len(dumped)}",
+                "",
+                f"torchfrtrace: {words}",
+            )
+    proved = [r["late"] for r in rows if r["wanted"]]
+    row("from the first sign, or the limit, to the verdict", f"{max(proved):.1f} s", "<= 5 s", "the longest")
+
+
 LIMIT = float(os.environ.get("RANKCELL_BENCH_LIMIT", "60"))
 SECTIONS: dict[str, Callable[[], None]] = {
     "start": bench_start,
@@ -686,6 +793,8 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "failures": bench_failures,
     "ends": bench_ends,
     "nodes": bench_nodes,
+    "run": bench_run,
+    "jobs": bench_jobs,
     "peers": bench_peers,
 }
 

@@ -18,7 +18,10 @@ ALLOWED = {
     "parallel": {"models", "schedules", "versions"},
     "schedules": {"results", "errors"},
     "planner": {"hardware", "schedules", "results"},
-    "command": {"cluster", "doctor", "planner"},
+    "command": {"cluster", "doctor", "jobs", "planner"},
+    "jobs": {"results", "errors", "draw"}
+    | {f"engine/{m}" for m in ("channel", "control", "diagnose", "groups", "match", "messages", "nodes")}
+    | {f"engine/{m}" for m in ("operation", "record", "report", "system")},
     "rehearsal": {"results", "errors", "costs", "planner"},
     "simulate": {"results"},
     "errors": {"results"},
@@ -89,7 +92,8 @@ ALLOWED |= {
     "engine/stdio": set(),
     "engine/shell": set(),
     "engine/groups": {"errors", "engine/operation", "engine/record", *SHARED},
-    "engine/control": {"engine/operation", "engine/worker", *SHARED},  # the worker for its type only
+    "engine/control": {f"engine/{m}" for m in ("operation", "record", "worker")}
+    | SHARED,  # the last for its type
     "engine/worker": {"results", "errors", "rehearsal", *SHARED}
     | {
         f"engine/{m}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from . import doctor
 from .cluster import export
+from .jobs import command as jobs
 from .planner import command as plan
 
 
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     export.add_command(commands)
     plan.add_command(commands)
     doctor.add_command(commands)
+    jobs.add_command(commands)
     options: Any = parser.parse_args(arguments)
     return options.run(options)
 

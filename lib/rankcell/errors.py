@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .results import Call, Mismatch, RankFailure, RankResult, Run, name_ranks
+from .results import Call, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 
 
 class Told:
@@ -96,9 +96,7 @@ class MismatchError(RuntimeError):
 
     def __init__(self, details: Mismatch, *, again: bool = False) -> None:
         self.details = details
-        calls = ", ".join(
-            f"rank {r} calls {c.text}{_at_line(c.line)}" for r, c in sorted(details.calls.items())
-        )
+        calls = ", ".join(f"rank {r} calls {c.text}{_at_line(c)}" for r, c in sorted(details.calls.items()))
         if again:
             super().__init__(
                 f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "
@@ -111,8 +109,8 @@ class MismatchError(RuntimeError):
             )
 
 
-def _at_line(line: int) -> str:
-    return f" at line {line}" if line else ""
+def _at_line(call: Call) -> str:
+    return f" at {at_line(call.line, call.file)}" if call.line else ""
 
 
 def _advice(problem: str) -> str:
@@ -152,8 +150,8 @@ class RehearsalError(RuntimeError):
 
     def __init__(self, what: str, line: int = 0) -> None:
         super().__init__(
-            f"{what[0].upper()}{what[1:]}{_at_line(line)}: a rehearsal cannot know that. Its tensors have shapes and "
-            f"no numbers. Leave it out of the cell, or run the cell on real ranks: `%%ranks 4`."
+            f"{what[0].upper()}{what[1:]}{_at_line(Call('', line))}: a rehearsal cannot know that. Its tensors have "
+            f"shapes and no numbers. Leave it out of the cell, or run the cell on real ranks: `%%ranks 4`."
         )
 
 
@@ -304,7 +302,7 @@ def mismatch_error(run: Run) -> RankMismatch:
     for result in run.ran:  # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
         for event in result.events:
             if result.rank not in calls and (event.group, event.seq) == (wrong.group, wrong.nth):
-                calls[result.rank] = Call(event.text, event.line, event.seq, event.group)
+                calls[result.rank] = Call(event.text, event.line, event.seq, event.group, file=event.file)
     texts: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         texts.setdefault(call.text, []).append(rank)
@@ -321,7 +319,7 @@ def mismatch_error(run: Run) -> RankMismatch:
         head = f"{name_ranks(odd)} {verb} {odd_text} where {others}: {problem}."
     width = max(len(name_ranks(r)) for r in texts.values())
     lines = [
-        f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]].line)} (call {calls[ranks[0]].nth})"
+        f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]])} (call {calls[ranks[0]].nth})"
         for text, ranks in sorted(texts.items(), key=lambda item: item[1][0])
     ]
     return RankMismatch(

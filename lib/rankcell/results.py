@@ -6,6 +6,7 @@ It starts nothing, draws nothing and imports nothing of ours.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 
@@ -62,6 +63,7 @@ class Event:
     wait_start: float | None = None
     done: float | None = None  # when the backend was done, where it tells: may be long before somebody waits
     line: int = 0
+    file: str = ""  # of that line; "" in a rank cell
     via: str = ""
     values: Values | None = None
     watched: Watched | None = None
@@ -217,8 +219,8 @@ class Frame:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication as a rank called it: its text ("all_reduce(float32[4])"), the line of the cell, and the
-    how-many-th call of its group in the cell.
+    """A communication as a rank called it: its text ("all_reduce(float32[4])"), the line of the cell or of `file`, and
+    the how-many-th call of its group in the cell.
     """
 
     text: str
@@ -226,6 +228,14 @@ class Call:
     nth: int = 0
     group: str = ""
     op: str = ""
+    file: str = ""
+
+
+def at_line(line: int, file: str = "") -> str:
+    """A place in words: "line 4" of a cell, "line 4 of train.py"; "" where it is not known."""
+    if not line:
+        return ""
+    return f"line {line} of {PurePath(file).name}" if file else f"line {line}"
 
 
 def call_text(

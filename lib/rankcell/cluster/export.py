@@ -562,6 +562,9 @@ def run(options: Any) -> int:
     for name, reason in exported.left_out:
         print(f"  left out {name}: {reason}")
     print(f"{job}: the job script; in {script.parent}: sbatch {job.name}")
+    print(
+        "  if it hangs: write `rankcell run --` before its srun, or before torchrun; it says which rank, and where"
+    )
     if modules:
         print(f"{script.parent / MODULES}: what the script imports")
     return 0

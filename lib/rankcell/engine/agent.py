@@ -109,20 +109,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
     """A connection to the notebook, which proved that it knows the key."""
-    problems: dict[str, str] = {}
-    for address in list(dict.fromkeys(addresses)) * 3:
-        try:
-            sock = socket.create_connection((address, port), timeout=5.0)
-            channel.authenticate(sock, key, server=False)
-        except (OSError, EOFError) as error:
-            problems[address] = str(error)
-            continue
-        sock.settimeout(None)
-        return sock
-    sys.exit(
-        f"{socket.gethostname()} cannot reach the notebook. Its machine must accept connections from the "
-        f"nodes. Tried:\n" + "\n".join(f"{address}: {why}" for address, why in problems.items())
-    )
+    try:
+        return channel.connect(addresses, port, key)
+    except OSError as error:
+        sys.exit(
+            f"{socket.gethostname()} cannot reach the notebook. Its machine must accept connections from the "
+            f"nodes. Tried:\n{error}"
+        )
 
 
 if __name__ == "__main__":

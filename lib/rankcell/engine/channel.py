@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 _HEADER = struct.Struct("!Q")
@@ -160,6 +161,25 @@ def authenticate(sock: socket.socket, key: bytes, *, server: bool, timeout: floa
     if not hmac.compare_digest(answer, hmac.digest(key, other + mine + theirs, hashlib.sha256)):
         raise PermissionError("the other end of the connection does not know the key")
     sock.settimeout(before)
+
+
+def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
+    """A connection to the first of `addresses` that knows `key` and is told that we know it.
+
+    Raises:
+        OSError: none can be reached; says why for each.
+    """
+    problems: dict[str, str] = {}
+    for address in list(dict.fromkeys(addresses)) * 3:
+        try:
+            sock = socket.create_connection((address, port), timeout=5.0)
+            authenticate(sock, key, server=False)
+        except (OSError, EOFError) as error:
+            problems[address] = str(error)
+            continue
+        sock.settimeout(None)
+        return sock
+    raise OSError("\n".join(f"{address}: {why}" for address, why in problems.items()))
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from . import system
 from .channel import Channel
 from .messages import Answer, Question, Status
-from .operation import clock, kind_of
+from .operation import clock, file_of, kind_of
+from .record import Recorder
 
 if TYPE_CHECKING:
     from .worker import Rank
@@ -80,55 +81,70 @@ class Control:
 
     def status(self) -> Status:
         """What the rank is doing now."""
-        rank, recorder = self._rank, self._rank.recorder
+        rank = self._rank
         # the cell first: `phase` is set before the recorder learns of a new cell, so that a phase of the cell
         # before is never told as one of this cell
-        cell = recorder.cell
+        cell = rank.recorder.cell
         phase = rank.phase
         rank.stdio.flush_from_another_thread()
-        frame = _frames().get(rank.main_thread)
-        top, line, joins = "", 0, _waits_for_a_thread(frame)
-        synchronizes = recorder.enqueues and frame is not None and frame.f_code.co_name == "synchronize"
-        while frame is not None:
-            name = frame.f_code.co_filename
-            top = top or name
-            if name.startswith("<cell") or "ipykernel_" in name:
-                line = frame.f_lineno
-                break
-            frame = frame.f_back
-        waits, counts = recorder.status()
-        return Status(
-            rank=rank.birth.rank,
-            cell=cell,
-            phase=phase,
-            line=line,
-            in_torch="/torch/" in top and not system.wants_a_core(),
-            joins=joins,
-            synchronizes=synchronizes,
-            cpu=system.thread_cpu_seconds(rank.main_thread),
-            waits=waits,
-            counts=counts,
-            calls=recorder.total,
-            threads=self.threads(busy=True),
+        return look(
+            rank.recorder, rank.birth.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident}
         )
 
     def threads(self, *, busy: bool) -> bool:
-        """Whether another thread is inside the learner's code; if `busy`, one that stands in no operation, and so
-        may still answer.
+        """Whether another thread is inside the learner's code, see `threads`."""
+        return threads(self._rank.recorder, {self._rank.main_thread, self.thread.ident}, busy=busy)
 
-        A thread of a library that waits for work, such as a progress bar's, has no frame of the learner's.
-        """
-        mine = {self._rank.main_thread, self.thread.ident, threading.get_ident()}
-        waiting = {o.thread for o in list(self._rank.recorder.open.values()) if busy and o.waiting}
-        for ident, frame in _frames().items():
-            if ident in mine or ident in waiting:
-                continue
-            at: Any = frame
-            while at is not None:
-                if kind_of(at.f_code) is True:
-                    return True
-                at = at.f_back
-        return False
+
+def look(
+    recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: str, ours: set[int | None]
+) -> Status:
+    """What a rank is doing now, asked from another thread: one of `ours`, which never answer for the learner."""
+    frame = _frames().get(main_thread)
+    top, line, file, joins = "", 0, "", _waits_for_a_thread(frame)
+    synchronizes = recorder.enqueues and frame is not None and frame.f_code.co_name == "synchronize"
+    while frame is not None:
+        name = frame.f_code.co_filename
+        top = top or name
+        # in a cell the cell's own line, also inside of a function from a file; in a script the innermost line
+        if name.startswith("<cell") or "ipykernel_" in name or (not cell and kind_of(frame.f_code) is True):
+            line, file = frame.f_lineno, file_of(frame.f_code)
+            break
+        frame = frame.f_back
+    waits, counts = recorder.status()
+    return Status(
+        rank=rank,
+        cell=cell,
+        phase=phase,
+        line=line,
+        file=file,
+        in_torch="/torch/" in top and not system.wants_a_core(),
+        joins=joins,
+        synchronizes=synchronizes,
+        cpu=system.thread_cpu_seconds(main_thread),
+        waits=waits,
+        counts=counts,
+        calls=recorder.total,
+        threads=threads(recorder, {main_thread, *ours}, busy=True),
+    )
+
+
+def threads(recorder: Recorder, ours: set[int | None], *, busy: bool) -> bool:
+    """Whether another thread than `ours` is inside the learner's code; if `busy`, one that stands in no operation, and
+    so may still answer.
+
+    A thread of a library that waits for work, such as a progress bar's, has no frame of the learner's.
+    """
+    waiting = {o.thread for o in list(recorder.open.values()) if busy and o.waiting}
+    for ident, frame in _frames().items():
+        if ident in ours or ident in waiting or ident == threading.get_ident():
+            continue
+        at: Any = frame
+        while at is not None:
+            if kind_of(at.f_code) is True:
+                return True
+            at = at.f_back
+    return False
 
 
 def _waits_for_a_thread(frame: Any) -> bool:

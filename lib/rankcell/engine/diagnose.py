@@ -9,15 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..results import Standing, name_ranks
+from ..results import Standing, at_line, name_ranks
 from .messages import Status, Wait
 
-OVER = ("finished", "error", "lost", "absent")  # in this cell such a rank issues nothing more
+OVER = ("finished", "error", "lost", "absent", "still")  # in this cell such a rank issues nothing more
+CELL, SCRIPT = "cell", "script"  # what the ranks run
 
 
 @dataclass(frozen=True)
 class State:
-    """What one rank is doing. `phase` is "running" or one of `OVER`."""
+    """What one rank is doing. `phase` is "running" or one of `OVER`.
+
+    "still" is found in a script only: it has not moved for so long that nobody expects it to, and stands in no
+    operation. `why` says where.
+    """
 
     rank: int
     phase: str
@@ -25,10 +30,12 @@ class State:
     counts: Mapping[Any, int] | None = None
     calls: int = 0  # operations called in this cell
     line: int = 0
+    file: str = ""
     joins: bool = False  # its main thread waits for another thread of the rank
     blocked_in_torch: bool = False  # its main thread stands still inside torch: C++ waits, not Python
     other_threads: bool = False  # a thread of the learner communicates too: it could still answer
-    why: str = ""  # for "error" and "lost"
+    why: str = ""  # for "error", "lost" and "still"; of a script for "absent", too
+    what: str = CELL
 
     @property
     def standing(self) -> tuple[tuple[Wait, ...], ...]:
@@ -62,6 +69,7 @@ class Diagnosis:
     headline: str
     lines: tuple[str, ...]
     advice: str
+    culprits: tuple[int, ...] = ()  # all who are to blame alike, as far as it can be told
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"  {line}" for line in self.lines), self.advice])
@@ -128,9 +136,10 @@ def _explain(
     lines = tuple(describe(states[r], len(states)) for r in sorted(states))
     if ended:
         return _ended(states, stuck, ended, lines)
-    waits = {r: w[0][0] for r, w in stuck.items()}
-    who = name_ranks(list(stuck))
-    blame = min(stuck)
+    circle = _circle(stuck)  # the others only wait behind them
+    waits = {r: w[0][0] for r, w in stuck.items() if r in circle}
+    who = name_ranks(list(waits))
+    blame = min(waits)
     kinds = {w.op for w in waits.values()}
     if kinds == {"send"}:
         head = f"{who} all send first, and nobody receives."
@@ -154,7 +163,61 @@ def _explain(
     else:
         head = f"{who} wait for each other."
         advice = "Every rank of a group must call the same operations in the same order."
-    return Diagnosis(blame, head, lines, advice)
+    return Diagnosis(blame, head, lines, advice, _odd_ones(states, stuck, circle))
+
+
+_Stuck = Mapping[int, list[tuple[Wait, tuple[int, ...]]]]
+
+
+def _circle(stuck: _Stuck) -> tuple[int, ...]:
+    """The ranks that wait for themselves, through others; all if nobody does."""
+    waits_for = {r: {m for _, missing in waits for m in missing if m in stuck} for r, waits in stuck.items()}
+    circle = []
+    for rank in stuck:
+        found: set[int] = set()
+        todo = set(waits_for[rank])
+        while todo:
+            found |= todo
+            todo = {m for r in todo for m in waits_for[r]} - found
+        if rank in found:
+            circle.append(rank)
+    return tuple(sorted(circle or stuck))
+
+
+def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> tuple[int, ...]:
+    """Who of a circle did something else than most: called another number of operations than all who stand in the same
+    one, or stands in another one than most; the whole circle if that cannot be told.
+    """
+    first = {rank: waits[0][0] for rank, waits in stuck.items()}
+    for rank in circle:
+        beside = [
+            r
+            for r in first
+            if r not in circle and (first[r].key, first[r].seq) == (first[rank].key, first[rank].seq)
+        ]
+        mine, others = _by_size(states[rank]), [_by_size(states[r]) for r in beside]
+        if others and all(o == others[0] for o in others):
+            common = mine.keys() & others[0].keys()
+            if any(mine[size] != others[0][size] for size in common):
+                return (rank,)
+    parties: dict[Any, list[int]] = {}
+    for rank, wait in first.items():
+        parties.setdefault(wait.op if wait.op in ("send", "recv") else wait.key, []).append(rank)
+    sizes = sorted(map(len, parties.values()))
+    for members in parties.values():
+        odd = [r for r in members if r in circle]
+        if odd and len(parties) > 1 and len(members) == sizes[0] < sizes[1]:
+            return tuple(odd)
+    return tuple(circle)
+
+
+def _by_size(state: State) -> dict[int, int]:
+    """How many collectives a rank has called in groups of each size: alike groups do alike work."""
+    found: dict[int, int] = {}
+    for key, count in (state.counts or {}).items():
+        if len(key) == 2 and isinstance(key[1], tuple):
+            found[len(key[1])] = found.get(len(key[1]), 0) + count
+    return found
 
 
 def _ended(
@@ -174,18 +237,30 @@ def _ended(
     who = name_ranks(sorted({r for r, _ in victims}))
     verb = "waits" if len({r for r, _ in victims}) == 1 else "wait"
     state = states[blame]
-    call = first.via or first.op
-    if state.phase == "absent":
+    call, what = first.via or first.op, state.what
+    culprits = tuple(r for r in ended if states[r].phase == state.phase)
+    freed = "The other ranks were freed." if what == CELL else "The others did nothing wrong."
+    if state.phase == "still":
+        head = f"{name_ranks(culprits)} {_stand(culprits)} {state.why}, and {who} {verb} for it in {call}."
+        if len({states[r].why for r in culprits}) > 1:
+            head = (
+                f"{name_ranks(culprits)} {_stand(culprits)} still outside torch, and {who} {verb} in {call}."
+            )
+        advice = "Look at that line: what does it wait for?"
+    elif state.phase == "absent" and state.why:
+        head = f"{name_ranks(culprits)} {state.why}, and {who} {verb} for {_it(culprits)} in {call}."
+        advice = "Look at what that rank prints, and whether its process was started."
+    elif state.phase == "absent":
         head = f"rank {blame} does not run this cell, and {who} {verb} for it in {call}."
         advice = (
             "A collective needs every rank of its group: leave --only away, or make a group of those ranks."
         )
     elif state.phase == "lost":
         head = f"rank {blame} {state.why}, and {who} {verb} for it in {call}."
-        advice = "The other ranks were freed."
+        advice = freed
     elif state.phase == "error":
         head = f"rank {blame} failed ({state.why}), and {who} {verb} for it in {call}."
-        advice = "The other ranks were freed."
+        advice = freed
     elif first.op == "send":
         head = f"rank {blame} finished without receiving what {who} {'sends' if verb == 'waits' else 'send'}."
         advice = f"Add the missing dist.recv(buffer, src={victims[0][0]}) on rank {blame}, or drop the send."
@@ -200,19 +275,27 @@ def _ended(
         if len(first.ranks) < len(states) or first.group != "new_group":
             advice = f"A group with local synchronization must be made by all its members, {name_ranks(first.ranks)}."
     else:
-        head = f"rank {blame} finished the cell without the {call} that {who} {verb} in."
+        head = f"rank {blame} finished the {what} without the {call} that {who} {verb} in."
         advice = (
             "Every rank of a group must call the same collectives in the same order: "
             f"look at what rank {blame} skips."
         )
         if (len(ended) == 1 and len(stuck) == 1 and len(first.ranks) > 2) or len(stuck) < len(ended):
-            blame = min(stuck)
+            blame, culprits = min(stuck), tuple(sorted(stuck))
             head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
             advice = (
                 "Every rank of a group must call the same collectives equally often: look at what this rank does "
                 "in addition (one more batch, a call inside `if rank == ...`)."
             )
-    return Diagnosis(blame, head, lines, advice)
+    return Diagnosis(blame, head, lines, advice, culprits)
+
+
+def _stand(ranks: Sequence[int]) -> str:
+    return "stands" if len(ranks) == 1 else "stand"
+
+
+def _it(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
 
 
 def describe(state: State, world_size: int) -> str:
@@ -225,21 +308,25 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     s = "" if many else "s"
     if state.phase == "error":
         return f"failed: {state.why}"
-    if state.phase == "lost":
+    if state.phase == "lost" or (state.phase == "absent" and state.why):
         return state.why
+    if state.phase == "still":
+        return f"stand{s} {state.why}"
     if state.phase == "absent":
         return "do not run this cell" if many else "does not run this cell"
     calls = state.calls
     if state.phase == "finished":
-        return f"finished the cell after {calls} {'call' if calls == 1 else 'calls'}"
+        return f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
     blocking = state.blocking
     if not blocking:
-        at = f" at line {state.line}" if state.line else ""
+        at = f" at {at_line(state.line, state.file)}" if state.line else ""
         begun = next((w for w in state.waits if w.thread == 0), None)
-        unfinished = f", with {begun.text} of line {begun.line} not over" if begun is not None else ""
+        unfinished = (
+            f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""
+        )
         return f"compute{s}{at}{unfinished}"
     wait = blocking[0]
-    where = f", line {wait.line}" if wait.line else ""
+    where = f", {at_line(wait.line, wait.file)}" if wait.line else ""
     inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
     return f"wait{s} in {wait.text}{inside} (call {wait.nth} {_group(wait, world_size)}{where})"
 
@@ -252,7 +339,11 @@ def _group(wait: Wait, world_size: int) -> str:
     if wait.op in ("send", "recv"):
         return "of this pair"
     if len(wait.ranks) == world_size:
-        return "of the world" if wait.group in ("0", "new_group") else "of a group of all ranks"
+        return (
+            "of the world"
+            if wait.group in ("0", "new_group", "init_process_group")
+            else "of a group of all ranks"
+        )
     return f"of the group of {name_ranks(wait.ranks)}"
 
 
@@ -309,6 +400,7 @@ def from_status(status: Status, previous_cpu: float | None) -> State:
         counts=status.counts,
         calls=status.calls,
         line=status.line,
+        file=status.file,
         joins=status.joins,
         blocked_in_torch=status.synchronizes or (status.in_torch and still),
         other_threads=status.threads,

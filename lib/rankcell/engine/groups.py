@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import functools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -26,32 +26,119 @@ PATIENCE = datetime.timedelta(minutes=30)
 IMPATIENT = datetime.timedelta(minutes=5)  # a group with a shorter limit is left to end its waits by itself
 
 
-class Groups:
+class GroupCalls:
+    """Makes process groups as the others can see it: as an operation in which this rank waits for them."""
+
+    patience: datetime.timedelta | None = (
+        None  # the limit of a group that is made without one; None: torch's own
+    )
+
+    def __init__(self, recorder: Recorder, rank: int, world_size: int) -> None:
+        self.recorder, self.rank, self.world_size = recorder, rank, world_size
+        self._new_group = dist.new_group
+
+    def new_group(
+        self,
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: Any = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`dist.new_group`, compared between the ranks that must call it, before it opens a connection."""
+        world = range(self.world_size)
+        members = tuple(sorted(ranks)) if ranks is not None else tuple(world)
+        local = bool(use_local_synchronization)
+        limit = timeout if timeout is not None else self.patience
+        if local and self.rank not in members:
+            return None
+
+        def make() -> Any:
+            return self._new_group(
+                ranks, limit, backend, pg_options, use_local_synchronization, *args, **kwargs
+            )
+
+        if local:
+            # its members alone come to it, in any order: nobody else counts it
+            group = self.waited_for("new_group", members, make, label=f"new_group of {list(members)}")
+        else:
+            signature = Signature(f"new_group({list(members)})", "new_group", members=members)
+            group = self.waited_for("new_group", tuple(world), make, signature=signature)
+        if timeout is not None and timeout < IMPATIENT and isinstance(group, dist.ProcessGroup):
+            self.recorder.impatient.add(group.group_name)
+        return group
+
+    def waited_for(
+        self,
+        op: str,
+        ranks: tuple[int, ...],
+        make: Callable[[], Any],
+        *,
+        label: str = "",
+        signature: Signature | None = None,
+    ) -> Any:
+        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits."""
+        recorder = self.recorder
+        o = Operation(op)
+        o.group, o.ranks = label or op, ranks
+        o.line, o.via, o.file = caller(2)
+        recorder.open_by_hand(o)
+        try:
+            if signature is not None:
+                o.text = text = signature.text
+                name = recorder.name_of(o)
+                recorder.matcher.check(
+                    name, signature, lambda: o.call(text), ranks, stream=o.key, group=o.group, line=o.line
+                )
+            with self._adopting():
+                return make()
+        except BaseException as error:
+            recorder.fail(o, error)
+            raise
+        finally:
+            o.done = clock()
+            recorder.open.pop(id(o), None)
+
+    def _adopting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what opens connections."""
+        return contextlib.nullcontext()
+
+
+def replace_in_torch(calls: Mapping[str, tuple[Any, Callable[..., Any]]]) -> None:
+    """Put our function in the place of torch's, by name, wherever torch keeps it."""
+    for name, (original, ours) in calls.items():
+        wrapped: Any = functools.update_wrapper(functools.partial(ours), original)
+        for module in (dist, dist.distributed_c10d, dist.device_mesh):
+            if getattr(module, name, None) is original:
+                setattr(module, name, wrapped)
+
+
+class Groups(GroupCalls):
     """The default process group of one rank, and what the learner's code makes beside it."""
 
     def __init__(self, birth: Birth, recorder: Recorder, say: Callable[[str], None]) -> None:
-        self._birth, self._recorder, self._say = birth, recorder, say
+        super().__init__(recorder, birth.rank, birth.world_size)
+        self._birth, self._say = birth, say
+        self.patience = PATIENCE if birth.enqueues else None
         self.aborted = False  # the groups of this generation can send nothing more
         self._generation = birth.generation
         self._again = 0  # how often a program has set the default group up anew in this generation
         # of our own for the backend's connections: to count their bytes and to shut them down
         self.connections: list[socket.socket] = []
-        self._new_group = dist.new_group
         self._destroy = dist.destroy_process_group
         self._init = dist.init_process_group
 
     def install(self) -> None:
         """From now on the learner's calls come here first."""
-        replaced: dict[str, tuple[Any, Callable[..., Any]]] = {
-            "new_group": (self._new_group, self.new_group),
-            "destroy_process_group": (self._destroy, self.destroy),
-            "init_process_group": (self._init, self.init),
-        }
-        for name, (original, method) in replaced.items():
-            ours: Any = functools.update_wrapper(functools.partial(method), original)
-            for module in (dist, dist.distributed_c10d, dist.device_mesh):
-                if getattr(module, name, None) is original:
-                    setattr(module, name, ours)
+        replace_in_torch(
+            {
+                "new_group": (self._new_group, self.new_group),
+                "destroy_process_group": (self._destroy, self.destroy),
+                "init_process_group": (self._init, self.init),
+            }
+        )
 
     @property
     def renewed(self) -> bool:
@@ -77,7 +164,7 @@ class Groups:
         self._generation, self._again, self.aborted = generation, 0, False
         if self._birth.on:
             self._init("fake", store=_alone(), rank=self._birth.rank, world_size=self._birth.world_size)
-            self._recorder.join(f"{generation}")
+            self.recorder.join(f"{generation}")
             return
         store = self._store(f"{generation}")
         with self._adopting():
@@ -86,41 +173,8 @@ class Groups:
         if birth.node:
             first = birth.rank - birth.local_rank
             near = range(first, first + birth.local_world_size)
-            self._recorder.reach(dist.PrefixStore(f"calls {generation}", store), near)
-        self._recorder.join(f"{generation}")
-
-    def new_group(
-        self,
-        ranks: Any = None,
-        timeout: Any = None,
-        backend: Any = None,
-        pg_options: Any = None,
-        use_local_synchronization: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """`dist.new_group`, compared between the ranks that must call it, before it opens a connection."""
-        world = range(self._birth.world_size)
-        members = tuple(sorted(ranks)) if ranks is not None else tuple(world)
-        local = bool(use_local_synchronization)
-        limit = timeout if timeout is not None or not self._birth.enqueues else PATIENCE
-        if local and self._birth.rank not in members:
-            return None
-
-        def make() -> Any:
-            return self._new_group(
-                ranks, limit, backend, pg_options, use_local_synchronization, *args, **kwargs
-            )
-
-        if local:
-            # its members alone come to it, in any order: nobody else counts it
-            group = self._waited_for("new_group", members, make, label=f"new_group of {list(members)}")
-        else:
-            signature = Signature(f"new_group({list(members)})", "new_group", members=members)
-            group = self._waited_for("new_group", tuple(world), make, signature=signature)
-        if timeout is not None and timeout < IMPATIENT and isinstance(group, dist.ProcessGroup):
-            self._recorder.impatient.add(group.group_name)
-        return group
+            self.recorder.reach(dist.PrefixStore(f"calls {generation}", store), near)
+        self.recorder.join(f"{generation}")
 
     def destroy(self, group: Any = None) -> None:
         """`dist.destroy_process_group`, which also gives back our copies of the group's connections."""
@@ -176,11 +230,11 @@ class Groups:
         def make() -> None:
             self._init_with(group, timeout)
 
-        self._recorder.join(generation)
+        self.recorder.join(generation)
         everybody = tuple(range(birth.world_size))
-        self._waited_for("init_process_group", everybody, make, label=f"default group {generation}")
+        self.waited_for("init_process_group", everybody, make, label=f"default group {generation}")
         if timeout is not None and timeout < IMPATIENT:
-            self._recorder.impatient.add(dist.distributed_c10d._get_default_group().group_name)
+            self.recorder.impatient.add(dist.distributed_c10d._get_default_group().group_name)
 
     def close(self) -> None:
         """End whatever waits in the groups, here and at the other ends.
@@ -213,36 +267,6 @@ class Groups:
         if timeout is not None or birth.enqueues:
             options["timeout"] = timeout or PATIENCE
         self._init(birth.backend, store=store, rank=birth.rank, world_size=birth.world_size, **options)
-
-    def _waited_for(
-        self,
-        op: str,
-        ranks: tuple[int, ...],
-        make: Callable[[], Any],
-        *,
-        label: str = "",
-        signature: Signature | None = None,
-    ) -> Any:
-        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits."""
-        recorder = self._recorder
-        o = Operation(op)
-        o.group, o.ranks = label or op, ranks
-        o.line, o.via = caller(2)
-        recorder.open_by_hand(o)
-        try:
-            if signature is not None:
-                text, name = signature.text, recorder.name_of(o)
-                recorder.matcher.check(
-                    name, signature, lambda: o.call(text), ranks, stream=o.key, group=o.group, line=o.line
-                )
-            with self._adopting():
-                return make()
-        except BaseException as error:
-            recorder.fail(o, error)
-            raise
-        finally:
-            o.done = clock()
-            recorder.open.pop(id(o), None)
 
     @contextlib.contextmanager
     def _adopting(self) -> Any:

@@ -173,6 +173,7 @@ class Wait:
     peer: int | None = None
     tag: int = 0
     line: int = 0
+    file: str = ""  # of that line; "" in a rank cell
     via: str = ""
     waiting: bool = True  # Python stands in it
     thread: int = 0  # that called it; 0: the main thread
@@ -186,6 +187,7 @@ class Status:
     cell: str  # the task that this is about
     phase: str  # "starting", "idle", "running", "finished" or "error"
     line: int = 0
+    file: str = ""
     in_torch: bool = False  # its main thread stands in a file of torch, and no thread wants a core
     joins: bool = False  # its main thread waits for another thread, without a time limit
     synchronizes: bool = False  # its main thread waits for its device

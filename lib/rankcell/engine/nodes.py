@@ -242,7 +242,7 @@ class Nodes:
     def _start_agents(self, nodes: int) -> None:
         listener = socket.create_server(("", 0), backlog=max(nodes, 8))
         key = secrets.token_bytes(32)
-        path = _write_key(key, listener.getsockname()[1])
+        path = write_key(key, listener.getsockname()[1])
         command = [
             "srun",
             "--overlap",  # other steps of this allocation (srun nvidia-smi) still find room
@@ -394,13 +394,17 @@ def _check(world_size: int, nodes: int) -> int:
     return per_node
 
 
-def _write_key(key: bytes, port: int) -> Path:
-    """The file that tells an agent where to connect and with which key. Only the user can read it."""
+def write_key(key: bytes, port: int, *, name: str = "", **more: Any) -> Path:
+    """The file that tells others where to connect and with which key. Only the user can read it.
+
+    Raises:
+        FileExistsError: there is one of this `name` already. OSError: the home directory cannot be written to.
+    """
     folder = Path.home() / _FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{secrets.token_hex(8)}.json"
+    path = folder / f"{name or secrets.token_hex(8)}.json"
     addresses = [socket.gethostname(), *system.addresses()]
-    text = json.dumps({"addresses": addresses, "port": port, "key": key.hex()})
+    text = json.dumps({"addresses": addresses, "port": port, "key": key.hex(), **more})
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(text)

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,8 @@ clock = time.monotonic  # one clock for all processes of a machine
 ASKED_IN_VAIN = 10_000  # times, after which a program that polls is told that it will never see the end
 MAX_VALUES = 64  # numbers kept per tensor with `--values`
 _KEEPS = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
-_LIBRARY = ("/torch/", "/rankcell/engine/", "/rankcell/rehearsal/", "<frozen")
+_TORCH = f"{Path(torch.__file__).parent}/"
+_LIBRARY = (_TORCH, "/rankcell/engine/", "/rankcell/jobs/", "/rankcell/rehearsal/", "<frozen")
 
 
 class Operation:
@@ -30,7 +32,8 @@ class Operation:
     seq = nth = nbytes = tag = line = thread = 0
     key: Any = None
     shape: tuple[int, ...] = ()
-    dtype = reduce_op = via = ""
+    dtype = reduce_op = via = file = ""
+    text = ""  # of a call that has no tensors, such as new_group
     peer: int | None = None
     is_async = False
     start: float | None = None
@@ -63,11 +66,11 @@ class Operation:
 
     def describe(self) -> str:
         """The call in a learner's words: "all_reduce(float32[4])"."""
-        return call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
+        return self.text or call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
 
     def call(self, text: str = "") -> Call:
         """This call as a message shows it, in its own words or in `text`."""
-        return Call(text or self.describe(), self.line, self.nth, self.group, self.op)
+        return Call(text or self.describe(), self.line, self.nth, self.group, self.op, self.file)
 
     @property
     def waiting(self) -> bool:
@@ -126,6 +129,7 @@ class Operation:
             peer=self.peer,
             tag=self.tag,
             line=self.line,
+            file=self.file,
             via=self.via,
             waiting=self.waiting and not behind,
             thread=0 if self.thread == threading.main_thread().ident else self.thread,
@@ -156,6 +160,7 @@ class Operation:
             issued=(self.issued if self.issued is not None else end) - began,
             wait_start=None if self.wait_start is None else self.wait_start - began,
             line=self.line,
+            file=self.file,
             via=self.via,
             values=values,
             watched=self.watched,
@@ -227,8 +232,9 @@ def part_of(array: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None
 _codes: dict[Any, bool | str | None] = {}
 
 
-def caller(depth: int = 1) -> tuple[int, str]:
-    """The line of the cell that led here, and the public torch function it called, if any.
+def caller(depth: int = 1) -> tuple[int, str, str]:
+    """The line of the cell or script that led here, the public torch function it called, if any, and the file of the
+    line ("" for a rank cell).
 
     It is looked for from so many frames above the one that asks.
     """
@@ -243,13 +249,19 @@ def caller(depth: int = 1) -> tuple[int, str]:
                 _codes.clear()
             kind = _codes[code] = kind_of(code)
         if kind is True:
-            return frame.f_lineno, via
+            return frame.f_lineno, via, file_of(code)
         if kind is None:
             via = type(frame.f_locals.get("self")).__name__
         elif kind:
             via = kind
         frame = frame.f_back
-    return 0, via
+    return 0, via, ""
+
+
+def file_of(code: Any) -> str:
+    """The file that a line of the learner's stands in; "" for a cell, which has none."""
+    name: str = code.co_filename
+    return "" if name.startswith("<") or "ipykernel_" in name else name
 
 
 def kind_of(code: Any) -> bool | str | None:
@@ -258,7 +270,7 @@ def kind_of(code: Any) -> bool | str | None:
         return True
     if not any(part in filename for part in _LIBRARY):
         return True if _here_line(filename) else ""
-    if "/torch/" not in filename:
+    if _TORCH not in filename:
         return ""
     # how a learner calls the torch function: "all_reduce", "DistributedDataParallel", "backward"
     if name == "__init__":

@@ -129,6 +129,7 @@ class Recorder:
         # a wait failed in this cell: gloo has closed the connection, whoever caught the error
         self.broken = False
         self.failed_call: Call | None = None  # the last operation of this cell that raised
+        self.failed_wait: Wait | None = None  # the same, as others are told of it
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.impatient: set[str] = (
             set()
@@ -267,7 +268,7 @@ class Recorder:
             self.operations.clear()
             self._before = dict(self.counts)
             self._dropped, self._spans = {}, deque()
-            self.total, self.failed_call = 0, None
+            self.total, self.failed_call, self.failed_wait = 0, None, None
             self.broken = False
             self.matcher.begin()
             self.memory, self._meters, self.trace = (), [], ()
@@ -417,8 +418,8 @@ class Recorder:
 
     def fail(self, o: Operation, error: BaseException) -> None:
         """An operation that failed counts as never called: whoever waits for it waits in vain."""
+        self.failed_call, self.failed_wait = o.call(), replace(o.wait(), waiting=True)
         o.error = repr(error)
-        self.failed_call = o.call()
         with self._lock:
             if self.counts.get(o.key) == o.seq:
                 self.counts[o.key] -= 1
@@ -560,7 +561,7 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
             o.tag = args[at_tag]
         if reduces:
             o.reduce_op = getattr(_here, "reduce_op", "")
-        o.line, o.via = caller()
+        o.line, o.via, o.file = caller()
         if o.via in _ASYNC:
             o.is_async = True
         o.gives_up = not compared or o.group in recorder.impatient
@@ -662,6 +663,8 @@ def _signature(o: Operation, inputs: list[Any], outputs: list[Any], splits: Any)
         tensor = inputs[0] if inputs else outputs[0]
         return Signature(o.describe(), "send to recv", ((dtype_name(tensor), tensor.numel()),))
     tensors = outputs if o.op == "scatter" else inputs
+    if o.op == "all_gather" and len(outputs) > 1 and len({t.numel() for t in outputs}) > 1:
+        tensors = outputs  # nccl gathers pieces of different sizes: all must expect the same ones
     if o.op == "all_to_all":
         sends, expects = _pieces(o, inputs, outputs, splits)
         dtypes = ((dtype_name(tensors[0]), 0),) if tensors else ()

@@ -1,0 +1,162 @@
+"""In a rank of a job that has torch: the recorder of rank cells, with what a cell's world would set up for it.
+
+Calls are compared before they are sent, as in a cell: between ranks of one node in shared memory, between nodes in the
+program's own store, in worlds of at most `FAR` ranks; larger ones are compared by the runner when something is wrong.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..engine import control
+from ..engine.groups import GroupCalls, replace_in_torch
+from ..engine.match import Board, StoreBoard
+from ..engine.messages import Status, Wait
+from ..engine.operation import clock, forget_groups
+from ..engine.record import Recorder
+from ..results import Event, RankFailure
+
+FAR = (
+    64  # ranks of a world of several nodes whose calls are compared in the store: two questions for each call
+)
+LAST = 40  # operations of each rank that a report holds
+
+
+class _Far(StoreBoard):
+    """A board in the program's store, which may end before the program does: then nothing is compared any more."""
+
+    ended = False
+
+    def write(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, int]]:
+        if self.ended:
+            return {}
+        try:
+            return super().write(*args, **kwargs)
+        except RuntimeError:
+            self.ended = True
+            return {}
+
+
+class _Groups(GroupCalls):
+    def new_group(self, *args: Any, **kwargs: Any) -> Any:
+        group = super().new_group(*args, **kwargs)
+        self.recorder.impatient.clear()  # who waits in vain waits in vain, also where a timeout will end it
+        return group
+
+
+class Recording:
+    """The recorder of this rank, from `init_process_group` on."""
+
+    def __init__(self, rank: int, world_size: int, token: str) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.recorder = Recorder()
+        self.recorder.install()
+        self._board_path = Path("/dev/shm") / f"rankcell-{token}"
+        self.recorder.belong(rank, _board(self._board_path, rank, world_size), enqueues=False)
+        self.recorder.begin("", began=clock(), values=False)
+        self.recorder.join("job")
+        self._epoch = time.time() - self.recorder.began
+        self._groups = _Groups(self.recorder, rank, world_size)
+        self._destroy = dist.destroy_process_group
+        replace_in_torch(
+            {
+                "new_group": (dist.new_group, self._groups.new_group),
+                "destroy_process_group": (self._destroy, self.destroy),
+            }
+        )
+
+    def init(
+        self,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        near: Callable[[], tuple[int, ...] | None],
+    ) -> Any:
+        """`init_process_group`, in which this rank waits for all others."""
+        everybody = tuple(range(self.world_size))
+        found = self._groups.waited_for("init_process_group", everybody, lambda: original(*args, **kwargs))
+        self.recorder.enqueues = dist.get_backend() == "nccl"  # known from here on
+        here = near()
+        if here is None:  # not all ranks are recorded: there is nobody to be compared with
+            self.recorder.matcher.board = None
+        elif len(here) < self.world_size:
+            self.recorder.matcher.near = frozenset(here)
+            self.recorder.matcher.far = _store_board(self.rank) if self.world_size <= FAR else None
+            if self.recorder.matcher.far is None:
+                self.recorder.matcher.far = _Nowhere(None, self.rank)
+        if here and self.rank == min(here):
+            self._board_path.unlink(missing_ok=True)  # everybody has it: all have come through
+        return found
+
+    def destroy(self, *args: Any, **kwargs: Any) -> None:
+        """`destroy_process_group`."""
+        self._destroy(*args, **kwargs)
+        if not dist.is_initialized():
+            forget_groups()
+
+    def look(self, rank: int, phase: str, main_thread: int, ours: set[int | None]) -> Status:
+        """What this rank does now."""
+        return control.look(self.recorder, rank, phase, main_thread, cell="", ours=ours)
+
+    def events(self) -> tuple[Event, ...]:
+        """The last operations, with times since the epoch."""
+        zero, found = self._epoch, []
+        for operation in list(self.recorder.operations)[-LAST:]:
+            if operation.start is not None:
+                event = operation.event(self.rank, 0.0)
+                moved = {
+                    name: None if (at := getattr(event, name)) is None else at + zero
+                    for name in ("start", "end", "issued", "wait_start", "done")
+                }
+                found.append(replace(event, seq=operation.seq, **moved))  # type: ignore[arg-type]
+        return tuple(found)
+
+    def failed_in(self, failure: RankFailure) -> Wait | None:
+        """The operation that has raised what the program did not catch."""
+        wait = self.recorder.failed_wait
+        if wait is None or failure.type not in (
+            "RuntimeError",
+            "DistBackendError",
+            "DistNetworkError",
+            "DistStoreError",
+        ):
+            return None
+        return wait
+
+
+class _Nowhere(_Far):
+    """Stands for the board of calls between nodes where none is kept."""
+
+    ended = True
+
+
+def _board(path: Path, rank: int, world_size: int) -> Board | None:
+    """What the ranks of this node put down, in memory that they share; None where there is none."""
+    if not path.parent.is_dir():
+        return None
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(fd, 0, Board.nbytes(world_size))
+        return Board(fd, rank, world_size)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _store_board(rank: int) -> _Far | None:
+    """A board in the store of the default group, on a connection of its own; None if that store has none to give."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore) or not hasattr(store, "clone"):
+        return None
+    return _Far(dist.PrefixStore("rankcell", store.clone()), rank)

@@ -1,0 +1,241 @@
+"""`rankcell run` on real jobs and on some of the generated ones of `hanging_jobs.py`; `rankcell attach` with py-spy."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import hanging_jobs
+
+HERE = Path(__file__).parent
+LIB = str(HERE.parent / "lib")
+RUN = [sys.executable, "-m", "rankcell.command", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+SKIPS = """
+import sys
+import sitecustomize
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x = torch.ones(8)
+dist.all_reduce(x)
+if rank == 1:
+    sys.exit()
+dist.all_reduce(x)
+"""
+SPAWNS = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def main(rank, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    if rank == 1:
+        raise ValueError("a bad batch")
+    dist.all_reduce(torch.ones(8))
+
+
+if __name__ == "__main__":
+    mp.spawn(main, (int(os.environ["PORT"]),), nprocs=2)
+"""
+
+
+def started(command, folder, **environment):
+    """The command, its exit code and what it printed, in a folder of its own."""
+    path = f"{folder}{os.pathsep}{LIB}"
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_an_unchanged_script_under_torchrun(tmp_path):
+    """The verdict is printed once, its files are there, and the program's own sitecustomize ran."""
+    (tmp_path / "train.py").write_text(SKIPS)
+    (tmp_path / "sitecustomize.py").write_text("ran = True")
+    done = started([*RUN, "--report", "report", "--", *TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path)
+    line = "rankcell: rank 1 finished the script without the all_reduce that rank 0 waits in."
+    assert done.returncode != 0 and done.stderr.count(line) == 1, done.stderr
+    assert "waits in all_reduce(float32[8]) (call 2 of the world, line 13 of train.py)" in done.stderr
+    assert "dist.all_reduce(x)" in done.stderr.partition(line)[2]
+    assert sorted(p.name for p in (tmp_path / "report").iterdir()) == [
+        "rank-0.json",
+        "rank-1.json",
+        "verdict.txt",
+    ]
+    again = started([sys.executable, "-m", "rankcell.command", "explain", "report"], tmp_path)
+    assert line in again.stdout
+
+
+def test_ranks_that_a_program_spawns_itself(tmp_path):
+    (tmp_path / "train.py").write_text(SPAWNS)
+    port = hanging_jobs.free_port()
+    done = started([*RUN, "--", sys.executable, "train.py"], tmp_path, PORT=str(port))
+    assert done.returncode != 0
+    assert done.stderr.count("rankcell: rank 1 of 2 failed: ValueError: a bad batch") == 1, done.stderr
+    assert 'raise ValueError("a bad batch")' in done.stderr
+
+
+def test_each_rank_may_have_a_runner_of_its_own(tmp_path):
+    """As in `srun rankcell run -- python train.py`: the runner of task 0 speaks for all."""
+    (tmp_path / "train.py").write_text(SKIPS)
+    (tmp_path / "sitecustomize.py").touch()
+    step = {"SLURM_JOB_ID": f"test{os.getpid()}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hanging_jobs.free_port())}
+    with ThreadPoolExecutor() as pool:
+        both = [
+            pool.submit(
+                started,
+                [*RUN, "--", sys.executable, "train.py"],
+                tmp_path,
+                **step,
+                **place,
+                RANK=str(r),
+                SLURM_PROCID=str(r),
+            )
+            for r in range(2)
+        ]
+        first, second = (one.result() for one in both)
+    line = "rankcell: rank 1 finished the script without the all_reduce that rank 0 waits in."
+    assert first.stderr.count(line) == 1 and line not in second.stderr, (first, second)
+    assert first.returncode != 0 and second.returncode == 0
+
+
+def test_a_program_without_torch_is_left_alone(tmp_path):
+    source = "import sys; print([m for m in sys.modules if m.startswith(('rankcell', 'torch', 'json'))])"
+    done = started([*RUN, "--", sys.executable, "-c", source], tmp_path)
+    assert done.returncode == 0 and done.stdout == "[]\n"
+    assert "no rank has reported" in done.stderr
+    assert started([*RUN, "--", sys.executable, "-c", "raise SystemExit(7)"], tmp_path).returncode == 7
+    assert started([*RUN, "--", "no-such-program"], tmp_path).returncode == 127
+    assert started(RUN, tmp_path).returncode == 2
+
+
+# A few kinds that differ most in how they are found; `python tests/hanging_jobs.py` runs all hundred.
+CHOSEN = (
+    "hang: a lock",
+    "hang: a worker of a DataLoader",
+    "hang: another group first",
+    "mismatch: another dtype",
+    "dies: a crash in C",
+    "slow: computes longer than the limit",
+)
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    """Those jobs, run one after the other by a process that has imported torch once; by name."""
+    names = [job.name for job in hanging_jobs.generate()]
+    numbers = [str(names.index(name)) for name in CHOSEN]
+    command = [sys.executable, str(HERE / "hanging_jobs.py"), "--only", *numbers]
+    done = started(command, tmp_path_factory.mktemp("jobs"))
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_rank_and_line_of_generated_jobs(tried, name):
+    assert tried[name]["rank"] and tried[name]["line"], tried[name]
+
+
+def test_the_generated_jobs_are_the_same_each_time_and_of_every_kind():
+    jobs = hanging_jobs.generate()
+    assert jobs == hanging_jobs.generate() and len(jobs) == 100
+    assert {j.nodes for j in jobs} == {1, 2} and {2, 16} <= {j.world_size for j in jobs}
+    assert {j.name.partition(":")[0] for j in jobs} == set(hanging_jobs.KINDS)
+    for job in jobs:
+        assert bool(job.lines) == bool(job.culprits), job.name
+        compile(job.source, "train.py", "exec")
+
+
+def test_a_wrong_verdict_is_found_wrong():
+    """The judge of the hundred jobs: another rank, more ranks than to blame, another line, and a false alarm count."""
+    from rankcell.jobs.verdict import Verdict
+
+    job = next(j for j in hanging_jobs.generate() if j.name == "hang: a lock")
+    (culprit,), (line,) = job.culprits, job.lines
+
+    def said(ranks, at):
+        return hanging_jobs.right(job, Verdict("still", ranks, "", places=(("/x/train.py", at),)))
+
+    assert said((culprit,), line) == (True, True)
+    other = (culprit + 1) % job.world_size
+    assert said((other,), line)[0] is False and said((culprit, other), line)[0] is False
+    assert said((culprit,), line + 1)[1] is False and hanging_jobs.right(job, None) == (False, False)
+    slow = next(j for j in hanging_jobs.generate() if j.name.startswith("slow"))
+    assert hanging_jobs.right(slow, None) == (True, True)
+    assert hanging_jobs.right(slow, Verdict("still", (0,), "")) == (False, False)
+
+
+STANDS = """
+import sys, threading
+
+def all_reduce():  # as torch's: in a file of torch/distributed
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
+def test_attach_to_processes_that_hang(tmp_path):
+    """Two processes with the stacks of ranks, without torch: one stands in a collective, one in a lock."""
+    package = tmp_path / "torch" / "distributed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
+    (package / "distributed_c10d.py").write_text(STANDS)
+    (tmp_path / "train.py").write_text(
+        "import os, threading\nfrom torch.distributed import distributed_c10d as dist\nprint('here', flush=True)\n"
+        "if os.environ['RANK'] == '1':\n    threading.Event().wait()\ndist.all_reduce()\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE,
+            env={**os.environ, "RANK": str(r), "WORLD_SIZE": "3", "PYTHONPATH": str(tmp_path)},
+        )
+        for r in range(3)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            assert rank.stdout.readline() == b"here\n"
+        time.sleep(0.5)
+        command = [sys.executable, "-m", "rankcell.command", "attach", *(str(r.pid) for r in ranks)]
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": LIB}, capture_output=True, text=True, check=False
+        )
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert "rank 1 stands at line 5 of train.py, and ranks 0, 2 wait for it in all_reduce." in done.stdout, (
+        done
+    )
+    assert "do not number operations" in done.stdout and "flight recorder is off" in done.stdout
+
+
+def test_attach_says_what_is_missing(tmp_path):
+    attach = [sys.executable, "-m", "rankcell.command", "attach"]
+    assert started(attach, tmp_path).returncode == 2
+    none = started([*attach, "999999999"], tmp_path)
+    assert none.returncode == 1 and "there is no process 999999999 on this machine." in none.stderr
+    alone = started([*attach, str(os.getpid())], tmp_path, PATH="/none")
+    if not (Path(sys.executable).parent / "py-spy").exists():
+        assert "`pip install py-spy` needs no root" in alone.stderr
+    assert re.search(
+        "there is no srun here|Slurm has no running job", started([*attach, "--job", "7"], tmp_path).stderr
+    )
