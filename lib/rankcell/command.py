@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .cluster import export
+from .grade import command as grade
 from .planner import command as plan
 
 
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     export.add_command(commands)
     plan.add_command(commands)
+    grade.add_command(commands)
     options: Any = parser.parse_args(arguments)
     return options.run(options)
 
