@@ -288,9 +288,11 @@ def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
             # an answer or a check that fails does not hold up "Run All": Jupyter goes on after cells with this tag
             for place in checks_of(copy.cells, index - 1):
                 copy.cells[place].metadata["tags"] = [*tags(copy.cells[place]), CHECK, "raises-exception"]
-            cell.source = source
             kept = ["exercise" if tag == "solution" else tag for tag in tags(cell)]
-            cell.metadata = NotebookNode({"tags": [*kept, "raises-exception"]})
+            cell.metadata = NotebookNode(
+                {"rankcell": {"exercise": exercise_text(cell)}, "tags": [*kept, "raises-exception"]}
+            )
+            cell.source = source
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     return copy

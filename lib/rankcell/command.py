@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from . import room
 from .cluster import export
 from .grade import command as grade
 from .planner import command as plan
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     export.add_command(commands)
     plan.add_command(commands)
     grade.add_command(commands)
+    room.add_command(commands)
     options: Any = parser.parse_args(arguments)
     return options.run(options)
 

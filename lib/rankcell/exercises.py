@@ -65,7 +65,13 @@ def is_exercise(cell: Cell) -> bool:
 
 
 def exercise_text(cell: Cell) -> str | None:
-    """The words of `# Exercise N: ...` at the head of a solution cell, or None where they are missing."""
+    """The words of `# Exercise N: ...` at the head of a solution cell, or None where they are missing.
+
+    A student's copy keeps them beside the cell: the student may write over its head.
+    """
+    kept = cell["metadata"].get("rankcell")
+    if isinstance(kept, dict) and isinstance(kept.get("exercise"), str):
+        return kept["exercise"]
     lines = cell["source"].splitlines()
     if lines and lines[0].startswith("%%"):
         lines = lines[1:]

@@ -19,7 +19,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import MagicArgumentParser, argument, magic_arguments
 from IPython.display import clear_output, display
 
-from . import errors, source
+from . import errors, progress, source
 from .draw import page
 from .draw.svg import format_bytes
 from .engine import world
@@ -27,7 +27,7 @@ from .results import Run
 
 PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
-_WORDS = ("stop", "restart", "export")
+_WORDS = ("stop", "restart", "export", "progress")
 
 
 def _with_options(method: Any) -> Any:
@@ -47,6 +47,7 @@ class RankMagics(Magics):
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self.matcher: Any = None  # completes names in rank cells
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
+        self.progress = progress.Progress.of_this_kernel()
 
     @magic_arguments()
     @argument(
@@ -54,7 +55,8 @@ class RankMagics(Magics):
         nargs="?",
         help="how many ranks: `%%%%ranks 4`. As a line, `%%ranks` lists the worlds alive, "
         "`%%ranks stop` ends their processes, `%%ranks restart` gives fresh ones, `%%ranks export` writes "
-        "the notebook's rank cells as a script for torchrun and srun.",
+        "the notebook's rank cells as a script for torchrun and srun, `%%ranks progress` shows what "
+        "is solved.",
     )
     @_with_options
     @line_cell_magic
@@ -233,6 +235,8 @@ class RankMagics(Magics):
             sizes = ", ".join(f"{w.world_size} ranks" for w in alive) or "nothing: no world is alive"
             print(f"Started anew: {sizes}.")
             return None
+        if word.split()[0] == "progress":
+            return self._progress(word.split()[1:])
         if word.split()[0] == "export":
             return self._export(word.split()[1:])
         if re.match(r"\d", word):
@@ -240,6 +244,29 @@ class RankMagics(Magics):
                 f"`%ranks {word}` runs nothing. To run a cell on the ranks, begin it with `%%ranks {word}`."
             )
         raise errors.OptionError(errors.unknown_option(word, _WORDS, "%ranks"))
+
+    def _progress(self, words: Sequence[str]) -> Any:
+        """`%ranks progress`: which exercises are solved; `share WHERE NAME` sends it, `private` ends that."""
+        if not words:
+            return self.progress.view()
+        try:
+            if words[0] == "share" and len(words) >= 3:
+                print(self.progress.share(words[1], " ".join(words[2:])))
+            elif words == ["private"]:
+                print(self.progress.keep_private())
+            else:
+                raise errors.OptionError(
+                    "write `%ranks progress`, `%ranks progress share FOLDER-OR-ADDRESS NAME`, or "
+                    "`%ranks progress private`."
+                )
+        except progress.ProgressError as error:
+            raise errors.OptionError(str(error)) from None
+        return None
+
+    def heard(self, result: Any) -> None:
+        """A cell of the notebook has run: IPython calls this."""
+        error = result.error_before_exec or result.error_in_exec
+        self.progress.heard(getattr(result.info, "cell_id", None), error)
 
     def _export(self, words: Sequence[str]) -> None:
         """`%ranks export`: the notebook's rank cells as a script, as the command `rankcell export` does."""
@@ -376,6 +403,7 @@ def load(shell: Any) -> RankMagics:
     """Register the magics, the display of a Run and the completion with an IPython shell."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
+    shell.events.register("post_run_cell", magics.heard)
     formatters = shell.display_formatter.formatters
     formatters["text/plain"].for_type(
         Run, lambda run, p, cycle: p.text(_with_verdict(run, page.as_text(run), "__repr__"))
@@ -420,6 +448,7 @@ def _import_torch() -> None:
 def unload(shell: Any, magics: RankMagics) -> None:
     """Stop the worlds and take the completion away."""
     magics.stop()
+    shell.events.unregister("post_run_cell", magics.heard)
     if magics.matcher in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.remove(magics.matcher)
     shell.magics_manager.magics["cell"].pop("ranks", None)
