@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.rankcell-installed
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NB ?=
+OPEN ?= yes
 SITE := site/_build/html
+LAB = $(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)
 # Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
 WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
 
@@ -25,9 +27,9 @@ export PIP_NO_INPUT := 1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' Makefile
 
-lab: $(INSTALLED) ## open the course in JupyterLab
+lab: $(INSTALLED) ## open the course in JupyterLab, with solutions folded away
 	@$(BIN)/jupyter trust $(NOTEBOOKS) >/dev/null
-	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+	$(LAB) notebooks/00_start.ipynb
 
 html: $(INSTALLED) ## build the course site, after running the notebooks that need it
 	@$(BIN)/python tools/notebooks.py execute --stale $(NOTEBOOKS)
@@ -69,8 +71,9 @@ bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyp
 	$(BIN)/python -m pip install --quiet "ipyparallel>=9.0"
 	$(BIN)/python tests/bench.py
 
-student: $(INSTALLED) ## copies for students in student/: stubs for solutions, no outputs
+student: $(INSTALLED) ## copies for students in student/, opened in JupyterLab: stubs for solutions (OPEN= to only write)
 	@$(BIN)/python tools/notebooks.py student --to student $(NOTEBOOKS)
+	@$(if $(OPEN),$(LAB) student/00_start.ipynb,echo "To open them: $(BIN)/jupyter lab student/00_start.ipynb")
 
 $(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON). Install Python 3.11 or newer."; exit 1; }

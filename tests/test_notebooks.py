@@ -40,12 +40,15 @@ def test_lessons_are_numbered_in_reading_order():
 
 
 def test_every_notebook_is_a_lesson():
-    assert {path.stem for path in PATHS} <= {lesson["notebook"] for lesson in LESSONS}
+    assert {path.stem for path in PATHS} - {"00_start"} <= {lesson["notebook"] for lesson in LESSONS}
 
 
 @each_notebook
 def test_title_is_the_lesson_s_number_and_name(path, loaded):
     titles = re.findall(r"^# .*$", "\n".join(markdown(loaded[path])), re.MULTILINE)
+    if path.stem == "00_start":
+        assert titles == ["# Start here"]
+        return
     lesson = next(lesson for lesson in LESSONS if lesson["notebook"] == path.stem)
     assert titles == [f"# {int(path.stem[:2])} {lesson['title']}"]
     assert loaded[path].cells[0].source.startswith(titles[0])
@@ -353,6 +356,18 @@ def test_student_stub_keeps_the_magic_and_states_the_task(tmp_path, executed):
         ["check", "raises-exception"],
     ]
     assert "hello" in path.read_text("utf-8")
+
+
+def test_a_student_copy_that_is_there_stays(tmp_path, capsys):
+    path = tiny(
+        tmp_path / "01_tiny.ipynb", ("# Exercise 1: say hello\nprint('hello')", "solution"), "assert True"
+    )
+    command = ["student", "--to", str(tmp_path / "student"), str(path)]
+    assert notebooks.main(command) == 0
+    (tmp_path / "student" / "01_tiny.ipynb").write_text("my answers")
+    assert notebooks.main(command) == 0
+    assert (tmp_path / "student" / "01_tiny.ipynb").read_text() == "my answers"
+    assert "01_tiny.ipynb: kept, your answers may be in it" in capsys.readouterr().out
 
 
 HOLES = """%%ranks 4 -o run

@@ -337,9 +337,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_student_copy(path: Path, folder: Path) -> None:
-    """Write the student copy of the notebook at `path` into `folder`."""
+    """Write the student copy of the notebook at `path` into `folder`; one that is there may hold answers and stays."""
     copy = student_copy(read(path), str(path))
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / path.name).exists():
+        print(
+            f"{folder / path.name}: kept, your answers may be in it; remove it for a fresh copy", flush=True
+        )
+        return
     write(copy, folder / path.name)
     print(folder / path.name, flush=True)
 
