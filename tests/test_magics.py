@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import torch
 
-from rankcell import RankError, Run, errors
+from rankcell import RankError, Run, errors, magics
 from rankcell.errors import (
     AllocationError,
     CellSyntaxError,
@@ -211,3 +211,13 @@ def test_threads_that_wait_sleep_so_that_the_ranks_get_the_cores(shell, monkeypa
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     shell.run_line_magic("reload_ext", "rankcell")
     assert os.environ["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_while_a_cell_runs_its_seconds_are_shown_once_each(monkeypatch):
+    shown = []
+    monkeypatch.setattr(magics, "display", lambda data, raw: shown.append(data["text/plain"].strip()))
+    monkeypatch.setattr(magics, "clear_output", lambda wait: None)
+    live = magics._Live()
+    for seconds in (1.0, 1.2, 2.1):
+        live.update(Run("x", (), seconds=seconds), "ranks 0-3 computing")
+    assert shown == ["running for 1 s: ranks 0-3 computing", "running for 2 s: ranks 0-3 computing"]

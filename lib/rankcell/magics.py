@@ -355,14 +355,15 @@ class _Live:
     def update(self, run: Run, doing: str) -> None:
         """Called while the ranks run."""
         text = page.as_html(run) if any(r.stdout or r.stderr or r.displays for r in run.ran) else ""
+        doing = f"running for {run.seconds:.0f} s: {doing}"  # shown anew each second, which says that it lives
         if self._last == (text, doing):
             return
         self._last = (text, doing)
         if self.shown:
             clear_output(wait=True)
         self.shown = True
-        line = f'<div style="font-size:0.85em;opacity:0.75">running: {doing}</div>'
-        display({"text/html": text + line, "text/plain": f"{page.as_text(run)}\nrunning: {doing}"}, raw=True)
+        line = f'<div style="font-size:0.85em;opacity:0.75">{doing}</div>'
+        display({"text/html": text + line, "text/plain": f"{page.as_text(run)}\n{doing}"}, raw=True)
 
     def end(self) -> None:
         """Take the live output away."""
