@@ -13,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import notebooks
 from rankcell import command, exercises
-from rankcell.grade import grading, results, sandbox, submissions
+from rankcell.grade import grading, results, sandbox, stage, submissions
 from rankcell.grade.results import Judgement
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="the walls are Linux's")
@@ -144,6 +144,41 @@ def test_students_and_lessons_are_found(course, lesson, tmp_path):
     ]
 
 
+def test_of_several_copies_the_newest_counts(course, lesson, tmp_path):
+    hand_in(course, tmp_path, "ada", "half = 'old'")
+    hand_in(course, tmp_path, "ada/again", "half = 'new'")
+    os.utime(tmp_path / "ada" / "01_tiny.ipynb", (1, 1))
+    (one,) = submissions.find(tmp_path, [lesson])
+    assert one.answers[lesson.exercises[0].index] == ["half = 'new'"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"cells": [3]}',
+        '{"cells": [{"cell_type": "code", "source": [3], "metadata": {}}]}',
+        '{"cells": [{"cell_type": "code", "source": "1", "metadata": {"tags": 5}}]}',
+    ],
+)
+def test_a_damaged_notebook_is_its_students_problem(course, lesson, tmp_path, text):
+    (tmp_path / "ada-01_tiny.ipynb").write_text(text)
+    (one,) = submissions.find(tmp_path, [lesson])
+    assert one.problem == "ada-01_tiny.ipynb is no notebook of format 4"
+
+
+def test_what_a_deceiver_tells_the_keeper_is_taken_as_numbers_and_text():
+    said = {
+        "passed": 1,
+        "where": ["x"],
+        "error": "\x1b]0;x\x07 \ud800",
+        "measured": {"bytes": "many", "calls": 1e300},
+    }
+    found = stage._verdict(said, 1.0)
+    assert found["passed"] is False and found["where"] == "answer"
+    assert found["error"] == "]0;x ?" and found["measured"] == {}
+
+
 # A class
 
 
@@ -198,7 +233,7 @@ def graded(course, tmp_path_factory):
     words = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     before = processes()
     status = command.main(
-        ["grade", str(folder), "--course", str(course), "--seconds", "8", "--jobs", "2", *words]
+        ["grade", str(folder), "--course", str(course), "--seconds", "15", "--jobs", "2", *words]
     )
     with files["csv"].open(encoding="utf-8") as file:
         rows = {(row["student"], row["exercise"][:10]): row for row in csv.DictReader(file)}

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import select
 import shutil
 import signal
@@ -30,6 +31,8 @@ from . import sandbox
 _LOOK = 0.1  # seconds between two looks at the processes of an answer
 _CONTEXT = 240.0  # seconds for the course's own cells: generous, they are known to end
 _ROOM = 1 << 20  # bytes that an answer can tell its keeper
+_TOLD = 2000  # characters of an error that are kept
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def main(fd: int) -> None:
@@ -214,7 +217,7 @@ def _watch(
                     began = time.monotonic()
                     deadline = began + order["seconds"]
                 elif what == "over":
-                    return {**message, "seconds": time.monotonic() - began if began else 0.0}
+                    return _verdict(message, time.monotonic() - began if began else 0.0)
                 elif what == "ended":
                     where = "answer" if began else "context"
                     return _failed(where, _how(message.get("how")), "killed", time.monotonic() - began)
@@ -241,9 +244,28 @@ def _read(line: bytes) -> dict[str, Any]:
     """What a line says, if it is one of ours: an answer may write to the pipe, too."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return message if isinstance(message, dict) else {}
+
+
+def _verdict(message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """What a judge has said of an answer, with nothing in it that the grader would stumble over."""
+    where, measured = message.get("where"), message.get("measured")
+    numbers = measured.items() if isinstance(measured, dict) else ()
+    return {
+        "passed": message.get("passed") is True,
+        "where": where if where in ("context", "check", "judge") else "answer",
+        "error": plain(str(message.get("error", ""))[:_TOLD]),
+        "skipped": message.get("skipped") is True,
+        "measured": {str(k)[:20]: v for k, v in numbers if isinstance(v, (int, float)) and abs(v) < 1e18},
+        "seconds": seconds,
+    }
+
+
+def plain(text: str) -> str:
+    """`text` without what would move a terminal's cursor or cannot be written as UTF-8."""
+    return _CONTROL.sub("", text).encode("utf-8", "replace").decode()
 
 
 def _how(code: Any) -> str:

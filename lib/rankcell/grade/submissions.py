@@ -49,11 +49,15 @@ def find(folder: Path, lessons: Sequence[exercises.Lesson]) -> list[Submission]:
         if best is None or best.in_common(cells) < min(3, len(best.cells)):
             continue  # another notebook
         found.append(Submission(_student(folder, inside, best.name), path, best.name, best.answers(cells)))
-    return sorted(found, key=lambda s: (s.student, s.lesson, s.path))
+    newest: dict[
+        tuple[str, str], Submission
+    ] = {}  # of several copies of a lesson, the one that was saved last
+    for one in sorted(found, key=lambda s: (s.path.stat().st_mtime, s.path)):
+        newest[one.student, one.lesson] = one
+    return sorted(newest.values(), key=lambda s: (s.student, s.lesson))
 
 
 def _student(folder: Path, inside: Path, lesson: str) -> str:
-    if len(inside.parts) > 1:
-        return inside.parts[0]
     rest = re.sub(r"^[\W_]+|[\W_]+$", "", inside.stem.replace(lesson, ""))
-    return rest or folder.resolve().name
+    name = inside.parts[0] if len(inside.parts) > 1 else rest or folder.resolve().name
+    return "".join(c if c.isprintable() else "?" for c in name)
