@@ -97,7 +97,7 @@ def test_the_lesson_s_own_solutions_are_not_counted(tmp_path):
     mine = progress.Progress(tmp_path / "01_tiny.ipynb")
     mine.heard("a", None)
     mine.heard("b", None)
-    assert "counted in the copies for students: `make student`" in repr(mine.view())
+    assert "counted in the copies for students (`make student`)" in repr(mine.view())
     assert not (tmp_path / progress.FILE).exists()
 
 
@@ -111,7 +111,9 @@ def test_what_cannot_be_kept_is_said_and_costs_nothing(copy, monkeypatch):
     assert f"Nothing is kept: {progress.FILE} cannot be written in the notebook's folder" in repr(mine.view())
     nowhere = progress.Progress(None)
     nowhere.heard("c8", None)
-    assert "Jupyter has not told this kernel which notebook" in repr(nowhere.view())
+    assert "(`make student`), opened in JupyterLab" in repr(nowhere.view())
+    with pytest.raises(progress.ProgressError, match="Jupyter has not told this kernel which notebook"):
+        nowhere.share("shared", "Ada")
 
 
 def test_a_damaged_file_is_begun_anew(copy):

@@ -45,7 +45,7 @@ class Progress:
 
     def __init__(self, notebook: Path | None) -> None:
         self.notebook = notebook
-        self.problem = "" if notebook else "Jupyter has not told this kernel which notebook it belongs to"
+        self.problem = ""  # why nothing can be kept
         self._cells: tuple[float, dict[str, tuple[str, int, int]]] = (0.0, {})
         self._passed: dict[str, set[int]] = {}  # exercise -> its checks that passed since its answer ran
 
@@ -134,7 +134,9 @@ class Progress:
         if not NAME.fullmatch(name):
             raise ProgressError(f"{name!r} is no name. Write letters, digits, spaces: up to 60.")
         if self.notebook is None:
-            raise ProgressError(f"Nothing can be shared: {self.problem}.")
+            raise ProgressError(
+                "Nothing can be shared: Jupyter has not told this kernel which notebook it is for."
+            )
         known = self.read()
         known["share"] = {"to": where, "name": name}
         if problem := _deliver(known):
@@ -186,7 +188,7 @@ class View:
         notes = []
         if not self.rows:
             notes.append(
-                "Exercises are counted in the copies for students: `make student`, then open one of them."
+                "Exercises are counted in the copies for students (`make student`), opened in JupyterLab."
             )
         if self.problem:
             notes.append(f"Nothing is kept: {self.problem}.")

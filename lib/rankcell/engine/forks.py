@@ -149,7 +149,8 @@ class ForkServer:
                 except (EOFError, OSError):
                     self._explain()
                 finally:
-                    self._channel.socket.settimeout(None)
+                    if self._channel is not None:  # else it has ended, as the error says
+                        self._channel.socket.settimeout(None)
             found = [self._pids.pop(n) for n in numbers]
             if -1 in found:
                 self.kill([pid for pid in found if pid > 0])
