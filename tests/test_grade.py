@@ -328,7 +328,7 @@ def test_an_exercise_whose_own_solution_fails_is_not_judged(course, lesson, tmp_
 
 @pytest.mark.parametrize("namespaces", [False, True])
 def test_who_suffered_from_others_is_judged_again(course, lesson, tmp_path, monkeypatch, namespaces):
-    for student in ("ada", "ben", "cid"):
+    for student in ("ada", "ben", "cid", "dan"):
         hand_in(course, tmp_path, student, f"half = {student}")
     grader = grading.Grader([lesson], jobs=1)
     asked = []
@@ -341,6 +341,8 @@ def test_who_suffered_from_others_is_judged_again(course, lesson, tmp_path, monk
             return {"passed": False, "where": "answer", "error": "its judge was ended", "lost": True}
         if answer == "half = ben" and asked.count(answer) == 1:
             return {**fine, "passed": False, "error": "no more processes"}
+        if answer == "half = dan" and asked.count(answer) == 1:
+            return {**fine, "passed": False, "error": "did not end", "limit": "time"}
         if answer == "half = cid":
             return {**fine, "passed": False, "error": "had 99 processes", "limit": "processes"}
         return fine
@@ -352,7 +354,7 @@ def test_who_suffered_from_others_is_judged_again(course, lesson, tmp_path, monk
         j for j in grader.grade(submissions.find(tmp_path, [lesson])) if j.exercise.startswith("Exercise 1")
     ]
     ben = results.FAILED if namespaces else results.PASSED
-    assert [j.status for j in first] == [results.PASSED, ben, results.FAILED]
+    assert [j.status for j in first] == [results.PASSED, ben, results.FAILED, results.PASSED]
     assert asked.count("half = cid") == 1
 
 

@@ -229,14 +229,13 @@ class Grader:
     ) -> list[tuple[results.Judgement, dict[str, Any]]]:
         """Judge once more, alone, whoever may have suffered from another's answer.
 
-        That is whose judge was ended; and, where answers have no processes of their own, whoever failed while another
-        took all processes or all memory.
+        That is whose judge was ended; and, where another answer took all processes or all memory, whoever did not end
+        in time beside it, or (where answers have no processes of their own) failed beside it.
         """
-        greedy = not self.stage.sealing.namespaces and any(
-            v.get("limit") in ("processes", "memory") for _, v in found
-        )
+        greedy = any(v.get("limit") in ("processes", "memory") for _, v in found)
+        breaks = ("time",) if self.stage.sealing.namespaces else ("time", "")
         for place, (judgement, verdict) in enumerate(found):
-            suffered = greedy and judgement.status == results.FAILED and not judgement.limit and verdict
+            suffered = greedy and judgement.status == results.FAILED and verdict and judgement.limit in breaks
             if verdict.get("lost") or suffered:
                 found[place] = self._judge(*work[place], tell)
         return found
