@@ -8,7 +8,9 @@ NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NB ?=
 # The torch with which the notebooks were executed; pyproject.toml says which others will do.
 TORCH := 2.13.0
+OPEN ?= yes
 SITE := site/_build/html
+LAB = $(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)
 # Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
 WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
 
@@ -27,9 +29,9 @@ export PIP_NO_INPUT := 1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' Makefile
 
-lab: $(INSTALLED) ## open the course in JupyterLab
+lab: $(INSTALLED) ## open the course in JupyterLab, with solutions folded away
 	@$(BIN)/jupyter trust $(NOTEBOOKS) >/dev/null
-	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
+	$(LAB) notebooks/00_start.ipynb
 
 html: $(INSTALLED) ## build the course site, after running the notebooks that need it
 	@$(BIN)/python tools/notebooks.py execute --stale $(NOTEBOOKS)
@@ -77,8 +79,9 @@ matrix: ## fast tests with torch 2.11 and 2.15, and with Python 3.11 and 3.13, i
 gpu: ## on a machine with a GPU, without a network: its tests, six lessons, and notebooks/recorded/<gpu>.json
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tools/gpu.py
 
-student: $(INSTALLED) ## copies for students in student/: stubs for solutions, no outputs
+student: $(INSTALLED) ## copies for students in student/, opened in JupyterLab: stubs for solutions (OPEN= to only write)
 	@$(BIN)/python tools/notebooks.py student --to student $(NOTEBOOKS)
+	@$(if $(OPEN),$(LAB) student/00_start.ipynb,echo "To open them: $(BIN)/jupyter lab student/00_start.ipynb")
 
 $(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON). Install Python 3.11 or newer."; exit 1; }

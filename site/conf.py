@@ -301,7 +301,9 @@ def gather_the_sources(folder):
     Only what changed is written, so that Sphinx reads only that again.
     """
     sources = {folder / "index.md": landing_page(), folder / "syllabus.md": syllabus()}
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+    for path in sorted(
+        set(NOTEBOOKS.glob("*.ipynb")) - {NOTEBOOKS / "00_start.ipynb"}
+    ):  # it is for JupyterLab
         sources[folder / "notebooks" / path.name] = path.read_text("utf-8")
     for path in folder.glob("notebooks/*.ipynb"):
         if path not in sources:

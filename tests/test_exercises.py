@@ -31,6 +31,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from nbval.plugin import coalesce_streams, get_sanitize_patterns
 
 import notebooks
+from rankcell import exercises
 
 ROOT = Path(__file__).parent.parent
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -135,11 +136,11 @@ class Judgement:
         for index, cell in enumerate(cells):
             if cell.cell_type != "code" or not cell.source.strip():
                 continue
-            if "solution" in notebooks.tags(cell):
-                text = notebooks.exercise_text(cell)
+            if "solution" in exercises.tags(cell):
+                text = exercises.exercise_text(cell)
                 headings = [h for h in answers or () if text.startswith(h if ":" in h else f"{h}:")]
                 wrong = [answer for h in headings for answer in answers[h]]
-                self.exercise(cell, checks_of(cells, index), wrong)
+                self.exercise(cell, [cells[i] for i in exercises.checks_of(cells, index)], wrong)
                 if answers is not None and len(wrong) < 2:
                     self.problems.append(f"{text}: {len(wrong)} wrong answers, at least 2 are needed")
                 for heading in headings:
@@ -158,7 +159,7 @@ class Judgement:
         """Run one cell of the notebook: True if it does what it did when it was stored."""
         outputs = self.outputs(cell.source)
         error, expected = error_of(outputs), error_of(cell.outputs)
-        if "raises-exception" in notebooks.tags(cell):
+        if "raises-exception" in exercises.tags(cell):
             wanted = expected.ename if expected else "an error"
             if error is None or (expected and error.ename != expected.ename):
                 raised = f"raises {error.ename}" if error else "raises nothing"
@@ -174,10 +175,10 @@ class Judgement:
 
     def exercise(self, cell, checks, wrong):
         """Try the stub and the wrong answers of one exercise; each has to fail."""
-        text = notebooks.exercise_text(cell)
+        text = exercises.exercise_text(cell)
         print(f"\n{self.path.stem}, {text}")
         number = text.split(":")[0]
-        stub = Answer("the stub", notebooks.stub(cell), (number,))
+        stub = Answer("the stub", exercises.stub(cell), (number,))
         for answer in [stub, *wrong]:
             self.what = f"{number}, {answer.name!r}"
             seen, outputs = self.feedback(answer.source, checks)
@@ -201,19 +202,6 @@ class Judgement:
             if error := error_of(outputs):
                 return spelled(error), outputs
         return None, outputs
-
-
-def checks_of(cells, index):
-    """The code cells that judge the solution at `index`: up to the next solution, heading or deliberate error."""
-    found = []
-    for cell in cells[index + 1 :]:
-        if cell.cell_type == "markdown" and re.search(r"(?m)^#+ ", cell.source):
-            break
-        if cell.cell_type == "code":
-            if {"solution", "raises-exception"} & set(notebooks.tags(cell)):
-                break
-            found.append(cell)
-    return found
 
 
 def error_of(outputs):

@@ -18,11 +18,24 @@ ALLOWED = {
     "parallel": {"models", "schedules", "versions"},
     "schedules": {"results", "errors"},
     "planner": {"hardware", "schedules", "results"},
-    "command": {"cluster", "doctor", "jobs", "planner"},
     "jobs": {"results", "errors", "draw"}
     | {f"engine/{m}" for m in ("channel", "control", "diagnose", "groups", "match", "messages", "nodes")}
     | {f"engine/{m}" for m in ("operation", "record", "report", "system")},
     "rehearsal": {"results", "errors", "costs", "planner"},
+    "exercises": {"source", "cluster"},
+    "progress": {"exercises"},
+    "room": {"progress", "engine/system"},
+    "grade": {
+        "exercises",
+        "source",
+        "results",
+        "schedules",
+        "check",
+        "engine/forks",
+        "engine/preload",
+        "engine/system",
+    },
+    "command": {"cluster", "doctor", "grade", "jobs", "planner", "room"},
     "simulate": {"results"},
     "errors": {"results"},
     "layouts": set(),
@@ -41,6 +54,7 @@ ALLOWED = {
         "twin",
         "doctor",
         "versions",
+        "progress",
     },
     "draw": {"results", "hardware", "schedules"},
     "__init__": {

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import torch
 
-from rankcell import RankError, Run, doctor, errors, versions
+from rankcell import RankError, Run, doctor, errors, magics, versions
 from rankcell.errors import (
     AllocationError,
     CellSyntaxError,
@@ -233,3 +233,13 @@ def test_a_torch_of_the_future_is_named_once(cell, shell, capsys, monkeypatch):
     cell("1", "rank")
     assert "is newer" not in capsys.readouterr().out
     shell.run_line_magic("ranks", "stop")
+
+
+def test_while_a_cell_runs_its_seconds_are_shown_once_each(monkeypatch):
+    shown = []
+    monkeypatch.setattr(magics, "display", lambda data, raw: shown.append(data["text/plain"].strip()))
+    monkeypatch.setattr(magics, "clear_output", lambda wait: None)
+    live = magics._Live()
+    for seconds in (1.0, 1.2, 2.1):
+        live.update(Run("x", (), seconds=seconds), "ranks 0-3 computing")
+    assert shown == ["running for 1 s: ranks 0-3 computing", "running for 2 s: ranks 0-3 computing"]

@@ -13,6 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import notebooks
+from rankcell import exercises
 
 ROOT = Path(__file__).parent.parent
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -39,12 +40,15 @@ def test_lessons_are_numbered_in_reading_order():
 
 
 def test_every_notebook_is_a_lesson():
-    assert {path.stem for path in PATHS} <= {lesson["notebook"] for lesson in LESSONS}
+    assert {path.stem for path in PATHS} - {"00_start"} <= {lesson["notebook"] for lesson in LESSONS}
 
 
 @each_notebook
 def test_title_is_the_lesson_s_number_and_name(path, loaded):
     titles = re.findall(r"^# .*$", "\n".join(markdown(loaded[path])), re.MULTILINE)
+    if path.stem == "00_start":
+        assert titles == ["# Start here"]
+        return
     lesson = next(lesson for lesson in LESSONS if lesson["notebook"] == path.stem)
     assert titles == [f"# {int(path.stem[:2])} {lesson['title']}"]
     assert loaded[path].cells[0].source.startswith(titles[0])
@@ -105,9 +109,9 @@ def test_exercises_have_a_task_a_solution_and_a_check(path, loaded):
     cells = loaded[path].cells
     numbers = []
     for index, cell in enumerate(cells):
-        if "solution" not in notebooks.tags(cell):
+        if "solution" not in exercises.tags(cell):
             continue
-        text = notebooks.exercise_text(cell)
+        text = exercises.exercise_text(cell)
         assert text, f"this solution lacks its comment `# Exercise N: ...`: `{cell.source[:60]}`"
         name = text.split(":")[0]
         number = int(name.removeprefix("Exercise "))
@@ -116,7 +120,7 @@ def test_exercises_have_a_task_a_solution_and_a_check(path, loaded):
         assert re.search(rf"\b{name}\b", task), f"no markdown cell above states {name}"
         following = cells[index + 1 :]
         until_next = following[
-            : next((i for i, c in enumerate(following) if "solution" in notebooks.tags(c)), 99)
+            : next((i for i, c in enumerate(following) if "solution" in exercises.tags(c)), 99)
         ]
         assert any(
             c.cell_type == "code" and re.search(r"\bcheck\.|^\s*assert\b", c.source, re.MULTILINE)
@@ -129,7 +133,7 @@ def test_exercises_have_a_task_a_solution_and_a_check(path, loaded):
 def test_rank_cells_are_linted(path, loaded, tmp_path):
     """ruff does not read cells that begin with a magic of ours, so it is given their bodies here."""
     for cell in notebooks.code_cells(loaded[path]):
-        if cell.source.startswith("%%ranks") and "raises-exception" not in notebooks.tags(cell):
+        if cell.source.startswith("%%ranks") and "raises-exception" not in exercises.tags(cell):
             body = cell.source.split("\n", 1)[1] if "\n" in cell.source else ""
             (tmp_path / f"cell_{cell.execution_count:02d}.py").write_text(body + "\n", "utf-8")
     ignored = "F821,F401,E402,B018,E731,E741"  # names and imports live on from cell to cell
@@ -152,9 +156,9 @@ def test_student_copy_has_the_tasks_and_none_of_the_solutions(path, loaded):
     assert len(copy.cells) == len(loaded[path].cells)
     for ours, theirs in zip(loaded[path].cells, copy.cells, strict=True):
         assert not theirs.get("outputs")
-        if "solution" in notebooks.tags(ours):
+        if "solution" in exercises.tags(ours):
             assert "raise NotImplementedError(" in theirs.source
-            assert "solution" not in notebooks.tags(theirs)
+            assert "solution" not in exercises.tags(theirs)
             assert "SOLUTION" not in theirs.source
             if "SOLUTION" not in ours.source:
                 assert len(theirs.source.splitlines()) <= 2
@@ -303,6 +307,13 @@ def test_an_output_with_a_path_of_this_machine_is_refused(tmp_path):
     assert "executed" not in path.read_text("utf-8")
 
 
+def test_solutions_are_folded_in_jupyterlab():
+    notebook = new_notebook(cells=[new_code_cell("1", metadata={"tags": ["solution"]}), new_code_cell("2")])
+    notebooks.clean(notebook)
+    folded = {"outputs_hidden": True, "source_hidden": True}
+    assert [cell.metadata for cell in notebook.cells] == [{"tags": ["solution"], "jupyter": folded}, {}]
+
+
 def test_clean_keeps_tags_and_drops_the_rest():
     cell = new_code_cell("1", metadata={"tags": ["time"], "collapsed": True})
     twin = new_code_cell("2")
@@ -339,8 +350,24 @@ def test_student_stub_keeps_the_magic_and_states_the_task(tmp_path, executed):
         '%%ranks 4 -o run\nraise NotImplementedError("Exercise 2: send the last shard first")',
         "assert True",
     ]
-    assert [notebooks.tags(cell) for cell in copy.cells[1:]] == [["exercise"], ["exercise", "time"], []]
+    assert [exercises.tags(cell) for cell in copy.cells[1:]] == [
+        ["exercise", "raises-exception"],
+        ["exercise", "time", "raises-exception"],
+        ["check", "raises-exception"],
+    ]
     assert "hello" in path.read_text("utf-8")
+
+
+def test_a_student_copy_that_is_there_stays(tmp_path, capsys):
+    path = tiny(
+        tmp_path / "01_tiny.ipynb", ("# Exercise 1: say hello\nprint('hello')", "solution"), "assert True"
+    )
+    command = ["student", "--to", str(tmp_path / "student"), str(path)]
+    assert notebooks.main(command) == 0
+    (tmp_path / "student" / "01_tiny.ipynb").write_text("my answers")
+    assert notebooks.main(command) == 0
+    assert (tmp_path / "student" / "01_tiny.ipynb").read_text() == "my answers"
+    assert "01_tiny.ipynb: kept, your answers may be in it" in capsys.readouterr().out
 
 
 HOLES = """%%ranks 4 -o run
@@ -362,7 +389,7 @@ x"""
 
 def test_student_stub_keeps_what_is_not_marked_as_solution():
     error = 'raise NotImplementedError("Exercise 3: \\"add\\" up")'
-    assert notebooks.stub(new_code_cell(HOLES)) == (
+    assert exercises.stub(new_code_cell(HOLES)) == (
         '%%ranks 4 -o run\n# Exercise 3: "add" up\n'
         'def total(x):\n    """The sum over the ranks."""\n'
         f"    # your code\n    {error}\n\n\n# your code\n{error}\nx"

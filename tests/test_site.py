@@ -19,7 +19,7 @@ import pytest
 from rankcell.draw import svg
 
 ROOT = Path(__file__).parent.parent
-NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted({path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} - {"00_start"})  # no lesson
 PAGES = ["index.html", *(f"notebooks/{name}.html" for name in NOTEBOOKS)]
 ALL_PAGES = [*PAGES, "syllabus.html"]  # the last one is not in the sidebar
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import rankcell
-from rankcell.engine import devices, system
+from rankcell import errors
+from rankcell.engine import devices, forks, system
 from rankcell.results import NotSent
 
 
@@ -312,3 +313,14 @@ def test_the_channels_of_a_rank_have_no_name(four):
     """A rank talks over unnamed socket pairs: there is nothing that another process could connect to."""
     for member in four._host._members.values():
         assert member.work.socket.getsockname() == "" and member.control.socket.getsockname() == ""
+
+
+def test_a_process_for_torch_that_ends_is_told_with_what_it_said(monkeypatch):
+    """It may end before it has heard of the ranks, or after: both have the same message."""
+    code = "import os, sys, time; os.read(int(sys.argv[1]), 1); time.sleep({}); sys.exit('no torch here')"
+    for wait in (0, 0.5):
+        monkeypatch.setattr(forks, "_CODE", code.format(wait))
+        server = forks.ForkServer()
+        with pytest.raises(errors.StartError, match=r"(?s)ended \(exit code 1\)\.\nno torch here"):
+            server.fork([(None, [])])
+        server.close()

@@ -52,6 +52,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
+from rankcell.exercises import CHECK, ExerciseError, checks_of, exercise_text, is_code, stub, tags
+
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {
     "name": "python",
@@ -61,11 +63,6 @@ LANGUAGE = {
 }
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-
-# The first line of a solution, below a cell magic if there is one. Students get it as the text of an error.
-EXERCISE = re.compile(r"^#\s*(Exercise (\d+): \S.*)$")
-# The lines of a solution that a student does not get, where the others stay.
-BEGIN, END = "# BEGIN SOLUTION", "# END SOLUTION"
 
 # Paths that only one machine has: they teach nothing, change on every run, and tell who ran the notebook.
 FOREIGN_PATHS = re.compile(
@@ -103,12 +100,7 @@ def write(notebook: NotebookNode, path: Path) -> None:
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
     """The cells that have something to run, in order."""
-    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
-
-
-def tags(cell: NotebookNode) -> list[str]:
-    """The tags of one cell."""
-    return cell.metadata.get("tags", [])
+    return [cell for cell in notebook.cells if is_code(cell)]
 
 
 def fingerprint(notebook: NotebookNode) -> str:
@@ -189,6 +181,8 @@ def clean(notebook: NotebookNode) -> None:
         seen.add(cell["id"])
         kept = tags(cell)
         cell.metadata = NotebookNode({"tags": kept} if kept else {})
+        if "solution" in kept:  # JupyterLab shows it, and what came of it, when the reader unfolds it
+            cell.metadata["jupyter"] = {"outputs_hidden": True, "source_hidden": True}
         for output in cell.get("outputs", []):
             if "metadata" in output:
                 output.metadata = NotebookNode()
@@ -274,42 +268,6 @@ def first_line(text: str) -> str:
     return line if len(line) <= 100 else line[:99] + "…"
 
 
-def exercise_text(cell: NotebookNode) -> str | None:
-    """The words of `# Exercise N: ...` at the head of a solution cell, or None where they are missing."""
-    lines = cell.source.splitlines()
-    if lines and lines[0].startswith("%%"):
-        lines = lines[1:]
-    match = EXERCISE.match(lines[0]) if lines else None
-    return match[1] if match else None
-
-
-def stub(cell: NotebookNode) -> str:
-    """What a student gets for the solution: the cell with an error that states the task in place of its marked
-    lines, or of all its lines where none is marked.
-    """
-    error = f"raise NotImplementedError({json.dumps(exercise_text(cell), ensure_ascii=False)})"
-    first, *lines = cell.source.split("\n")
-    if not any(line.strip() in (BEGIN, END) for line in lines):
-        return f"{first}\n{error}" if first.startswith("%%") else error
-    kept, within = [first], None
-    for line in lines:
-        text, indent = line.strip(), line[: len(line) - len(line.lstrip())]
-        if text not in (BEGIN, END):
-            kept += [line] if within is None else []
-        elif (text == BEGIN) != (within is None):
-            raise NotebookError(f"`{text}` without its other half")
-        elif text == BEGIN:
-            within = indent
-            kept += [f"{indent}# your code", f"{indent}{error}"]
-        elif indent != within:
-            raise NotebookError(f"`{BEGIN}` and `{END}` do not begin in the same column")
-        else:
-            within = None
-    if within is not None:
-        raise NotebookError(f"`{BEGIN}` without its other half")
-    return "\n".join(kept)
-
-
 def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
     """A copy of `notebook` without outputs, a stub in place of each solution. Errors call it `name`."""
     copy = deepcopy(notebook)
@@ -324,10 +282,17 @@ def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
                     f"It begins with `{first_line(cell.source)}`."
                 )
             try:
-                cell.source = stub(cell)
-            except NotebookError as reason:
+                source = stub(cell)
+            except ExerciseError as reason:
                 raise NotebookError(f"{name}: cell {index} (`{exercise_text(cell)}`) has {reason}.") from None
-            cell.metadata["tags"] = ["exercise" if tag == "solution" else tag for tag in tags(cell)]
+            # an answer or a check that fails does not hold up "Run All": Jupyter goes on after cells with this tag
+            for place in checks_of(copy.cells, index - 1):
+                copy.cells[place].metadata["tags"] = [*tags(copy.cells[place]), CHECK, "raises-exception"]
+            kept = ["exercise" if tag == "solution" else tag for tag in tags(cell)]
+            cell.metadata = NotebookNode(
+                {"rankcell": {"exercise": exercise_text(cell)}, "tags": [*kept, "raises-exception"]}
+            )
+            cell.source = source
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     return copy
@@ -372,9 +337,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_student_copy(path: Path, folder: Path) -> None:
-    """Write the student copy of the notebook at `path` into `folder`."""
+    """Write the student copy of the notebook at `path` into `folder`; one that is there may hold answers and stays."""
     copy = student_copy(read(path), str(path))
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / path.name).exists():
+        print(
+            f"{folder / path.name}: kept, your answers may be in it; remove it for a fresh copy", flush=True
+        )
+        return
     write(copy, folder / path.name)
     print(folder / path.name, flush=True)
 

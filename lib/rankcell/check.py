@@ -8,7 +8,7 @@ and dictionaries of them. Two NaN at the same place are equal: course tensors ho
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -28,9 +28,13 @@ class CheckFailed(Told, AssertionError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A check that held: a sentence with its numbers, or one per line."""
+    """A check that held: a sentence with its numbers, or one per line.
+
+    `measured` has the numbers by which answers can be compared: "bytes", "overlap".
+    """
 
     text: str
+    measured: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         return "\n".join(f"✓ {line}" for line in self.text.split("\n"))
@@ -56,7 +60,8 @@ def every(*verdicts: Verdict) -> Verdict:
     for verdict in verdicts:
         if not getattr(verdict, "ok", True):
             _fail(verdict.text)
-    return Verdict("\n".join(verdict.text for verdict in verdicts))
+    measured = {name: number for v in verdicts for name, number in getattr(v, "measured", {}).items()}
+    return Verdict("\n".join(verdict.text for verdict in verdicts), measured)
 
 
 def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0) -> Verdict:
@@ -103,7 +108,8 @@ def bytes_match(measured: float, formula: float, *, rtol: float = 0.05) -> Verdi
         )
     return Verdict(
         f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: "
-        f"{ratio:.3f} of it (allowed ± {rtol:.0%})"
+        f"{ratio:.3f} of it (allowed ± {rtol:.0%})",
+        {"bytes": float(measured)},
     )
 
 
@@ -114,7 +120,8 @@ def overlap_above(fraction: float, floor: float) -> Verdict:
             f"Expected at least {floor:.0%} of the communication hidden behind computing, got {fraction:.0%}."
         )
     return Verdict(
-        f"{fraction:.0%} of the communication is hidden behind computing (at least {floor:.0%} asked)"
+        f"{fraction:.0%} of the communication is hidden behind computing (at least {floor:.0%} asked)",
+        {"overlap": float(fraction)},
     )
 
 

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import doctor
+from . import doctor, room
 from .cluster import export
+from .grade import command as grade
 from .jobs import command as jobs
 from .planner import command as plan
 
@@ -21,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_command(commands)
     doctor.add_command(commands)
     jobs.add_command(commands)
+    grade.add_command(commands)
+    room.add_command(commands)
     options: Any = parser.parse_args(arguments)
     return options.run(options)
 

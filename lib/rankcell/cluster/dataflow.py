@@ -172,7 +172,7 @@ def _changes(node: ast.stmt, *, shown: bool) -> Iterator[str]:
                 yield from (n.id for n in ast.walk(inner.value) if isinstance(n, ast.Name))
 
 
-def _sets_up(node: ast.stmt | None) -> str:
+def sets_up(node: ast.stmt | None) -> str:
     """The module that the statement changes for all: "torch" for `torch.manual_seed(0)`; mostly none."""
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
         return ""
@@ -199,7 +199,7 @@ def _root(node: ast.expr) -> str:
 
 def makers(statements: Sequence[Statement], names: Iterable[str]) -> tuple[list[Statement], frozenset[str]]:
     """The statements that make `names` what they are at the end, in order, and the names that none makes."""
-    linked = _links(statements)
+    linked = links(statements)
     imported = {n for s in statements if isinstance(s.node, (ast.Import, ast.ImportFrom)) for n in s.binds}
     late: set[str] = set()
     while True:
@@ -207,8 +207,8 @@ def makers(statements: Sequence[Statement], names: Iterable[str]) -> tuple[list[
         calls: set[str] = set()
         for statement in reversed(statements):
             touched = {name for n in needed for name in linked.get(n, {n})}
-            changed = statement.changes & (touched - imported) and not _only_shows(statement, statements)
-            if not (statement.binds & needed or changed or _sets_up(statement.node) in needed):
+            changed = statement.changes & (touched - imported) and not only_shows(statement, statements)
+            if not (statement.binds & needed or changed or sets_up(statement.node) in needed):
                 continue
             chosen.append(statement)
             if isinstance(
@@ -225,7 +225,7 @@ def makers(statements: Sequence[Statement], names: Iterable[str]) -> tuple[list[
     return chosen[::-1], frozenset(needed - late - set(dir(builtins)))
 
 
-def _links(statements: Sequence[Statement]) -> dict[str, set[str]]:
+def links(statements: Sequence[Statement]) -> dict[str, set[str]]:
     """For each name the names whose objects may hold parts of its own: `optimizer` and its `model`."""
     kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     fixed = {name for s in statements if isinstance(s.node, kinds) for name in s.binds}
@@ -241,7 +241,7 @@ def _links(statements: Sequence[Statement]) -> dict[str, set[str]]:
     return linked
 
 
-def _only_shows(statement: Statement, statements: Sequence[Statement]) -> bool:
+def only_shows(statement: Statement, statements: Sequence[Statement]) -> bool:
     """Whether it is a call of something that draws, checks or prints."""
     if not isinstance(statement.node, ast.Expr):
         return False

@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -31,11 +32,44 @@ _CODE = (
 )
 
 
+class _Forked:
+    """A child by fork, with what a ForkServer asks of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it lives."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # the learner's code has waited for all children
+                self.returncode = -1
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Its exit code; raises `subprocess.TimeoutExpired` if it lives on for `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class ForkServer:
     """Starts ranks and ends them, and knows how each of them ended. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | _Forked | None = None
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._pids: dict[int, int] = {}  # number of a birth -> process id, from "born" to `fork`'s return
@@ -74,6 +108,13 @@ class ForkServer:
             for known in self._folders:
                 self._order(b"d", known)
 
+    def adopt(self, pid: int, ours: socket.socket) -> None:
+        """Use `pid`, a child of this process by fork, which runs `preload.main` at the other end of `ours`."""
+        with self._lock:
+            self.close()
+            self._log = tempfile.TemporaryFile()
+            self._process, self._channel, self._pid = _Forked(pid), Channel(ours), os.getpid()
+
     def fork(self, births: Sequence[tuple[Birth, Sequence[int]]]) -> list[int]:
         """Start a rank for each birth, which gets copies of the descriptors beside it; returns process ids.
 
@@ -108,7 +149,8 @@ class ForkServer:
                 except (EOFError, OSError):
                     self._explain()
                 finally:
-                    self._channel.socket.settimeout(None)
+                    if self._channel is not None:  # else it has ended, as the error says
+                        self._channel.socket.settimeout(None)
             found = [self._pids.pop(n) for n in numbers]
             if -1 in found:
                 self.kill([pid for pid in found if pid > 0])
