@@ -85,9 +85,9 @@ class Cluster:
         """Bytes per second and seconds per step of a ring over `ranks`, as `planner.communication.link`."""
         by_node = Counter(rank // self.per_node for rank in ranks)
         if len(by_node) == 1:
-            return self.chip.bus, communication.INSIDE
+            return self.chip.bus, self.chip.alpha
         ports = max(by_node.values())
-        return min(self.chip.bus, ports * self.chip.network * communication.PORT), communication.ACROSS
+        return min(self.chip.bus, ports * self.chip.network * communication.PORT), self.chip.alpha_across
 
     def compute_seconds(self, flops: float, nbytes: float, number_format: str) -> float:
         """Seconds of one kernel: what takes longer, its `flops` or the `nbytes` that cross the GPU's memory."""
