@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help lab html test notebooks execute check bench student
+.PHONY: help lab html slides pdf test notebooks execute check bench student
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,12 @@ html: $(INSTALLED) ## build the course site, after running the notebooks that ne
 	@mkdir -p site/_build/source
 	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
 	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
+
+slides: $(INSTALLED) ## a deck for each lesson, in site/_build/slides
+	@$(BIN)/python tools/handout.py slides site/_build/slides $(NOTEBOOKS)
+
+pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_build (needs Chromium)
+	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
 test: $(INSTALLED) ## lint, types, all tests, then every notebook from top to bottom, with right and wrong answers
 	$(BIN)/ruff format --check .
