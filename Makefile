@@ -7,6 +7,10 @@ INSTALLED := $(VENV)/.rankcell-installed
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 NB ?=
 SITE := site/_build/html
+SITE_SOURCES := $(shell find site lib/rankcell tests/answers -name _build -prune -o -type f \! -path '*/__pycache__/*' -print)
+# Where the course can be cloned and where its site will stand, for links and the sitemap; see site/conf.py.
+export COURSE_REPOSITORY COURSE_ADDRESS
+PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 # Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
 WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
 
@@ -31,9 +35,16 @@ lab: $(INSTALLED) ## open the course in JupyterLab
 
 html: $(INSTALLED) ## build the course site, after running the notebooks that need it
 	@$(BIN)/python tools/notebooks.py execute --stale $(NOTEBOOKS)
+	@$(MAKE) --no-print-directory $(SITE)/.built
+	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
+
+# What a page is made from: where none of it is newer than the site, there is nothing to build.
+$(SITE)/.built: $(NOTEBOOKS) $(SITE_SOURCES) $(if $(PUBLISHED),always)
 	@mkdir -p site/_build/source
 	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
-	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
+	@$(if $(PUBLISHED),rm -f,touch) $@
+
+always:
 
 slides: $(INSTALLED) ## a deck for each lesson, in site/_build/slides
 	@$(BIN)/python tools/handout.py slides site/_build/slides $(NOTEBOOKS)

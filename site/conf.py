@@ -154,7 +154,7 @@ def prepare_lessons(app, docname, source):
         for name in ("syllabus", "glossary", "corrections"):  # they say which cells get an id
             app.env.note_dependency(str(HERE / f"{name}.toml"))
         stem = docname.removeprefix("notebooks/")
-        source[0] = lessons.prepared(stem, source[0], app.course_anchors, landing.run_it(REPOSITORY))
+        source[0] = lessons.prepared(stem, source[0], app.course_anchors)
 
 
 def setup(app):

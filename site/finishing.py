@@ -9,6 +9,7 @@ from typing import Any
 from docutils import nodes
 
 import course
+import landing
 
 IMAGE = "rank-cell.png"  # the picture of a link that somebody shares
 _FIGURE = re.compile(
@@ -21,7 +22,6 @@ def connect(app: Any, *, address: str, repository: str) -> None:
     app.connect("builder-inited", _without_own_search)
     app.connect("doctree-read", _keep_sections)
     app.connect("env-purge-doc", lambda app, env, docname: _sections(env).pop(docname, None))
-    app.connect("html-page-context", _mend, priority=900)
     app.connect("build-finished", lambda app, error: _finish(app, error, address))
     app.connect(
         "html-page-context",
@@ -29,6 +29,7 @@ def connect(app: Any, *, address: str, repository: str) -> None:
             course_address=address, course_repository=repository, course_image=IMAGE
         ),
     )
+    app.connect("html-page-context", _mend, priority=900)
 
 
 def _without_own_search(app: Any) -> None:
@@ -58,6 +59,9 @@ def _mend(app: Any, name: str, template: str, context: dict[str, Any], tree: Any
     stem = name.removeprefix("notebooks/")
     if stem != name:
         body = name_the_cells(number_the_figures(body, int(stem[:2])), stem)
+        body = body.replace(
+            '<div id="cell-', f'{landing.run_it(context["course_repository"])}<div id="cell-', 1
+        )
         took = course.minutes(stem)
         context["course_minutes"] = f"{took.all} min"
     context["course_about"] = _about(name)

@@ -105,20 +105,15 @@ def page(further: list[str], repository: str) -> str:
 
 
 RUN_IT = """<details class="run-it"><summary>Run this lesson</summary>
-
-The cells run on your own machine, on Linux, macOS or WSL2; a laptop will do. Once: 1.6 GB on disk and a few minutes,
-with Python 3.11 or newer, git and make. Then 4 ranks take about {memory} beside the notebook, and no network.
-
-```
-{clone}make lab        # JupyterLab on all lessons; make student: copies without solutions
-```
-
-</details>
+<p>The cells run on your own machine, on Linux, macOS or WSL2; a laptop will do. Once: 1.6 GB on disk and a few minutes,
+with Python 3.11 or newer, git and make. Then 4 ranks take about {memory} beside the notebook, and no network.</p>
+<pre tabindex="0">{clone}make lab        # JupyterLab on all lessons
+make student    # copies without solutions</pre></details>
 """
-MEMORY = "350 MiB"  # of four idle ranks, PSS; tests/test_pages.py measures it
+MEMORY = "350 MiB"  # of four idle ranks, PSS; tests/test_wheel.py measures it
 
 
 def run_it(repository: str) -> str:
-    """How to run a lesson, in a fold (MyST source)."""
-    clone = f"git clone {repository} course && cd course\n" if repository else ""
+    """How to run a lesson, in a fold (HTML)."""
+    clone = f"git clone {course.escaped(repository)} course && cd course\n" if repository else ""
     return RUN_IT.format(clone=clone, memory=MEMORY)

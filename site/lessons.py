@@ -18,26 +18,30 @@ PLANNER = """<div class="planner"></div>
 LONG = 8  # lines of code that only draws, from which on it is folded
 
 
-def prepared(stem: str, text: str, wanted: set[str], run_it: str) -> str:
+def prepared(stem: str, text: str, wanted: set[str]) -> str:
     """The notebook as MyST is to read it.
 
     Solutions and long code that only draws are folded, new terms lead to the glossary, cells that other pages link to
-    get an id, panels become explorers, and `run_it` stands below the title.
+    get an id, and panels become explorers.
     """
     notebook = json.loads(text)
-    for index, cell in enumerate(notebook["cells"]):
+    for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             source = pages.link_new_terms(source)[0]
-            if index == 0:
-                source = f"{source}\n\n{run_it}"
             anchor = course.anchor_of(stem, cell["id"])
-            cell["source"] = f"({anchor})=\n{source}" if anchor in wanted else source
+            cell["source"] = with_target(source, anchor) if anchor in wanted else source
         elif cell["cell_type"] == "code":
             _fold(cell, source)
             _explore(cell, source)
     notebook["metadata"].pop("widgets", None)  # no page needs their scripts
     return json.dumps(notebook)
+
+
+def with_target(source: str, anchor: str) -> str:
+    """A Markdown cell with a target at its start, or behind the fold with which it begins: HTML takes no target."""
+    head, fold, rest = source.partition("</details>\n\n") if source.startswith("<") else ("", "", source)
+    return f"{head}{fold}({anchor})=\n{rest}"
 
 
 def _fold(cell: dict[str, Any], source: str) -> None:

@@ -163,6 +163,12 @@ def test_the_site_finds_the_minutes_and_the_exercises_of_every_lesson():
         assert len(slips) >= n / 2 and all(answer in html.unescape(made) for *_, answer in slips)
 
 
+def test_a_cell_gets_its_target_where_html_does_not_swallow_it():
+    assert lessons.with_target("Words.", "cell-1") == "(cell-1)=\nWords."
+    fold = "<details><summary>A</summary>\n\ntext\n\n</details>\n\n"
+    assert lessons.with_target(f"{fold}Words.", "cell-1") == f"{fold}(cell-1)=\nWords."
+
+
 def test_only_code_that_draws_is_folded():
     figure = {
         "outputs": [{"output_type": "execute_result", "data": {"text/html": '<figure class="rankcell">'}}]
