@@ -44,8 +44,8 @@ def test_headings_exercises_and_prose_after_code_begin_slides():
 
 
 def test_what_does_not_fit_goes_on_below():
-    head, long = new_markdown_cell("## Head"), code("\n".join(["x = 1"] * 20))
-    assert types(head, code(), long, code(), long) == ["slide", "skip", "-", "-", "subslide"]
+    head, long = new_markdown_cell("## Head"), "\n".join(["x = 1"] * 20)
+    assert types(head, code(), code(long), code(), code(long)) == ["slide", "skip", "-", "-", "subslide"]
 
 
 def test_a_heading_inside_code_begins_nothing():

@@ -124,7 +124,7 @@ def deck(notebook: NotebookNode, title: str) -> str:
     )
     text, _ = exporter.from_notebook_node(copy)
     text = text.replace("assets/dist/reveal.css", "assets/reveal.css")
-    text = re.sub(r'<link rel="stylesheet" href="assets/dist/theme/[^"]*" id="theme">', "", text)
+    text = re.sub(r'<link[^>]*id="theme"[^>]*>', "", text)
     return re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', text)
 
 
