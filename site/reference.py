@@ -73,6 +73,7 @@ def page() -> str:
         parts += _entry("rankcell", find("results", name))
     parts.append("## Without a notebook\n")
     parts += _entry("rankcell", find("engine.world", "run"))
+    parts += _entry("rankcell", find("engine.world", "rehearse"))
     parts += _entry("rankcell", find("engine.world", "Ranks"))
     parts.append("## On a rank, and in the notebook\n")
     for name in ON_RANKS:
@@ -101,7 +102,7 @@ def _magics() -> Iterator[str]:
     yield "## %ranks, a line\n"
     world_size = next(d for d in magic.decorator_list if isinstance(d, ast.Call) and d.args)
     words = ast.literal_eval(next(k.value for k in world_size.keywords if k.arg == "help"))
-    line = (words % ()).partition("As a line, ")[2].rstrip(".")  # argparse wants each % twice
+    line = (words % ()).partition("As a line, ")[2].rstrip(".")
     yield "\n".join(f"* {part.strip()}" for part in re.split(r", (?=`)", line)) + "\n"
 
 
@@ -118,7 +119,9 @@ def options() -> list[tuple[tuple[str, ...], str, str]]:
                     if isinstance(value, ast.Constant)
                 }
                 value = given.get("metavar", "" if "action" in given else "DEVICE")
-                found.append((ast.literal_eval(flags), value, given["help"]))
+                found.append(
+                    (ast.literal_eval(flags), value, given["help"] % ())
+                )  # argparse wants each % twice
             return found
     raise ValueError("source.py has no OPTIONS")
 
