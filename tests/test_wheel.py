@@ -38,8 +38,8 @@ print("MIB", round(sum(idle[0].memory()) / 2**20))
 print("SUM", [v.tolist() for v in out[2].values])
 print("LAST", out[max(out)])
 print("EQUAL", [bool(v.ok) for v in out.values() if hasattr(v, "ok")])
-print("AGAINST", out[COMPARED].against.ok)
-print("STEPPED", len(out[STEPPED].ranks[0].steps) > 2)
+print("AGAINST", out[CELL_AGAINST].against.ok)
+print("STEPPED", len(out[CELL_STEP].ranks[0].steps) > 2)
 print("TEXT", len(rankcell.models.text()) > 1000)
 """
 
@@ -114,8 +114,8 @@ def said(python, tmp_path_factory):
         words: next(i for i, c in enumerate(CELLS, 1) if words in c) for words in ("--step", "--against")
     }
     (tmp_path / "cells.json").write_text(json.dumps(CELLS), "utf-8")
-    program = NOTEBOOK.replace("COMPARED", str(numbers["--against"])).replace(
-        "STEPPED", str(numbers["--step"])
+    program = NOTEBOOK.replace("CELL_AGAINST", str(numbers["--against"])).replace(
+        "CELL_STEP", str(numbers["--step"])
     )
     (tmp_path / "notebook.py").write_text(program, "utf-8")
     return run(str(python), "notebook.py", "cells.json", cwd=tmp_path)
