@@ -10,6 +10,7 @@ from docutils import nodes
 
 import course
 import landing
+import panel
 
 IMAGE = "rank-cell.png"  # the picture of a link that somebody shares
 _FIGURE = re.compile(
@@ -66,6 +67,9 @@ def _mend(app: Any, name: str, template: str, context: dict[str, Any], tree: Any
         context["course_minutes"] = f"{took.all} min"
     context["course_about"] = _about(name)
     context["body"] = _level(body)
+    if '<div class="planner">' in body:  # the scripts of the panel, on its page only
+        app.add_js_file(None, body=panel.script())
+        app.add_js_file("planner.js", loading_method="defer")
     if 'class="explorer"' in body:
         app.add_js_file("explorers.js", defer="defer")
     if "furo_navigation_tree" in context:

@@ -37,9 +37,10 @@ def test_every_new_term_is_in_the_glossary(stem):
     lists = [
         pages.link_new_terms(c["source"])[1:] for c in markdown(stem) if pages.NEW_TERMS.search(c["source"])
     ]
-    assert len(lists) == 1, "a lesson has one list of new terms"
-    ((found, left),) = lists
-    assert found and left == ""
+    assert len(lists) == (0 if stem == "18_planner" else 1), (
+        "a lesson has one list of new terms, the last one none"
+    )
+    assert all(found and left == "" for found, left in lists)
 
 
 def test_a_term_without_an_entry_would_be_seen():
@@ -65,7 +66,7 @@ def test_lessons_and_glossary_link_both_ways():
             r"glossary\.md#(term-[\w-]+)",
             "".join(pages.link_new_terms(c["source"])[0] for c in markdown(stem)),
         )
-        assert linked
+        assert linked or stem == "18_planner"
         for anchor in linked:
             entry = re.search(rf"{{#{anchor}}}.*\n(.*)", made)
             assert f"[{stem[:2]} " in entry[1], f"{anchor} does not lead to {stem}"

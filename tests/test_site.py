@@ -711,6 +711,27 @@ def test_nothing_of_a_slider_moves_under_the_pointer(slider):
     assert boxes[0] == boxes[1] == boxes[2]
 
 
+# The planner's panel: what it computes is compared with Python in test_panel.py.
+
+
+def test_the_planner_works_without_a_kernel(open_page, text):
+    name = "notebooks/18_planner.html"
+    assert "embed.js" not in text(name) and len(gzip.compress(text(name).encode())) < 150_000
+    page = open_page(name, viewport=DESKTOP)
+    panel = page.locator("div.planner")
+    verdict = panel.locator(".planner-verdict")
+    assert "tokens/s/GPU" in verdict.inner_text() and panel.locator("tbody tr").count() == 5
+    panel.get_by_label("number of GPUs").select_option("8")
+    assert "Rejected: it needs" in verdict.inner_text()
+    panel.get_by_label("number of GPUs").select_option("256")
+    panel.get_by_role("button").first.click()  # the best layout is taken
+    best = panel.locator("tbody tr td").first.inner_text()
+    assert verdict.inner_text().startswith(best + ".")
+    assert panel.locator(".planner-strip b").count() >= 1  # the limit of the memory
+    assert page.errors == []
+    page.context.close()
+
+
 def test_jupyterlab_leaves_a_slider_its_keys(slider):
     """Else the arrows move the notebook's selection: Lumino looks for this on what has the focus."""
     for control in slider.locator("input, button").all():
