@@ -187,7 +187,7 @@ def test_only_code_that_draws_is_folded():
 
 
 def test_a_panel_without_an_explorer_is_noticed():
-    cell = {"outputs": [{"output_type": "display_data", "data": {lessons.WIDGET: {}}}]}
+    cell = {"metadata": {}, "outputs": [{"output_type": "display_data", "data": {lessons.WIDGET: {}}}]}
     with pytest.raises(ValueError, match="unpack"):
         lessons._explore(cell, "panel(something_new, choices)")
 
