@@ -29,10 +29,11 @@ def cards() -> str:
             )
             continue
         took = course.minutes(stem)
+        image = f":img-top: pictures/{stem}.svg\n:img-alt:\n" if picture(lesson) else ""
         texts.append(
             f":::{{grid-item-card}} {title}\n"
             f":link: notebooks/{stem}\n:link-type: doc\n"
-            f":img-top: pictures/{stem}.svg\n:img-alt:\n\n"
+            f"{image}\n"
             f"{lesson['question']}\n\n"
             f"[{took.all} minutes: {took.read} to read, {took.do} for {course.exercises(stem)} exercises]"
             "{.minutes}\n:::\n"
@@ -42,11 +43,12 @@ def cards() -> str:
 
 def pictures() -> dict[str, bytes]:
     """The pictures of the cards by the name of their file: a figure that the lesson itself has drawn."""
-    return {f"pictures/{lesson['notebook']}.svg": picture(lesson) for lesson in course.written()}
+    found = {f"pictures/{lesson['notebook']}.svg": picture(lesson) for lesson in course.written()}
+    return {name: data for name, data in found.items() if data}
 
 
-def picture(lesson: dict[str, str]) -> bytes:
-    """The figure that the lesson's line in lessons.toml names, by the id of its cell; else the first one."""
+def picture(lesson: dict[str, str]) -> bytes | None:
+    """The figure that the lesson's line in lessons.toml names, by the id of its cell; else the first one, if any."""
     stem = lesson["notebook"]
     wanted = [course.cell(stem, lesson["picture"])] if "picture" in lesson else course.cells(stem)
     for cell in wanted:
@@ -54,7 +56,9 @@ def picture(lesson: dict[str, str]) -> bytes:
             match = re.search(r'<figure class="rankcell".*?src="data:image/svg\+xml;base64,([^"]+)"', text)
             if match:
                 return base64.b64decode(match[1])
-    raise ValueError(f"lessons.toml: {stem} has no figure in {lesson.get('picture', 'any cell')}")
+    if "picture" in lesson:
+        raise ValueError(f"lessons.toml: cell {lesson['picture']} of {stem} has no figure")
+    return None
 
 
 def cell_as_html(cell: dict) -> str:
