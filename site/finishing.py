@@ -66,6 +66,8 @@ def _mend(app: Any, name: str, template: str, context: dict[str, Any], tree: Any
         took = course.minutes(stem)
         context["course_minutes"] = f"{took.all} min"
     context["course_about"] = _about(name)
+    # docutils says it once more, after the theme
+    context["metatags"] = re.sub(r'<meta [^>]*name="viewport"[^>]*>', "", context.get("metatags", ""))
     context["body"] = _level(body)
     if '<div class="planner">' in body:  # the scripts of the panel, on its page only
         app.add_js_file(None, body=panel.script())
