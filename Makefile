@@ -11,6 +11,10 @@ TORCH := 2.13.0
 OPEN ?= yes
 SITE := site/_build/html
 LAB = $(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)
+SITE_SOURCES := $(shell find site lib/rankcell tests/answers -name _build -prune -o -type f \! -path '*/__pycache__/*' -print)
+# Where the course can be cloned and where its site will stand, for links and the sitemap; see site/conf.py.
+export COURSE_REPOSITORY COURSE_ADDRESS
+PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 # Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
 WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
 
@@ -24,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help lab html test notebooks execute check bench matrix gpu student
+.PHONY: help lab html slides pdf test notebooks execute check bench matrix gpu student
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' Makefile
@@ -35,9 +39,22 @@ lab: $(INSTALLED) ## open the course in JupyterLab, with solutions folded away
 
 html: $(INSTALLED) ## build the course site, after running the notebooks that need it
 	@$(BIN)/python tools/notebooks.py execute --stale $(NOTEBOOKS)
+	@$(MAKE) --no-print-directory $(SITE)/.built
+	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
+
+# What a page is made from: where none of it is newer than the site, there is nothing to build.
+$(SITE)/.built: $(NOTEBOOKS) $(SITE_SOURCES) $(if $(PUBLISHED),always)
 	@mkdir -p site/_build/source
 	@$(BIN)/sphinx-build -q -c site -d site/_build/doctrees site/_build/source $(SITE)
-	@echo "The course is at file://$(CURDIR)/$(SITE)/index.html"
+	@$(if $(PUBLISHED),rm -f,touch) $@
+
+always:
+
+slides: $(INSTALLED) ## a deck for each lesson, in site/_build/slides
+	@$(BIN)/python tools/handout.py slides site/_build/slides $(NOTEBOOKS)
+
+pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_build (needs Chromium)
+	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
 test: $(INSTALLED) ## lint, types, all tests, then every notebook from top to bottom, with right and wrong answers
 	$(BIN)/ruff format --check .

@@ -13,7 +13,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "site"))
 import panel
-
 from rankcell.planner import Job, Layout, chips, memory, search, seconds, shapes
 
 SITE = Path(__file__).parent.parent / "site"
