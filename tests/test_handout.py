@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 import handout
 
 ROOT = Path(__file__).parent.parent
-STEMS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
+STEMS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb") if path.stem != "00_start")
 
 
 def types(*cells):
