@@ -304,7 +304,7 @@ def test_other_systems_can_read_the_results(graded):
     assert (grades["ada"]["assignment"], grades["ada"]["score"], grades["ada"]["max_score"]) == (
         "01_tiny",
         "2.0",
-        "2",
+        "2.0",
     )
     said = json.loads(files["classroom"].read_text("utf-8"))
     assert (said["version"], said["status"], said["max_score"]) == (1, "fail", 22)

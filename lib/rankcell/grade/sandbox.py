@@ -214,6 +214,13 @@ def private_memory(pid: int) -> int:
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
+def waited_for_a_core(pid: int) -> float:
+    """Seconds that the main thread of a process was ready to run and had no core; 0 where nobody knows."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
 def descendants(pid: int) -> list[int]:
     """Process ids of all children of `pid`, their children, and so on; without those that have ended already."""
     children: dict[int, list[int]] = {}

@@ -29,6 +29,7 @@ from typing import Any
 from . import sandbox
 
 _LOOK = 0.1  # seconds between two looks at the processes of an answer
+_BUSY = 6  # times the limit, at most, that an answer gets on a machine that has no core for it
 _CONTEXT = 240.0  # seconds for the course's own cells: generous, they are known to end
 _ROOM = 1 << 20  # bytes that an answer can tell its keeper
 _CROWD = 24  # processes: more than any answer of the course needs
@@ -198,8 +199,14 @@ def _watch(
     """Listen to the judge until it has said what became of the answer, or has taken more than it may."""
     deadline, began, said, looked = time.monotonic() + _CONTEXT, 0.0, b"", 0.0
     own = sandbox.private_memory(os.getpid())  # what all forks of the stage share
+    before: dict[int, float] = {}  # what each process had waited for a core when the answer began
     while True:
         now = time.monotonic()
+        if began and now > deadline and now < began + _BUSY * order["seconds"]:
+            # on a busy machine an answer that gets no core is not slow
+            pids = sandbox.descendants(os.getpid())
+            starved = max((sandbox.waited_for_a_core(p) - before.get(p, 0.0) for p in pids), default=0.0)
+            deadline = max(deadline, began + order["seconds"] + starved)
         if now > deadline:
             if not began:
                 return _failed(
@@ -221,6 +228,7 @@ def _watch(
                 if what == "ready" and not began:
                     began = time.monotonic()
                     deadline = began + order["seconds"]
+                    before = {p: sandbox.waited_for_a_core(p) for p in sandbox.descendants(os.getpid())}
                 elif what == "over":
                     return _verdict(message, time.monotonic() - began if began else 0.0)
                 elif what == "ended":
