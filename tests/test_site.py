@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import handout
 import nbformat
 import pytest
 
+import handout
 from rankcell import costs, schedules
 from rankcell.draw import svg
 from rankcell.planner.memory import zero_states
