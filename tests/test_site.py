@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 
+import handout
 from rankcell import costs, schedules
 from rankcell.draw import svg
 from rankcell.planner.memory import zero_states
@@ -614,6 +615,38 @@ def test_the_panels_of_the_lessons_are_explorers(open_page):
             page = open_page(f"notebooks/{name}.html")
             assert page.locator(".explorer svg").count() == panels
             page.context.close()
+
+
+# Slides
+
+
+def test_a_deck_shows_its_slides(browser, tmp_path):
+    """From file://, one after the other by keyboard, with formulas and sliders that work."""
+    handout.slides(tmp_path, [ROOT / "notebooks" / "04_collectives.ipynb"])
+    page = browser.new_page(viewport={"width": 1280, "height": 720})
+    asked, errors = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto((tmp_path / "04_collectives.html").as_uri())
+    page.wait_for_function("Reveal.isReady()")
+    title = page.locator("section.present h1").bounding_box()
+    assert 0 < title["y"] < 300 and title["width"] > 100
+    page.keyboard.press("ArrowRight")
+    heading = page.locator("section.present h2").first
+    heading.wait_for()
+    assert 0 < heading.bounding_box()["y"] < 300
+    assert page.locator(".katex").count() > 10
+    seen = page.evaluate(
+        """() => Reveal.getSlides().map((slide) => {
+            const {h, v} = Reveal.getIndices(slide);
+            Reveal.slide(h, v);
+            const {width, height} = slide.getBoundingClientRect();
+            return width > 600 && height > 300 && slide.innerText.trim().length > 0;
+        })"""
+    )
+    assert len(seen) > 30 and all(seen)
+    assert errors == [] and [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    page.close()
 
 
 # Small things
