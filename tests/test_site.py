@@ -749,7 +749,7 @@ def test_the_planner_works_without_a_kernel(open_page, text):
     panel = page.locator("div.planner")
     verdict = panel.locator(".planner-verdict")
     assert "tokens/s/GPU" in verdict.inner_text() and panel.locator("tbody tr").count() == 5
-    panel.get_by_label("number of GPUs").select_option("8")
+    panel.get_by_label("number of GPUs").select_option("16")
     assert "Rejected: it needs" in verdict.inner_text()
     panel.get_by_label("number of GPUs").select_option("256")
     panel.get_by_role("button").first.click()  # the best layout is taken
