@@ -308,7 +308,7 @@ MARK_BOXES_WITHOUT_A_NEW_COLOUR = """() => {
         const colour = getComputedStyle(element).backgroundColor;
         return /, 0\\)$/.test(colour) && element.parentElement ? ground(element.parentElement) : colour;
     };
-    for (const box of document.querySelectorAll(".highlight")) {
+    for (const box of document.querySelectorAll(".highlight, code, .signature")) {
         const looks = [box, ...box.querySelectorAll("*")].map((element) => {
             const style = getComputedStyle(element);
             return [style.color, style.opacity, style.fontSize, style.fontWeight, ground(element)].join();
