@@ -131,7 +131,7 @@ def glossary() -> str:
             letter = entry["term"][0].upper()
             lines.append(f"## {letter}\n")
         places = [(stem, explained(stem, entry)) for stem in dict.fromkeys(lessons.get(entry["term"], []))]
-        if "see" in entry:
+        if "see" in entry and not places:
             places.append(tuple(entry["see"]))
         where = " · ".join(link_to(*place) for place in places)
         lines.append(

@@ -53,7 +53,7 @@ def test_every_entry_is_taught_somewhere_and_stands_once():
     names = [entry["term"] for entry in pages.terms()]
     assert len(set(names)) == len(names)
     for entry in pages.terms():
-        assert (entry["term"] in taught) != ("see" in entry), entry["term"]
+        assert entry["term"] in taught or "see" in entry, entry["term"]
         assert entry["means"].endswith(".") and len(entry["means"]) > 15
     anchors = [pages.anchor_of_term(name) for name in names]
     assert len(set(anchors)) == len(anchors)
