@@ -31,7 +31,8 @@ NAME = "stand_in"
 
 def install(folder):
     """Put this module where torch finds it when it is imported; returns the folder for `sys.path`."""
-    place = Path(folder) / "torch"
+    # what stands in such a folder is no code of the learner's, whose threads could still answer
+    place = Path(folder) / "torch" / "rankcell" / "engine"
     about = place / "stand_in-0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in\nVersion: 0\n")

@@ -18,7 +18,7 @@ from rankcell.engine import devices, forks
 from rankcell.errors import RanksInterrupted
 from test_failures import ENDS, HANGS, MISMATCHES, SLOW, STUCK, fails, works
 
-pytestmark = pytest.mark.skip(reason="hangs since the recorder serves jobs, too: to be found")
+pytestmark = pytest.mark.slow
 
 # nccl passes tags over: what does not fit over gloo fits here
 ALIKE = [name for name in HANGS if name != "send and recv with other tags"]
