@@ -673,6 +673,7 @@ def test_a_thread_that_serves_others_outlives_its_cell(two):
             dist.recv(buffer, 1); time.sleep(0.4)
     if rank == 0:
         server = threading.Thread(target=serve, daemon=True); server.start()
+        time.sleep(0.3)  # the thread stands in recv when the cell ends
     """
     two.run(textwrap.dedent(serve))
     two.run("for _ in range(3): dist.send(torch.ones(2), 0)", only=[1])

@@ -138,6 +138,29 @@ def test_nothing_leaves_the_folder_unless_asked(copy, tmp_path):
     assert list(shared.iterdir()) == []
 
 
+def test_what_is_on_its_way_does_not_come_back(copy, tmp_path, monkeypatch):
+    import threading
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    mine = progress.Progress(copy)
+    mine.share(str(shared), "Ada")
+    deliver, go = progress._deliver, threading.Event()
+
+    def slowly(known):
+        go.wait(10)
+        return deliver(known)
+
+    monkeypatch.setattr(progress, "_deliver", slowly)
+    mine.heard("c8", None)
+    threading.Timer(0.2, go.set).start()
+    mine.keep_private()
+    for thread in threading.enumerate():
+        if thread.name == "rankcell progress":
+            thread.join()
+    assert list(shared.iterdir()) == []
+
+
 def test_a_place_that_does_not_take_it_is_told(copy, tmp_path):
     mine = progress.Progress(copy)
     with pytest.raises(progress.ProgressError, match=r"cannot be written to \(No such file or directory\)"):

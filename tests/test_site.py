@@ -610,7 +610,7 @@ def test_every_control_of_an_explorer_changes_it_by_keyboard(explorers):
 
 
 def test_the_panels_of_the_lessons_are_explorers(open_page):
-    """In the place of each panel of widgets, which is dead without a kernel."""
+    """In the place of each panel of widgets, which is dead without a kernel: an explorer, or the planner's own."""
     for name in NOTEBOOKS:
         notebook = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text("utf-8"))
         panels = sum(
@@ -620,7 +620,7 @@ def test_the_panels_of_the_lessons_are_explorers(open_page):
         )
         if panels:
             page = open_page(f"notebooks/{name}.html")
-            assert page.locator(".explorer svg").count() == panels
+            assert page.locator(".explorer svg, .planner .planner-verdict").count() == panels
             page.context.close()
 
 

@@ -48,6 +48,7 @@ class Progress:
         self.problem = ""  # why nothing can be kept
         self._cells: tuple[float, dict[str, tuple[str, int, int]]] = (0.0, {})
         self._passed: dict[str, set[int]] = {}  # exercise -> its checks that passed since its answer ran
+        self._sending = threading.Lock()
 
     @classmethod
     def of_this_kernel(cls) -> "Progress":
@@ -103,6 +104,9 @@ class Progress:
             one["last"] = f"{type(error).__name__}: {error}".splitlines()[0][:_SAID]
         if error is None or one["tries"]:
             self._write(known)
+            if known.get("share"):
+                # in a thread of its own: a slow network must not hold up the notebook
+                threading.Thread(target=self._send, name="rankcell progress", daemon=True).start()
 
     def read(self) -> dict[str, Any]:
         """What is kept; nothing where nothing can be read."""
@@ -122,8 +126,6 @@ class Progress:
         except OSError as error:
             self.problem = f"{FILE} cannot be written in the notebook's folder ({error.strerror})"
             return
-        if known.get("share"):
-            self._send(known)
 
     def share(self, where: str, name: str) -> str:
         """From now on send the ticks under `name` to a folder or a room's address; a sentence that says what goes out.
@@ -156,13 +158,16 @@ class Progress:
         if not share:
             return "Nothing was shared."
         if not _is_address(share["to"]):
-            with contextlib.suppress(OSError):
+            with self._sending, contextlib.suppress(OSError):  # what is on its way arrives first
                 (Path(share["to"]) / f"{share['name']}.json").unlink()
         return f"Nothing is shared any more with {share['to']}."
 
-    def _send(self, known: Mapping[str, Any]) -> None:
-        """In a thread of its own: a slow network must not hold up the notebook."""
-        threading.Thread(target=_deliver, args=(dict(known),), name="rankcell progress", daemon=True).start()
+    def _send(self) -> None:
+        """Bring what is kept now to where it is shared, if it still is."""
+        with self._sending:
+            known = self.read()
+            if known.get("share"):
+                _deliver(known)
 
     def view(self) -> "View":
         """What `%ranks progress` shows: each lesson of the folder with its exercises."""

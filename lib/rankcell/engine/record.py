@@ -467,7 +467,8 @@ class Recorder:
 
     def settled(self) -> bool:
         """Whether the device is through with every operation that the rank waits for."""
-        return not any(o.waiting for o in list(self.open.values()))
+        # a call that blocks its thread is over when the cell is, or a thread that serves others stands in it
+        return not any(o.passed is not None and o.waiting for o in list(self.open.values()))
 
     def _let_go(self) -> None:
         """Forget the oldest operations that the device is through with."""
