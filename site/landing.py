@@ -109,7 +109,7 @@ def page(further: list[str], repository: str) -> str:
 
 
 RUN_IT = """<details class="run-it"><summary>Run this lesson</summary>
-<p>The cells run on your own machine, on Linux, macOS or WSL2; a laptop will do. Once: 1.6 GB on disk and a few minutes,
+<p>The cells run on your own machine, on Linux, macOS or WSL2; a laptop will do. Once: 1.7 GB on disk and a few minutes,
 with Python 3.11 or newer, git and make. Then 4 ranks take about {memory} beside the notebook, and no network.</p>
 <pre tabindex="0">{clone}make lab        # JupyterLab on all lessons
 make student    # copies without solutions</pre></details>

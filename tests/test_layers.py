@@ -14,6 +14,7 @@ ALLOWED = {
     "source": set(),
     "versions": set(),
     "doctor": {"hardware", "versions", "engine/devices", "engine/local", "engine/match", "engine/system"},
+    "figures": {"models", "engine/world"},
     "cluster": {"source"},
     "parallel": {"models", "schedules", "versions"},
     "schedules": {"results", "errors"},

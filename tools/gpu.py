@@ -9,11 +9,12 @@ It needs torch with CUDA, and the packages of NEEDS. On a machine without a netw
         --dest FOLDER ipython cloudpickle numpy pytest
 
 Lessons run in copies, whose rank cells have `--device cuda`; the notebooks here stay as they are. The record holds
-what was measured, on which machine and when; `rankcell.hardware.recorded` shows it.
+what was measured, on which machine and when; `rankcell.figures.of_a_gpu` shows it.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part == "figures":
-        return print(json.dumps(figures())) or 0
+        from rankcell import figures
+
+        return print(json.dumps([dataclasses.asdict(f) for f in figures.measured().figures])) or 0
     if options.part == "lesson":
         return run_lesson(*options.paths)
     began = time.monotonic()
@@ -158,9 +161,9 @@ def everything(environment: dict[str, str], folder: Path, began: float) -> int:
     target.write_text(json.dumps(record, indent=1) + "\n")
     minutes = (time.monotonic() - began) / 60
     sys.path.insert(0, str(ROOT / "lib"))
-    from rankcell import hardware
+    from rankcell import figures
 
-    print(hardware.recorded(folder=target.parent))
+    print(figures.recorded(folder=target.parent))
     print(f"{target.relative_to(ROOT)} was written after {minutes:.1f} minutes.")
     failed = [record["tests"]["status"], run.returncode, *(v["status"] for v in record["lessons"].values())]
     return int(any(failed))
@@ -221,159 +224,6 @@ def machine(environment: dict[str, str]) -> dict[str, Any]:
         "system": platform.platform(),
         "cores": os.cpu_count(),
     }
-
-
-# --- figures: each is a lesson, what was measured, a value and its unit ---
-
-
-def figures() -> list[dict[str, Any]]:
-    """Measure what lessons 02, 05, 06 and 07 show of a GPU."""
-    found: list[dict[str, Any]] = []
-
-    def note(lesson: str, what: str, value: float, unit: str) -> None:
-        found.append({"lesson": lesson, "what": what, "value": float(f"{value:.4g}"), "unit": unit})
-
-    for measure in (of_memory, of_products, of_overlap, of_all_reduce, of_training):
-        try:
-            measure(note)
-        except Exception as error:  # noqa: BLE001 - the other figures are still worth having
-            print(f"  {measure.__name__}: {type(error).__name__}: {error}", file=sys.stderr)
-    return found
-
-
-Note = Callable[[str, str, float, str], None]
-
-
-def seconds_of(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Seconds of one call by the GPU's own clock: the median of `repeats`, after three that do not count."""
-    import statistics
-
-    import torch
-
-    times = []
-    for i in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times)
-
-
-def of_memory(note: Note) -> None:
-    """Copies within the GPU and between it and the host."""
-    import torch
-
-    n = 2**28  # bytes
-    a, b = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
-    note(
-        "02",
-        "copy within the GPU, bytes read and written",
-        2 * n / seconds_of(lambda: b.copy_(a)) / 1e9,
-        "GB/s",
-    )
-    for pinned in (True, False):
-        host = torch.empty(n, dtype=torch.uint8, pin_memory=pinned)
-        how = "pinned" if pinned else "pageable"
-        to = seconds_of(lambda host=host: a.copy_(host, non_blocking=True))
-        back = seconds_of(lambda host=host: host.copy_(a, non_blocking=True))
-        note("02", f"host to GPU, {how}", n / to / 1e9, "GB/s")
-        note("02", f"GPU to host, {how}", n / back / 1e9, "GB/s")
-
-
-def of_products(note: Note) -> None:
-    """Matrix products of growing size, and a sum: points of the roofline."""
-    import torch
-
-    for size in (256, 1024, 4096, 8192):
-        x, y = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        rate = 2 * size**3 / seconds_of(lambda x=x, y=y: x @ y) / 1e12
-        note("02", f"product of {size} x {size} in bf16", rate, "TFLOP/s")
-    x, y = (torch.randn(2**26, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    note("02", "sum of two vectors of 2^26 in bf16", 2**26 / seconds_of(lambda: x + y) / 1e12, "TFLOP/s")
-
-
-def of_overlap(note: Note) -> None:
-    """A copy from the host beside a product, as in lesson 06."""
-    import torch
-
-    x = torch.randn(8192, 8192, device="cuda")
-    target = torch.empty(2**27, device="cuda")
-    compute, copies = torch.cuda.Stream(), torch.cuda.Stream()
-    for pinned in (True, False):
-        host = torch.randn(2**27, pin_memory=pinned)
-
-        def both(host: Any = host, pinned: bool = pinned) -> None:
-            current = torch.cuda.current_stream()
-            for stream in (compute, copies):
-                stream.wait_stream(current)
-            with torch.cuda.stream(compute):
-                (x @ x).record_stream(compute)
-            with torch.cuda.stream(copies):
-                target.copy_(host, non_blocking=pinned)
-            for stream in (compute, copies):
-                current.wait_stream(stream)
-
-        how = "pinned" if pinned else "pageable"
-        alone = seconds_of(lambda host=host, pinned=pinned: target.copy_(host, non_blocking=pinned))
-        note("06", f"copy of 512 MiB alone, {how}", alone * 1000, "ms")
-        note("06", f"copy of 512 MiB beside a product, {how}", seconds_of(both) * 1000, "ms")
-    note("06", "product of 8192 x 8192 in float32 alone", seconds_of(lambda: x @ x) * 1000, "ms")
-
-
-def of_all_reduce(note: Note) -> None:
-    """An all-reduce over four ranks on the GPUs of this machine."""
-    import rankcell
-
-    source = """
-import statistics, time
-x = torch.ones({numbers}, device=device)
-times = []
-for i in range(13):
-    dist.barrier()
-    start = time.perf_counter()
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    if i >= 3: times.append(time.perf_counter() - start)
-statistics.median(times)
-"""
-    with rankcell.Ranks(4, device="cuda") as ranks:
-        for numbers in (2**10, 2**18, 2**24):
-            slowest = max(ranks.run(source.format(numbers=numbers), timeout=60).values)
-            bus = 1.5 * 4 * numbers / slowest / 1e9
-            note("05", f"bus bandwidth, 4 ranks, {4 * numbers >> 10} KiB: {ranks.device_note}", bus, "GB/s")
-
-
-def of_training(note: Note) -> None:
-    """One process trains a small GPT in bf16: model FLOP/s, and the memory at its peak."""
-    import torch
-
-    from rankcell import models
-
-    vocab, width, layers, length, batch = 32_000, 1024, 12, 1024, 8
-    model = models.GPT(
-        vocab, width, n_heads=16, n_layers=layers, context=length, device="cuda", dtype=torch.bfloat16
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(vocab, (batch, length + 1), device="cuda")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        models.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-        optimizer.step()
-
-    seconds = seconds_of(step)
-    parameters = sum(p.numel() for p in model.parameters())
-    # 6 operations per parameter and token, and 12 * layers * width * length for attention: the convention of PaLM,
-    # https://arxiv.org/abs/2204.02311, appendix B
-    per_token = 6 * parameters + 12 * layers * width * length
-    size = f"{parameters / 1e6:.0f} million parameters, bf16, batch {batch} x {length}"
-    note("07", f"model FLOP/s, {size}", per_token * batch * length / seconds / 1e12, "TFLOP/s")
-    note("07", f"tokens per second, {size}", batch * length / seconds, "1/s")
-    note("07", f"peak memory, {size}", torch.cuda.max_memory_allocated() / 1e9, "GB")
 
 
 # --- lessons ---

@@ -10,7 +10,6 @@ both, which data sheets like to print, is called `both_ways`. A memory's rate co
 together.
 """
 
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 EACH_WAY = "each way"
@@ -672,45 +670,3 @@ def read_topology() -> Topology | None:
 def read_nvlinks() -> dict[str, tuple[float | None, ...]]:
     """Per GPU of this machine the rate of each NVLink in bytes/s; empty where there is no NVIDIA GPU."""
     return parse_nvlinks(_output("nvidia-smi", "nvlink", "-s") or "")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number that `make gpu` has measured: on which GPU, when, with which torch."""
-
-    gpu: str
-    date: str
-    torch: str
-    what: str
-    value: float
-    unit: str
-
-
-@dataclass(frozen=True, repr=False)
-class Record:
-    """What `make gpu` has measured for one lesson, on every machine whose record is there. Shows as a table."""
-
-    figures: tuple[Figure, ...] = ()
-
-    def __repr__(self) -> str:
-        if not self.figures:
-            return "No record exists: nobody has run `make gpu` on a machine with a GPU and kept what it measured."
-        rows = []
-        for (gpu, date, torch), same in groupby(self.figures, key=lambda f: (f.gpu, f.date, f.torch)):
-            rows.append(f"{gpu}, torch {torch}, measured {date}")
-            rows += [f"  {f.value:>9.4g} {f.unit:<8} {f.what}" for f in same]
-        return "\n".join(rows)
-
-
-def recorded(lesson: str = "", folder: str | Path = "recorded") -> Record:
-    """What was measured on GPUs for a `lesson` ("06"; all by default): the files of `folder`, beside the notebooks."""
-    found = []
-    for path in sorted(Path(folder).glob("*.json")):
-        record = json.loads(path.read_text("utf-8"))
-        machine = record["machine"]
-        found += [
-            Figure(machine["gpus"][0], record["date"], machine["torch"], f["what"], f["value"], f["unit"])
-            for f in record["figures"]
-            if f["lesson"].startswith(lesson)
-        ]
-    return Record(tuple(found))
