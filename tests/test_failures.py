@@ -197,6 +197,19 @@ def test_a_mismatch_is_worded_alike_whoever_notices_first(four):
     assert len({str(fails(four, source, RankMismatch)) for _ in range(5)}) == 1
 
 
+def test_a_mismatch_names_only_those_whose_calls_meet(four):
+    """Ranks 2 and 3 send and receive under the same numbers, and their calls fit."""
+    source = (
+        "x = torch.ones(4)\n"
+        "if rank == 0: dist.send(x, 1)\n"
+        "elif rank == 1: dist.recv(torch.ones(3), 0)\n"
+        "elif rank == 2: dist.send(x, 3)\n"
+        "else: dist.recv(x, 2)"
+    )
+    said = str(fails(four, source, RankMismatch))
+    assert "rank 0" in said and "rank 1" in said and "rank 2" not in said and "rank 3" not in said
+
+
 ENDS = {
     "SIGKILL": (
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",

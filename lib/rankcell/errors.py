@@ -288,6 +288,9 @@ def _causes(failure: RankFailure, indent: str = "") -> list[str]:
     return lines
 
 
+_PAIRED = ("send", "recv")
+
+
 def mismatch_error(run: Run) -> RankMismatch:
     """The error for calls that do not match. It names the minority: who noticed first is chance."""
     first = next(r.mismatch for r in run.ran if r.mismatch)
@@ -301,6 +304,8 @@ def mismatch_error(run: Run) -> RankMismatch:
     wrong = next(iter(first.calls.values()))
     for result in run.ran:  # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
         for event in result.events:
+            if wrong.op in _PAIRED or event.op in _PAIRED:
+                continue  # a send and its receive know each other, and have numbers of their own
             if result.rank not in calls and (event.group, event.seq) == (wrong.group, wrong.nth):
                 calls[result.rank] = Call(event.text, event.line, event.seq, event.group, file=event.file)
     texts: dict[str, list[int]] = {}
