@@ -370,6 +370,16 @@ def test_commands_that_cannot_judge_say_why(course, tmp_path, capsys):
     assert "'4' is no size. Write for example 4GiB or 512MiB." in capsys.readouterr().err
 
 
+def test_a_long_judging_says_how_far_it_is(monkeypatch, capsys):
+    from rankcell.grade import command as grade_command
+
+    monkeypatch.setattr(grade_command, "_EVERY", 0.0)
+    progress = grade_command._Progress()
+    for _ in range(2):
+        progress.heard(Judgement("ada", "01_tiny", "Exercise 1", results.PASSED))
+    assert "  2 exercises judged so far\n" in capsys.readouterr().err
+
+
 def test_the_board_names_the_best_and_the_table_what_failed_most():
     def judged(student, **measured):
         return Judgement(student, "04", "Exercise 5: send little", results.PASSED, measured=measured)

@@ -11,6 +11,8 @@ from .. import exercises
 from ..engine import system
 from . import grading, results, sandbox, submissions
 
+_EVERY = 20.0  # seconds between two words of progress
+
 
 def _size(text: str) -> int:
     """Bytes from "4GiB", "512 MiB"."""
@@ -81,7 +83,7 @@ def run(options: Any) -> int:
         grader = grading.Grader(lessons, seconds=options.seconds, jobs=jobs, limits=limits)
         began = time.monotonic()
         print(f"{len(found)} notebooks, {jobs} answers at a time ...", file=sys.stderr, flush=True)
-        judgements = grader.grade(found)
+        judgements = grader.grade(found, _Progress().heard)
     except grading.GradeError as error:
         print(f"rankcell grade: {error}", file=sys.stderr)
         return 2
@@ -98,6 +100,20 @@ def run(options: Any) -> int:
             getattr(results, f"as_{name}")(judgements, path)
     passed, count = results.score(judgements)
     return 2 if not count else int(passed < count)
+
+
+class _Progress:
+    """Says on stderr every now and then how far the judging is: a class takes minutes."""
+
+    def __init__(self) -> None:
+        self._count, self._said = 0, time.monotonic()
+
+    def heard(self, judgement: results.Judgement) -> None:
+        """One more answer is judged; called from several threads, in which a line too many does no harm."""
+        self._count += 1
+        if time.monotonic() > self._said + _EVERY:
+            self._said = time.monotonic()
+            print(f"  {self._count} exercises judged so far", file=sys.stderr, flush=True)
 
 
 def _course(folder: Path | None) -> Path:
