@@ -28,6 +28,7 @@ from .operation import kind_of
 
 LIMIT = 1 << 30  # bytes that one process keeps at most
 WHOLE = 4096  # numbers of a parameter that a rank sends as they are
+BLOCK = 1 << 15  # numbers of a large tensor that are added up at a time
 WINDOWS, WINDOW = 64, 16  # of a larger one: so many places, so many numbers from each
 _PACKAGE = str(Path(__file__).parent.parent)
 # What wrappers call the one module that they hold: DDP, FSDP (ours, too), torch.compile, checkpoint wrappers.
@@ -262,11 +263,11 @@ def _sums(tensor: Tensor, of_parameter: bool) -> dict[str, Any]:
     n, f = matrix_of(tuple(tensor.shape), of_parameter)
     if tensor.device.type == "cpu":  # numpy has less to do before it begins
         whole = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-        matrix: Any = whole.numpy().reshape(n, f).astype(np.float64)
+        matrix: Any = whole.numpy().reshape(n, f)
         with np.errstate(all="ignore"):
-            found = _products(matrix, weights(n), weights(f))
+            found = _products_in_blocks(matrix, weights(n), weights(f))
         if not np.isfinite(found["columns"]).all():
-            matrix = np.nan_to_num(matrix, False, *NOT_FINITE)
+            matrix = np.nan_to_num(matrix.astype(np.float64), False, *NOT_FINITE)
             found = _products(matrix, weights(n), weights(f))
     else:
         matrix = torch.nan_to_num(tensor.reshape(n, f).double(), *NOT_FINITE)
@@ -276,7 +277,8 @@ def _sums(tensor: Tensor, of_parameter: bool) -> dict[str, Any]:
         flat = matrix.reshape(-1)
         at, places = ((0,), slice(None)) if len(flat) <= WHOLE else _windows(len(flat))
         flat = flat[places]
-        found |= {"flat": flat.copy() if isinstance(flat, np.ndarray) else flat.cpu().numpy(), "at": at}
+        kept = flat.astype(np.float64) if isinstance(flat, np.ndarray) else flat.cpu().numpy()
+        found |= {"flat": kept, "at": at}
     return found
 
 
@@ -285,6 +287,20 @@ def _products(matrix: Any, by_rows: Any, by_columns: Any) -> dict[str, Any]:
     n, f = matrix.shape
     rows = matrix @ by_columns if f != 1 else (matrix if n <= 1 << 18 else matrix[:0])[:, [0, 0]]
     return {"rows": rows, "columns": by_rows.T @ matrix}
+
+
+def _products_in_blocks(matrix: Any, by_rows: Any, by_columns: Any) -> dict[str, Any]:
+    """`_products` in float64 of an array in any format; of a large one block by block, which stay in the cache."""
+    n, f = matrix.shape
+    if n * f <= 4 * BLOCK or f == 1:
+        return _products(matrix.astype(np.float64), by_rows, by_columns)
+    rows, columns = np.empty((n, 2)), np.zeros((2, f))
+    size = max(1, BLOCK // f)
+    for i in range(0, n, size):
+        block = matrix[i : i + size].astype(np.float64)
+        np.matmul(block, by_columns, out=rows[i : i + size])
+        columns += by_rows[i : i + size].T @ block
+    return {"rows": rows, "columns": columns}
 
 
 @lru_cache(1000)
