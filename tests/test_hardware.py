@@ -1,7 +1,6 @@
 """The facts follow from their parts and agree with what is published; the readers parse and never guess."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -332,28 +331,3 @@ def test_a_tool_that_fails_or_is_missing_answers_nothing():
 @pytest.mark.parametrize(("text", "cpus"), [("0-3", (0, 1, 2, 3)), ("0,2-3,9", (0, 2, 3, 9)), ("", ())])
 def test_lists_of_cpus(text, cpus):
     assert hw.parse_cpus(text) == cpus
-
-
-RECORD = {
-    "date": "2027-01-02",
-    "machine": {"gpus": ["Some GPU", "Some GPU"], "torch": "2.11.0+cu130"},
-    "figures": [
-        {"lesson": "02", "what": "host to GPU, pinned", "value": 55.4, "unit": "GB/s"},
-        {"lesson": "06", "what": "copy beside a product", "value": 9.1, "unit": "ms"},
-    ],
-}
-
-
-def test_a_record_says_what_was_measured_where_and_when(tmp_path):
-    (tmp_path / "some-gpu.json").write_text(json.dumps(RECORD))
-    said = repr(hw.recorded("06", tmp_path))
-    assert said.splitlines() == [
-        "Some GPU, torch 2.11.0+cu130, measured 2027-01-02",
-        "        9.1 ms       copy beside a product",
-    ]
-    assert len(hw.recorded(folder=tmp_path).figures) == 2
-
-
-def test_without_a_record_it_says_so_and_invents_nothing(tmp_path):
-    nothing = hw.recorded("06", tmp_path / "recorded")
-    assert nothing.figures == () and repr(nothing).startswith("No record exists:")

@@ -55,7 +55,8 @@ def parsed(source: str) -> ast.Module | None:
 
 def uses_and_binds(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """The names that `source` reads from outside, functions' bodies included, and the names it defines."""
-    table = symtable.symtable(source, "cell", "exec")
+    tree = _Scopes().visit(ast.parse(source))
+    table = symtable.symtable(ast.unparse(ast.fix_missing_locations(tree)), "cell", "exec")
     uses = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
     binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
     waiting = list(table.get_children())
@@ -67,10 +68,26 @@ def uses_and_binds(source: str) -> tuple[frozenset[str], frozenset[str]]:
                 uses.add(symbol.get_name())
             if symbol.is_declared_global() and symbol.is_assigned():
                 binds.add(symbol.get_name())
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             uses.add(node.target.id)
     return frozenset(uses), frozenset(binds)
+
+
+class _Scopes(ast.NodeTransformer):
+    """Turns comprehensions into generator expressions: from Python 3.12 on only these have names of their own."""
+
+    def _generator(self, element: ast.expr, node: ast.ListComp | ast.SetComp | ast.DictComp) -> ast.AST:
+        return self.generic_visit(ast.GeneratorExp(element, node.generators))
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+        return self._generator(node.elt, node)
+
+    def visit_SetComp(self, node: ast.SetComp) -> ast.AST:
+        return self._generator(node.elt, node)
+
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        return self._generator(ast.Tuple([node.key, node.value], ast.Load()), node)
 
 
 def _needs(body: Sequence[ast.stmt], bound: frozenset[str] = frozenset()) -> frozenset[str]:
