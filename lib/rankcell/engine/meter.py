@@ -52,7 +52,6 @@ class Meter:
         self.began = began
         self._clock, self._watches = clock, watches
         self.phase = ""  # the part of the program that the next samples belong to
-        self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
         # address of a storage: reference, number. The reference does not keep it, and tells when it is gone.
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._count = 0
@@ -61,9 +60,14 @@ class Meter:
             int, int
         ] = {}  # by number, sizes that are others since then; 0 of one that is gone
         self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
-        self._trained: dict[int, weakref.ref[Tensor]] = {}  # parameters, also those that are not shown now
-        self._claimed: dict[str, set[int]] = {}  # tensors by id, of each list that is asked for
+        # parameters that the owners ever showed, by id, and the ids of those that they showed at the last look
+        self._trained: dict[int, weakref.ref[Tensor]] = {}
+        self._shown: list[int] = []
+        self._claimed: dict[str, list[int]] = {}  # tensors by id, of each list that is asked for
+        self._known: tuple[int, list[weakref.ref[Any]]] = (-1, [])  # how many modules there were, and which
+        self._tellers: list[weakref.ref[Any]] = []  # those of them that have a `held_by_kind`
         self._asked = 0
+        self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
         self._states: dict[int, int] = {}  # how many entries the states of an optimizer had
         # when, phase, what changed, CUDA's count
         self._log: list[tuple[float, str, dict[int, int], int | None]] = []
@@ -83,6 +87,7 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         self.look()
+        self._asked = -1  # a thorough look
         self._ask_owners()
         self._seen.clear()
 
@@ -118,16 +123,19 @@ class Meter:
                 at=at - (self.began or 0.0), phase=phase, allocated=allocated, **{**held, "rest": rest}
             )
 
-    def _parameters(self) -> Iterator[Tensor]:
-        """The parameters and buffers that the owners show now."""
-        for module in self._modules:
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    yield tensor
+    def _parameters(self) -> list[Tensor]:
+        """The parameters and buffers that the owners show now. It is asked for after almost every operation."""
+        if self._known[0] != len(self._modules) or self._asked % THOROUGH == 0:
+            modules = list(self._modules)
+            self._known = len(modules), [weakref.ref(module) for module in modules]
+            self._tellers = [weakref.ref(module) for module in modules if hasattr(type(module), "held_by_kind")]
+        modules = [module for reference in self._known[1] if (module := reference()) is not None]
+        held = [named for module in modules for named in (module._parameters, module._buffers) if named]
+        shown = [tensor for named in held for tensor in named.values() if tensor is not None]
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                yield from group["params"]
-        yield from self._tensors
+                shown += group["params"]
+        return shown + self._tensors
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Autograd keeps this one for backward."""
@@ -216,34 +224,40 @@ class Meter:
 
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
-        for parameter in self._parameters():
-            known = self._trained.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._trained[id(parameter)] = weakref.ref(parameter)
+        self._asked += 1
+        parameters = self._parameters()
+        if (shown := list(map(id, parameters))) != self._shown or self._asked % THOROUGH == 0:
+            self._shown = shown
+            for parameter in parameters:
+                known = self._trained.get(id(parameter))
+                if known is None or known() is not parameter:
+                    self._trained[id(parameter)] = weakref.ref(parameter)
         trained = [p for reference in self._trained.values() if (p := reference()) is not None]
         if len(trained) < len(self._trained):
             self._trained = {id(parameter): weakref.ref(parameter) for parameter in trained}
-        self._asked += 1
         self._claim(self._unknown(trained, "parameters"), "parameters")
-        self._claim(self._unknown([p.grad for p in trained if p.grad is not None], "gradients"), "gradients")
+        self._claim(self._unknown([g for p in trained if (g := p.grad) is not None], "gradients"), "gradients")
         for optimizer in self._optimizers:
             count = sum(map(len, optimizer.state.values()))
             if self._states.get(id(optimizer)) != count:  # they are made once, and then changed in place
                 self._states[id(optimizer)] = count
                 for state in optimizer.state.values():
                     self._claim(self._unknown(state.values(), f"{id(state)}"), "optimizer")
-        for module in self._modules:
-            held_by_kind: Any = getattr(module, "held_by_kind", dict)
-            for kind, tensors in held_by_kind().items():
-                self._claim(tensors, kind)
+        for reference in self._tellers:
+            if (module := reference()) is not None:
+                for kind, tensors in module.held_by_kind().items():
+                    self._claim(tensors, kind)
 
     def _unknown(self, tensors: Collection[Any], which: str) -> Iterable[Any]:
         """Those that were not claimed at the last look. Of few tensors all are looked at, since it costs little."""
-        before = self._claimed.get(which, set())
-        self._claimed[which] = set(map(id, tensors))
+        before, now = self._claimed.get(which, []), list(map(id, tensors))
+        self._claimed[which] = now
         if len(self._trained) < MANY or self._asked % THOROUGH == 0:
             return tensors
-        return [tensor for tensor in tensors if id(tensor) not in before]
+        if now == before:
+            return ()
+        earlier = set(before)
+        return [tensor for tensor in tensors if id(tensor) not in earlier]
 
     def _thin(self) -> None:
         """Forget every second sample, but not the highest: what changed in it is told by the next."""
