@@ -7,6 +7,7 @@ tensors have storages as real ones have. It draws nothing.
 """
 
 import contextlib
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -64,9 +65,10 @@ class Meter:
         self._trained: dict[int, weakref.ref[Tensor]] = {}
         self._shown: list[int] = []
         self._claimed: dict[str, list[int]] = {}  # tensors by id, of each list that is asked for
-        self._known: tuple[int, list[weakref.ref[Any]]] = (-1, [])  # how many modules there were, and which
+        self._listed = -1  # how many modules there were when these were noted:
+        self._named: dict[weakref.ref[Any], list[dict[str, Any]]] = {}  # their parameters and buffers by name
         self._tellers: list[weakref.ref[Any]] = []  # those of them that have a `held_by_kind`
-        self._asked = 0
+        self._asked = self._backward = 0  # how often they were asked, and when last during a backward
         self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
         self._states: dict[int, int] = {}  # how many entries the states of an optimizer had
         # when, phase, what changed, CUDA's count
@@ -87,7 +89,7 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         self.look()
-        self._asked = -1  # a thorough look
+        self._asked = -1  # so that this look is thorough
         self._ask_owners()
         self._seen.clear()
 
@@ -124,18 +126,29 @@ class Meter:
             )
 
     def _parameters(self) -> list[Tensor]:
-        """The parameters and buffers that the owners show now. It is asked for after almost every operation."""
-        if self._known[0] != len(self._modules) or self._asked % THOROUGH == 0:
-            modules = list(self._modules)
-            self._known = len(modules), [weakref.ref(module) for module in modules]
-            self._tellers = [weakref.ref(module) for module in modules if hasattr(type(module), "held_by_kind")]
-        modules = [module for reference in self._known[1] if (module := reference()) is not None]
-        held = [named for module in modules for named in (module._parameters, module._buffers) if named]
-        shown = [tensor for named in held for tensor in named.values() if tensor is not None]
+        """The parameters and buffers that the owners show now. It is asked for after most operations."""
+        if self._listed != len(self._modules) or self._asked % THOROUGH == 0:
+            self._list_modules()
+        named = itertools.chain.from_iterable(list(self._named.values()))
+        shown: list[Any] = list(itertools.chain.from_iterable(map(dict.values, named)))
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 shown += group["params"]
-        return shown + self._tensors
+        return [tensor for tensor in shown if tensor is not None] + self._tensors
+
+    def _list_modules(self) -> None:
+        """Note what names the modules have for their tensors, without keeping a module alive."""
+        modules = list(self._modules)
+        self._listed = len(modules)
+        self._named.clear()
+        self._tellers = [weakref.ref(module) for module in modules if hasattr(type(module), "held_by_kind")]
+        for module in modules:
+            names = [module._parameters, module._buffers] if module._buffers else [module._parameters]
+            self._named[weakref.ref(module, self._let_go)] = names
+
+    def _let_go(self, module: weakref.ref[Any]) -> None:
+        """A module is gone: what its tensors' names hold goes, too."""
+        self._named.pop(module, None)
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Autograd keeps this one for backward."""
@@ -204,7 +217,8 @@ class Meter:
         if not self._log:
             self._ask_owners()
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
-        if not self._news() and self._log and (self._log[-1][1], self._log[-1][3]) == (self.phase, allocated):
+        changes = self._news()
+        if not changes and self._log and (self._log[-1][1], self._log[-1][3]) == (self.phase, allocated):
             return
         self._ask_owners()
         changes = self._news()
@@ -226,35 +240,40 @@ class Meter:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
         self._asked += 1
         parameters = self._parameters()
-        if (shown := list(map(id, parameters))) != self._shown or self._asked % THOROUGH == 0:
+        thorough = len(self._trained) < MANY or self._asked % THOROUGH == 0
+        if (shown := list(map(id, parameters))) != self._shown or thorough:
             self._shown = shown
             for parameter in parameters:
                 known = self._trained.get(id(parameter))
                 if known is None or known() is not parameter:
                     self._trained[id(parameter)] = weakref.ref(parameter)
-        trained = [p for reference in self._trained.values() if (p := reference()) is not None]
-        if len(trained) < len(self._trained):
-            self._trained = {id(parameter): weakref.ref(parameter) for parameter in trained}
-        self._claim(self._unknown(trained, "parameters"), "parameters")
-        self._claim(self._unknown([g for p in trained if (g := p.grad) is not None], "gradients"), "gradients")
+            if thorough:
+                parameters = [p for reference in self._trained.values() if (p := reference()) is not None]
+                if len(parameters) < len(self._trained):
+                    self._trained = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+            self._claim(self._unknown(parameters, "parameters", thorough), "parameters")
+        if torch._C._current_graph_task_id() >= 0:
+            self._backward = self._asked
+        if thorough or self._asked <= self._backward + THOROUGH:  # else a gradient is somebody's own, and stays
+            gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+            self._claim(self._unknown(gradients, "gradients", thorough), "gradients")
         for optimizer in self._optimizers:
             count = sum(map(len, optimizer.state.values()))
             if self._states.get(id(optimizer)) != count:  # they are made once, and then changed in place
                 self._states[id(optimizer)] = count
                 for state in optimizer.state.values():
-                    self._claim(self._unknown(state.values(), f"{id(state)}"), "optimizer")
+                    self._claim(state.values(), "optimizer")
         for reference in self._tellers:
             if (module := reference()) is not None:
                 for kind, tensors in module.held_by_kind().items():
                     self._claim(tensors, kind)
 
-    def _unknown(self, tensors: Collection[Any], which: str) -> Iterable[Any]:
-        """Those that were not claimed at the last look. Of few tensors all are looked at, since it costs little."""
-        before, now = self._claimed.get(which, []), list(map(id, tensors))
-        self._claimed[which] = now
-        if len(self._trained) < MANY or self._asked % THOROUGH == 0:
+    def _unknown(self, tensors: Collection[Any], which: str, thorough: bool = True) -> Iterable[Any]:
+        """Those that were not claimed at the last look, or all."""
+        before, self._claimed[which] = self._claimed.get(which, []), list(map(id, tensors))
+        if thorough:
             return tensors
-        if now == before:
+        if self._claimed[which] == before:
             return ()
         earlier = set(before)
         return [tensor for tensor in tensors if id(tensor) not in earlier]
