@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -144,6 +145,7 @@ class Stage:
         tolist = FakeTensor.tolist
         FakeTensor.tolist = lambda t: t.constant.tolist() if t.constant is not None else tolist(t)
         _fsdp_param._chunk_with_empty = _Chunks
+        _compute_meshes_with_numbers()
         FakeTensor.__format__ = self._format  # type: ignore[method-assign,assignment]
         FakeTensor.numpy = lambda *_, **__: self._has_none("an array of numbers, as `.numpy()` gives it")
         dist._verify_params_across_processes = with_integers(verify)
@@ -275,6 +277,22 @@ class Stage:
             (_FORMATS[t.dtype] for t in leaves if getattr(t, "dtype", None) in _FORMATS), "tf32"
         )
         return self.cluster.compute_seconds(flops, nbytes, number_format)
+
+
+def _compute_meshes_with_numbers() -> None:
+    """A mesh that is made of others asks for its places in a thousand ranks: FSDP2 makes one for every parameter."""
+    original = DeviceMesh.__init__
+
+    def __init__(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        ranks = kwargs.get("_rank_map")
+        if kwargs.get("_init_backend", True) or not isinstance(ranks, FakeTensor) or ranks.constant is None:
+            original(mesh, *args, **kwargs)
+            return
+        with torch._C._DisableTorchDispatch():
+            original(mesh, *args, **kwargs | {"_rank_map": ranks.constant})
+        mesh._rank_map = ranks
+
+    DeviceMesh.__init__ = __init__  # type: ignore[method-assign]
 
 
 class _Chunks(Sequence[torch.Tensor]):
