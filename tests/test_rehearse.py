@@ -454,3 +454,79 @@ def test_bytes_and_states_at_1024_ranks_are_the_planners(seventh):
     assert run.ranks[7].memory[-1].parameters == pytest.approx(4 * held, rel=0.01)
     assert run.ranks[7].memory[-1].gradients == pytest.approx(4 * held, rel=0.01)
     assert max(m.optimizer for m in run.ranks[7].memory) == pytest.approx(8 * held, rel=0.01)
+
+
+def a_step_of_an_8b_llama(tp):
+    """One step with as many layers as count, attention by torch's kernel; all that a layer has is divided over tp."""
+    from contextlib import nullcontext
+
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+    from torch.nn import functional as F
+
+    def kernel(query, key, value, dropout, documents=None):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    names = ("dp", "tp")
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=names)
+    model = models.Llama(
+        128256, 4096, n_heads=32, n_kv_heads=8, n_layers=LAYERS, d_hidden=14336, context=8192
+    )
+    how = {"mesh": mesh["dp"], "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    plan = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    plan |= {"mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel()}
+    plan |= {"attention.output": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+    whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    if tp > 1:
+        tables = {"token_embedding": RowwiseParallel(input_layouts=Replicate())}
+        parallelize_module(model, mesh["tp"], tables | {"head": ColwiseParallel(use_local_output=False)})
+    for block in model.blocks:
+        if tp > 1:
+            parallelize_module(block, mesh["tp"], plan | {"attention": whole, "mlp": whole})
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(1, 8192, dtype=torch.long)
+    own, models.causal_attention = models.causal_attention, kernel
+    try:
+        with rankcell.span("step"), loss_parallel() if tp > 1 else nullcontext():
+            models.cross_entropy(model(tokens), tokens).backward()
+            optimizer.step()
+    finally:
+        models.causal_attention = own
+
+
+LAYERS = 6
+
+
+@pytest.mark.parametrize(("tp", "logit_bytes"), [(1, 6), (8, 16)])
+def test_the_peak_at_1024_ranks_is_the_planners(seventh, tp, logit_bytes):
+    """FSDP2 alone, and over tensor parallelism: the fullest moment is that in which the loss is computed.
+
+    The planner's stack "eager" says what torch keeps where no kernels are fused. Per logit, cross_entropy holds its
+    log-softmax and two gradients of 2 bytes; `loss_parallel` holds the logits, three arrays in float32, and what it
+    gives. Two things are left as the planner has them: it counts three mean layers as gathered, where this program
+    holds both tables, and it counts gradients and optimizer, of which a first step has none yet at that moment.
+    """
+    from dataclasses import replace
+
+    from rankcell.planner import chips, layout, memory, shapes, stacks
+
+    run = seventh.run(a_step_of_an_8b_llama, args=(tp,))
+    (began,) = (e.start for e in run.events if e.op == "step")
+    step = max((m for m in run.ranks[7].memory if m.at > began), key=lambda m: m.total)
+    shape = replace(shapes.MODELS["llama3-8b"], layers=LAYERS)
+    stack = stacks.with_numbers(stacks.STACKS["eager"], {"logit_bytes": logit_bytes})
+    job = layout.Job(shape, chips.find("h100"), 1024, 8192, 1024 // tp, "bf16", stack)
+    spread = layout.Layout(tp=tp, dp=1024 // tp, zero=3, sequence_parallel=False)
+    planned = memory.on_stage(job, spread, 0)
+    in_loss = 2 * 8192 * 128256 / tp  # of the logits, what autograd keeps
+    assert step.activations - in_loss == pytest.approx(float(planned.activations), rel=0.005)
+    assert step.total == pytest.approx(float(planned.total), rel=0.03)

@@ -254,7 +254,9 @@ class Meter:
             self._claim(self._unknown(parameters, "parameters", thorough), "parameters")
         if torch._C._current_graph_task_id() >= 0:
             self._backward = self._asked
-        if thorough or self._asked <= self._backward + THOROUGH:  # else a gradient is somebody's own, and stays
+        if (
+            thorough or self._asked <= self._backward + THOROUGH
+        ):  # else a gradient is somebody's own, and stays
             gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
             self._claim(self._unknown(gradients, "gradients", thorough), "gradients")
         for optimizer in self._optimizers:

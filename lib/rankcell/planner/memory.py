@@ -59,6 +59,9 @@ def kept_per_token(
     recompute: Any = NONE,
     masks: bool = False,
     norm_copies: float = 0,
+    attention_copies: float = 0,
+    gate_copies: float = 0,
+    angles: float = 0,
     product_bytes: float = 2,
 ) -> Any:
     """Bytes that the forward of one mean layer keeps, per token of the micro-batch, on one of `tp` ranks.
@@ -67,22 +70,25 @@ def kept_per_token(
     the square of attention (5 bytes an element: softmax, dropout and its mask) unless attention is flash or its
     inside is recomputed. Divided with sequence parallelism only: the inputs of both norms and of both halves.
     `masks`: and the two masks of dropout, one byte per element. `norm_copies`: further 16-bit copies around the
-    norms. `product_bytes`: bytes per element of what matrix products keep; 1 where they keep it in fp8.
+    norms; `attention_copies`, `gate_copies`: of what attention gives, and of the inside of the MLP. `angles`: tables
+    of the cosines or sines of rotary positions, 16-bit and half a head wide, which no rank divides. `product_bytes`:
+    bytes per element of what matrix products keep; 1 where they keep it in fp8.
     """
     s = job_shape
     shard = np.where(sequence_parallel, tp, 1)
     p = product_bytes
     between = 2 * (2 + p) * s.hidden + 2 * s.hidden * masks + 2 * norm_copies * s.hidden
-    attention = 2 * (s.width + 2 * s.kv_width) + p * s.width  # q, k, v, and the input of the projection
+    # queries, keys, values, and the input of the projection
+    attention = 2 * (s.width + 2 * s.kv_width) + (p + 2 * attention_copies) * s.width
     share = s.moe_layers / s.layers
     inner = (1 - share) * s.ffn + share * (s.top_k * s.expert_ffn + s.shared_ffn)
     # without a gate: the input of the nonlinearity and what it gives; with one: two inputs and their product
-    mlp = inner * np.where(s.gated, 4 + p, 2 + p)
+    mlp = inner * (np.where(s.gated, 4 + p, 2 + p) + 2 * gate_copies)
     routed = (
         share * s.top_k * (p + 2) * s.hidden
     )  # the copy of a token at each of its experts, and its answer
     square = np.where(np.logical_or(flash, recompute != NONE), 0, 5 * s.heads * seq)
-    kept = between / shard + (attention + mlp + square) / tp + routed
+    kept = between / shard + (attention + mlp + square) / tp + routed + angles * s.width / s.heads
     return np.where(recompute == FULL, 2 * s.hidden / shard, kept)
 
 
@@ -156,6 +162,9 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> Memory:
         "sequence_parallel": layout.sequence_parallel,
         "masks": stack.masks,
         "norm_copies": stack.norm_copies,
+        "attention_copies": stack.attention_copies,
+        "gate_copies": stack.gate_copies,
+        "angles": stack.angles,
         "product_bytes": np.where(job.number_format in ("fp8", "fp4"), 1, 2),
     }
     layer = kept_per_token(job.shape, job.seq / layout.cp, layout.tp, recompute=layout.recompute, **options)
@@ -165,8 +174,9 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> Memory:
     layer = layer * np.where(layout.recompute == SELECTIVE, stack.selective_kept, 1)
     inside = kept_per_token(job.shape, job.seq / layout.cp, layout.tp, recompute=NONE, **options)
     again = np.where(layout.recompute == FULL, inside, 0)  # the one layer that is being computed again
-    activations = tokens * (whole * held * layer + again)
     is_last = stage == layout.pp - 1
+    end = is_last * stack.end_bytes * job.shape.hidden / np.where(layout.sequence_parallel, layout.tp, 1)
+    activations = tokens * (whole * held * layer + again + end)
     logits = is_last * stack.logit_bytes * tokens * job.shape.vocab / layout.tp
     return Memory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
 

@@ -25,8 +25,9 @@ class Stack:
     `slowdown`: a factor on all computation for a stack that is slow for reasons nobody published.
 
     Memory: bytes per parameter of weights, gradients and optimizer; `logit_bytes` per element of the logits;
-    `norm_copies` and `kept_whole`: see `memory`; `workspace` of the libraries; `headroom`: the share of the
-    card that cannot be used.
+    `norm_copies`, `attention_copies`, `gate_copies`, `angles` and `kept_whole`: see `memory`; `end_bytes` per hidden
+    element of a token that the last stage keeps beside its layers, around the final norm; `workspace` of the
+    libraries; `headroom`: the share of the card that cannot be used.
 
     How it works: `split`: how it cuts the model into stages, "even", "by work" (the head counts as layers) or
     "short ends" (the first and the last stage have a layer fewer); `way`: how it sums gradients between domains
@@ -56,6 +57,10 @@ class Stack:
     optimizer_bytes: Any = 12.0
     logit_bytes: Any = 8.0
     norm_copies: Any = 0.0
+    attention_copies: Any = 0.0
+    gate_copies: Any = 0.0
+    angles: Any = 0.0
+    end_bytes: Any = 0.0
     kept_whole: Any = 0.0
     masks: Any = False
     selective_kept: Any = 1.0
@@ -70,6 +75,15 @@ class Stack:
 
 _FITTED = json.loads(files(__package__).joinpath("fitted.json").read_text("utf-8"))
 STACKS = {name: Stack(name=name, **numbers) for name, numbers in _FITTED["stacks"].items()}
+# torch as it is, each operation a kernel of its own, no compiler, as `models.Llama` with torch's attention: counted,
+# not fitted. An RMSNorm in float32 keeps its input and the normalised numbers in it (4 + 4 bytes, where a fused one
+# keeps 2), and both norms of a layer so 6 copies of 2 bytes; attention's result is copied into the order of the
+# tokens; silu keeps what it gives; queries and keys have a table of cosines and one of sines each. The loss: the
+# log-softmax of the logits, its gradient and theirs, 2 bytes each. No workspace is counted.
+STACKS["eager"] = Stack(
+    name="eager", norm_copies=6, attention_copies=1, gate_copies=1, angles=4, end_bytes=10, logit_bytes=6,
+    reduce_bytes=4, overlap_tp=0, workspace=0, sequence_parallel=False,
+)  # fmt: skip
 EFFICIENCY: dict[str, dict[str, float]] = _FITTED["efficiency"]
 ERRORS: dict[str, Any] = _FITTED.get("errors", {})
 # Which stack a published run belongs to, by what its source or its notes say; the first that is found

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -92,6 +93,7 @@ class Stage:
         self.pending: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self.meter: Any = None
         self.integers = False  # tensors of integers are real now: C++ reads them
+        self.outlining = False  # DTensor asks for the shape of a result: nothing is computed or held
         torch.nn.modules.module.register_module_parameter_registration_hook(
             lambda module, *_: self.modules.add(module)
         )
@@ -131,13 +133,14 @@ class Stage:
         verify = dist._verify_params_across_processes
         rebuild = Reducer._rebuild_buckets
 
-        def with_integers(function: Any) -> Any:
+        def while_set(flag: str, function: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
-                before, self.integers = self.integers, True
+                before = getattr(self, flag)
+                setattr(self, flag, True)
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    self.integers = before
+                    setattr(self, flag, before)
 
             return call
 
@@ -148,8 +151,11 @@ class Stage:
         _compute_meshes_with_numbers()
         FakeTensor.__format__ = self._format  # type: ignore[method-assign,assignment]
         FakeTensor.numpy = lambda *_, **__: self._has_none("an array of numbers, as `.numpy()` gives it")
-        dist._verify_params_across_processes = with_integers(verify)
-        Reducer._rebuild_buckets = with_integers(rebuild)
+        dist._verify_params_across_processes = while_set("integers", verify)
+        Reducer._rebuild_buckets = while_set("integers", rebuild)
+        for name in ("_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
+            if (outline := getattr(ShardingPropagator, name, None)) is not None:
+                setattr(ShardingPropagator, name, while_set("outlining", outline))
 
     def _has_none(self, what: str) -> NoReturn:
         raise RehearsalError(what, self.caller()[0])
@@ -214,6 +220,8 @@ class Stage:
         """One operation of torch: its result, with the time on the clock that it takes."""
         if operation is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if self.outlining:
+            return operation(*args, **kwargs)
         if operation.namespace == "c10d":
             with torch._C._DisableTorchDispatch():
                 return operation(*args, **kwargs)
