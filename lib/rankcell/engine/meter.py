@@ -143,7 +143,7 @@ class Meter:
         self._named.clear()
         self._tellers = [weakref.ref(module) for module in modules if hasattr(type(module), "held_by_kind")]
         for module in modules:
-            names = [module._parameters, module._buffers] if module._buffers else [module._parameters]
+            names: list[Any] = [module._parameters, *([module._buffers] if module._buffers else [])]
             self._named[weakref.ref(module, self._let_go)] = names
 
     def _let_go(self, module: weakref.ref[Any]) -> None:
