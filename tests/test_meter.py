@@ -106,6 +106,28 @@ def test_the_gradients_are_those_without_a_meter():
     assert all(torch.equal(p.grad, e) for p, e in zip(gpt.parameters(), expected, strict=True))
 
 
+def test_many_parameters_are_told_apart_as_few_are(monkeypatch):
+    """Of many, those are asked that are new: a weight that is there for one forward, gradients for one backward."""
+    found = []
+    for many in (10**6, 0):
+        monkeypatch.setattr(meter, "MANY", many)
+        gpt, (x, y) = models.GPT(49, tied=False), models.batch(models.encode(models.text()), 0, size=2)
+        with rankcell.memory(gpt) as held:
+            for _ in range(2):
+                models.cross_entropy(gpt(x), y).backward()
+                torch.zeros(8)  # an operation: gradients are noted after the next one
+                gpt.zero_grad()
+                own, gpt.head.weight = gpt.head.weight, torch.nn.Parameter(torch.zeros(49, 64))
+                with torch.no_grad():
+                    gpt.head(torch.zeros(2, 64))
+                gpt.head.weight = own
+        found.append([sample.by_kind for sample in held.samples])
+    assert found[0] == found[1]
+    n = models.gpt_parameters(49, tied=False)
+    assert max(kinds["parameters"] for kinds in found[1]) == 4 * (n + 49 * 64)
+    assert max(kinds["gradients"] for kinds in found[1]) == 4 * n
+
+
 def test_a_long_measurement_stays_small_and_keeps_its_peak(monkeypatch):
     monkeypatch.setattr(meter, "MAX_SAMPLES", 50)
     x = torch.zeros(1)
