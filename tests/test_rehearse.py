@@ -510,7 +510,7 @@ LAYERS = 6
 def test_the_peak_at_1024_ranks_is_the_planners(seventh, tp, logit_bytes):
     """FSDP2 alone, and over tensor parallelism: the fullest moment is that in which the loss is computed.
 
-    The planner's stack "eager" says what torch keeps where no kernels are fused. Per logit, cross_entropy holds its
+    The planner's stack `EAGER` says what torch keeps where no kernels are fused. Per logit, cross_entropy holds its
     log-softmax and two gradients of 2 bytes; `loss_parallel` holds the logits, three arrays in float32, and what it
     gives. Two things are left as the planner has them: it counts three mean layers as gathered, where this program
     holds both tables, and it counts gradients and optimizer, of which a first step has none yet at that moment.
@@ -523,7 +523,7 @@ def test_the_peak_at_1024_ranks_is_the_planners(seventh, tp, logit_bytes):
     (began,) = (e.start for e in run.events if e.op == "step")
     step = max((m for m in run.ranks[7].memory if m.at > began), key=lambda m: m.total)
     shape = replace(shapes.MODELS["llama3-8b"], layers=LAYERS)
-    stack = stacks.with_numbers(stacks.STACKS["eager"], {"logit_bytes": logit_bytes})
+    stack = stacks.with_numbers(stacks.EAGER, {"logit_bytes": logit_bytes})
     job = layout.Job(shape, chips.find("h100"), 1024, 8192, 1024 // tp, "bf16", stack)
     spread = layout.Layout(tp=tp, dp=1024 // tp, zero=3, sequence_parallel=False)
     planned = memory.on_stage(job, spread, 0)
