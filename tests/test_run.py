@@ -127,6 +127,63 @@ def test_a_program_without_torch_is_left_alone(tmp_path):
     assert started(RUN, tmp_path).returncode == 2
 
 
+def test_the_runner_imports_no_more_than_it_needs(tmp_path):
+    """It takes a core from the ranks for as long as it starts."""
+    source = (
+        "import sys\nfrom rankcell.command import main\nmain(['run', '--', 'true'])\n"
+        "print([m for m in ('torch', 'numpy', 'IPython', 'rankcell.engine.record') if m in sys.modules])"
+    )
+    assert started([sys.executable, "-c", source], tmp_path).stdout == "[]\n"
+
+
+TRAINS = """
+import hashlib
+import json
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from rankcell import models
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+tokens = models.encode(models.text())
+model = DistributedDataParallel(models.GPT(49, d_model=32, n_layers=2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+losses = []
+for x, y in models.batches(tokens, 12, size=8, rank=rank, world_size=size):
+    optimizer.zero_grad()
+    loss = models.cross_entropy(model(x), y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    losses.append(total.item().hex())
+bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+told = "recorded" if "rankcell.jobs.inside" in sys.modules else "plain"
+with open(f"{told}-{rank}.json", "w") as file:
+    json.dump([losses, hashlib.sha256(bits).hexdigest(), torch.rand(1).item()], file)
+dist.destroy_process_group()
+"""
+
+
+def test_losses_and_weights_are_those_of_a_plain_run(tmp_path):
+    """Bit by bit, on both ranks, and the random state after the training too."""
+    (tmp_path / "train.py").write_text(TRAINS)
+    job = [*TORCHRUN, "--nproc-per-node=2", "train.py"]
+    for command in (job, [*RUN, "--", *job]):
+        done = started(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        plain, recorded = (
+            json.loads((tmp_path / f"{w}-{rank}.json").read_text()) for w in ("plain", "recorded")
+        )
+        assert plain == recorded and len(set(plain[0])) == 12
+
+
 # A few kinds that differ most in how they are found; `python tests/hanging_jobs.py` runs all hundred.
 CHOSEN = (
     "hang: a lock",
