@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hanging_jobs
+import nccl_stand_in
 from rankcell.jobs import attach
 
 HERE = Path(__file__).parent
@@ -82,6 +83,32 @@ def test_an_unchanged_script_under_torchrun(tmp_path):
     ]
     again = started([sys.executable, "-m", "rankcell.command", "explain", "report"], tmp_path)
     assert line in again.stdout
+
+
+ENQUEUES = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("stand_in")
+rank = dist.get_rank()
+x = torch.ones(8)
+for step in range(3):
+    if rank == 0 or step < 2:
+        dist.all_reduce(x)
+print("rank", rank, "has", x.tolist(), flush=True)
+"""
+
+
+def test_a_hang_where_calls_only_enqueue(tmp_path):
+    """On the stand-in for nccl: rank 0 hangs where it reads the numbers, and is told of the call that is missed."""
+    (tmp_path / "train.py").write_text(ENQUEUES)
+    path = os.pathsep.join([nccl_stand_in.install(tmp_path / "stand_in"), str(tmp_path), LIB])
+    command = [*RUN, "--", *TORCHRUN, "--nproc-per-node=2", "train.py"]
+    done = started(command, tmp_path, PYTHONPATH=path, RANKCELL_STAND_IN=str(tmp_path / "meet"))
+    line = "rankcell: rank 1 finished the script without the all_reduce that rank 0 waits in."
+    assert done.returncode != 0 and done.stderr.count(line) == 1, done.stderr
+    assert "rank 0  waits in all_reduce(float32[8]) (call 3 of the world, line 10 of train.py)" in done.stderr
+    assert "rank 1 has [4.0" in done.stdout and "rank 0 has" not in done.stdout
 
 
 def test_ranks_that_a_program_spawns_itself(tmp_path):
@@ -172,12 +199,17 @@ dist.destroy_process_group()
 
 
 def test_losses_and_weights_are_those_of_a_plain_run(tmp_path):
-    """Bit by bit, on both ranks, and the random state after the training too."""
+    """Bit by bit, on both ranks, and the random state after the training too; and what the ranks did is kept."""
     (tmp_path / "train.py").write_text(TRAINS)
     job = [*TORCHRUN, "--nproc-per-node=2", "train.py"]
-    for command in (job, [*RUN, "--", *job]):
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "rank-7.json").write_text("of an earlier job")
+    for command in (job, [*RUN, "--report", "report", "--", *job]):
         done = started(command, tmp_path)
         assert done.returncode == 0, done.stderr
+    explained = started([sys.executable, "-m", "rankcell.command", "explain", "report"], tmp_path)
+    assert "\nrankcell: all 2 ranks have finished.\n" in explained.stdout, explained
+    assert "ranks 0, 1  finished the script after" in explained.stdout
     for rank in range(2):
         plain, recorded = (
             json.loads((tmp_path / f"{w}-{rank}.json").read_text()) for w in ("plain", "recorded")

@@ -43,7 +43,7 @@ class Verdict:
     of each stack that belongs to them, the most telling first.
     """
 
-    kind: str  # "mismatch", "lost", "error", "hang", "still" or "unclear"
+    kind: str  # "mismatch", "lost", "error", "hang", "still", "finished" or "unclear"
     culprits: tuple[int, ...]
     headline: str
     rows: tuple[str, ...] = ()
@@ -331,7 +331,7 @@ def _departed(left: apart.Departure, states: Sequence[State], proof: diagnose.Di
             if left.others
             else "it called"
         )
-        said += f"{who} {_called(left.usual, len(states))}{'' if left.others else ' before'}"
+        said += f"{who} {_called(left.usual, len(states), left.others)}{'' if left.others else ' before'}"
     ended = [s.rank for s in states if s.rank in rest and s.phase == "finished"]
     said += (
         f", and waits for {name_ranks(ended)}, which finished."
@@ -345,10 +345,13 @@ def _departed(left: apart.Departure, states: Sequence[State], proof: diagnose.Di
     return {"blame": left.rank, "headline": said, "advice": advice}
 
 
-def _called(event: Event, world_size: int) -> str:
+def _called(event: Event, world_size: int, ranks: Sequence[int] = ()) -> str:
+    """A call, its group, and where; of `ranks` that may each have called it in a group of their own."""
     where = f" at {at_line(event.line, event.file)}" if event.line else ""
-    world = "the world" if len(event.ranks) == world_size else f"the group of {name_ranks(event.ranks)}"
-    return f"{event.text} of {world}{where}" if event.op not in ("send", "recv") else f"{event.text}{where}"
+    group = "the world" if len(event.ranks) == world_size else f"the group of {name_ranks(event.ranks)}"
+    if not set(ranks) <= set(event.ranks):
+        group = "their groups"
+    return f"{event.text} of {group}{where}" if event.op not in ("send", "recv") else f"{event.text}{where}"
 
 
 def _telling(record: Record) -> list[Frame]:
@@ -383,6 +386,16 @@ def unclear(records: Sequence[Record], headline: str, advice: str = "") -> Verdi
     """Where everybody is, when nothing is proved."""
     states = [state_of(r) for r in sorted(records, key=lambda r: r.rank)]
     return Verdict("unclear", (), headline, _rows(states, ()), advice)
+
+
+def finished(records: Sequence[Record]) -> Verdict:
+    """Nothing went wrong: what every rank has done."""
+    states = [state_of(r) for r in sorted(records, key=lambda r: r.rank)]
+    some = [s for s in states if s.phase == "finished"]
+    head = f"{len(some)} of {len(states)} ranks have finished, and nothing went wrong before."
+    if len(some) == len(states):
+        head = f"all {len(states)} ranks have finished."
+    return Verdict("finished", (), head, _rows(states, ()))
 
 
 # --- for the report
