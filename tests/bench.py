@@ -674,7 +674,7 @@ def bench_nodes() -> None:
 
 
 STEPS_OF_A_SCRIPT = """
-import os, statistics, sys, time
+import json, statistics, sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from rankcell import models
@@ -682,65 +682,118 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
-inside = sys.modules["rankcell.jobs.inside"]._state["inside"] if "RANKCELL_JOB" in os.environ else None
+here = sys.modules.get("rankcell.jobs.inside") if "turns" in sys.argv else None
+inside = here._state["inside"] if here is not None else None
 tokens = models.encode(models.text())
-model = DistributedDataParallel(models.GPT(49, d_model=128, n_layers=4))
+model = DistributedDataParallel(models.GPT(49, d_model=192, n_layers=6))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-times = {"on": [], "off": []}
-start, busy = time.perf_counter(), time.process_time()
-for step in range(120):
-    if inside is not None:  # in turns, in the same processes: both feel the same noise
+losses, steps = [], []
+for step in range(int(sys.argv[1])):
+    if inside is not None and step % 4 == 0:  # four steps with the recorder, four without, four without for the noise
         dist.barrier()
-        inside.recording.recorder.uninstall() if step % 2 else inside.recording.recorder.install()
+        if step % 12 == 4:
+            inside.recording.recorder.uninstall()
+        elif step % 12 == 0 and step:
+            inside.recording.recorder.install()
         dist.barrier()
-    x, y = models.batch(tokens, step, size=8, length=32, rank=rank, world_size=size)
-    begin = time.perf_counter()
+    x, y = models.batch(tokens, step, size=16 * size, length=32, rank=rank, world_size=size)
+    begin, busy = time.perf_counter(), time.process_time()
     optimizer.zero_grad()
     loss = models.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
     dist.all_reduce(loss.detach())
-    times["off" if step % 2 else "on"].append(time.perf_counter() - begin)
-    if inside is not None and step % 2 == 0:
-        inside.recording.recorder.uninstall()
-share = 0.0
-if inside is not None:  # the thread that answers: of all the time
-    clock = time.pthread_getcpuclockid(inside.thread.ident)
-    share = time.clock_gettime(clock) / (time.perf_counter() - start)
+    steps.append((time.perf_counter() - begin, time.process_time() - busy))
+    losses.append(repr(loss.item()))
+weights = sum(p.detach().double().sum() for p in model.parameters()).item()
 if rank == 0:
-    pairs = list(zip(times["on"], times["off"]))[5:]
-    print(statistics.median(a / b for a, b in pairs), statistics.median(b for _, b in pairs), share, repr(loss.item()))
+    print(json.dumps({"steps": steps[2:] if inside is None else steps, "losses": losses, "weights": repr(weights)}))
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
+def _script(folder: str, *words: str, run: bool) -> dict[str, Any]:
+    """What the script of DDP steps has printed, plain or under `rankcell run`, with the CPU seconds of all processes
+    of the job, from the launcher's start to its end, and the seconds that it took.
+    """
+    import json
+    import resource
+
+    def used() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
+    before = ["-m", "rankcell.command", "run", "--"] if run else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "steps.py", *words]
+    command = [sys.executable, *before, *([sys.executable] if run else []), *torchrun]
+    start, busy = time.perf_counter(), used()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found | {"cpu": used() - busy, "seconds": time.perf_counter() - start}
+
+
 def bench_run() -> None:
-    """What `rankcell run` costs a script: a step recorded beside the next one that is not, in the same processes."""
+    """What `rankcell run` costs a script, in seconds and in CPU seconds: whole jobs in turns, with it, plain, and plain
+    once more for the noise; and steps recorded beside steps that are not, in the same processes.
+    """
     import tempfile
 
-    print("a script of DDP steps on 2 ranks under `rankcell run`, a GPT of 4 layers")
+    turns, n = int(os.environ.get("RANKCELL_BENCH_TURNS", "5")), 30
+    print(f"{turns} turns of a script of {n} DDP steps on 2 ranks, a GPT of 6 layers; {os.cpu_count()} cores, load "
+          f"{os.getloadavg()[0]:.1f}")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "steps.py").write_text(STEPS_OF_A_SCRIPT)
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "steps.py"]
-        found = {}
-        for name, before in (
-            ("with", ["-m", "rankcell.command", "run", "--", sys.executable]),
-            ("without", []),
-        ):
-            done = subprocess.run(
-                [sys.executable, *before, *start], capture_output=True, text=True, check=True, cwd=folder
-            )
-            found[name] = done.stdout.split()
-    ratio, seconds, share, loss = found["with"]
+        jobs: dict[str, list[dict[str, Any]]] = {"with": [], "plain": [], "again": []}
+        for turn in range(turns):
+            for kind in sorted(
+                jobs, reverse=turn % 2 == 1
+            ):  # who is first finds another machine than who is last
+                jobs[kind].append(_script(folder, str(n), run=kind == "with"))
+        inside = _script(folder, "132", "turns", run=True)["steps"]
+
+    def step(job: dict[str, Any], which: int) -> float:
+        return statistics.median(s[which] for s in job["steps"])
+
+    def ratio(kind: str, of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(of(a) / of(b) for a, b in zip(jobs[kind], jobs["plain"], strict=True))
+
+    for name, of in (
+        ("seconds of a step", lambda job: step(job, 0)),
+        ("CPU seconds of a rank in a step, all its threads", lambda job: step(job, 1)),
+        ("CPU seconds of the whole job, with runner and start", lambda job: float(job["cpu"])),
+    ):
+        median = statistics.median(map(of, jobs["plain"]))
+        shown = f"{1e3 * median:.0f} ms" if median < 1 else f"{median:.1f} s"
+        row(
+            name,
+            f"{ratio('with', of):.3f}x",
+            "<= 1.03x",
+            f"noise {ratio('again', of):.3f}x, plain {shown}",
+        )
+    more = [a["cpu"] - b["cpu"] for a, b in zip(jobs["with"], jobs["plain"], strict=True)]
+    late = [a["seconds"] - b["seconds"] for a, b in zip(jobs["with"], jobs["plain"], strict=True)]
     row(
-        "a step recorded beside one that is not",
-        f"{float(ratio):.3f}x",
-        "<= 1.03x",
-        f"{1e3 * float(seconds):.0f} ms",
+        "the whole job takes more",
+        f"{statistics.median(late):+.2f} s",
+        "",
+        f"CPU {statistics.median(more):+.2f} s",
     )
-    row("the thread that answers the runner, of one core", f"{float(share):.2%}")
-    row("the last loss of a plain run is the same", "yes" if loss == found["without"][3] else "NO")
+    blocks = [inside[i + 1 : i + 4] for i in range(12, len(inside), 4)]  # a first step finds a new dispatcher
+    for which, name in enumerate(("seconds", "CPU seconds")):
+        medians = [statistics.median(s[which] for s in block) for block in blocks]
+        on, off, again = (medians[i::3] for i in range(3))
+        found, noise = (
+            statistics.median(x / y for x, y in zip(each, off, strict=True)) for each in (on, again)
+        )
+        row(
+            f"the recorder alone, in the same processes: {name}",
+            f"{found:.3f}x",
+            "<= 1.03x",
+            f"noise {noise:.3f}x",
+        )
+    told = {(tuple(job["losses"]), job["weights"]) for each in jobs.values() for job in each}
+    row("all losses and the weights are the same, bit by bit", "yes" if len(told) == 1 else "NO")
 
 
 def bench_jobs() -> None:

@@ -250,6 +250,7 @@ def register():
         if not started:
             started.append(device.__enter__())
             streams.mark = mark
+            streams.ENQUEUE.add(NAME)
             numbers = record.numbers
             record.numbers = lambda tensors: (synchronize(), numbers(tensors))[1]
         comms[about.group_id] = Comm(about.store, rank, size, about.timeout)

@@ -21,7 +21,7 @@ ALLOWED = {
     "planner": {"hardware", "schedules", "results"},
     "jobs": {"results", "errors", "draw"}
     | {f"engine/{m}" for m in ("channel", "control", "diagnose", "groups", "match", "messages", "nodes")}
-    | {f"engine/{m}" for m in ("operation", "record", "report", "system")},
+    | {f"engine/{m}" for m in ("operation", "record", "report", "streams", "system")},
     "rehearsal": {"results", "errors", "costs", "planner"},
     "exercises": {"source", "cluster"},
     "progress": {"exercises"},

@@ -4,6 +4,7 @@ That arrays, restarts, preempted jobs, lost nodes and exported lessons end as th
 lessons 16 and 17, which run on the same cluster with `make test`.
 """
 
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import mini_slurm
 from rankcell.cluster import scripts
 from rankcell.cluster.slurm import NoSlurm, find
+from rankcell.jobs import attach
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -44,6 +46,52 @@ def test_scancel_leaves_no_process(cluster, tmp_path):
     while (left := processes_with(f"FOLDER={tmp_path}")) and time.monotonic() < end:
         time.sleep(0.1)
     assert not left
+
+
+STANDS = """
+import os, pathlib, sys, threading, types
+
+os.environ.pop("RANK", None)
+source = "def all_reduce():\\n    threading.Event().wait()"  # as torch's: in a file of torch/distributed
+names = {"threading": threading}
+exec(compile(source, "/lib/torch/distributed/distributed_c10d.py", "exec"), names)
+pathlib.Path("here-" + os.environ["SLURM_PROCID"]).touch()
+if os.environ["SLURM_PROCID"] == "1":
+    threading.Event().wait()
+names["all_reduce"]()
+"""
+
+
+def test_attach_to_a_job_that_hangs(cluster, tmp_path):
+    """Its ranks have the stacks of ranks, without torch, on two nodes; one stands in a lock."""
+    try:
+        attach.stack_of(os.getpid())
+    except attach.Unseen as reason:
+        pytest.skip(str(reason))
+    (tmp_path / "train.py").write_text(STANDS)
+    (tmp_path / "job.sh").write_text("#!/bin/bash\nsrun python train.py\n")
+    options = ["--nodes=2", "--ntasks-per-node=1", f"--chdir={tmp_path}", "--output=out"]
+
+    def attached(job):
+        return subprocess.run(
+            [sys.executable, "-m", "rankcell.command", "attach", "--job", str(job)],
+            env={**os.environ, **cluster.environment, "PYTHONPATH": str(HERE.parent / "lib")},
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+
+    job = cluster.submit(*options, str(tmp_path / "job.sh"))
+    later = cluster.submit(*options, f"--dependency=afterany:{job}", str(tmp_path / "job.sh"))
+    for rank in range(2):
+        cluster.wait_for(tmp_path / f"here-{rank}", "")
+    done, waits = attached(job), attached(later)
+    cluster.run("scancel", str(job), str(later))
+    line = "rankcell: rank 1 stands at line 10 of train.py, and rank 0 waits for it in all_reduce."
+    assert done.stdout.startswith(line) and done.returncode == 0, done
+    assert waits.returncode == 1 and f"job {later} does not run, it is PENDING." in waits.stderr, waits
+    assert "Slurm has no running job 999" in attached(999).stderr
 
 
 def processes_with(entry):

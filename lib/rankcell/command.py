@@ -5,11 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import doctor, room
-from .cluster import export
-from .grade import command as grade
 from .jobs import command as jobs
-from .planner import command as plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,14 +14,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="rankcell", description="Notebook cells that run on several real ranks, and plans for many more."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    export.add_command(commands)
-    plan.add_command(commands)
-    doctor.add_command(commands)
     jobs.add_command(commands)
-    grade.add_command(commands)
-    room.add_command(commands)
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given or given[0] not in commands.choices:
+        _add_others(commands)
     options: Any = parser.parse_args(arguments)
     return options.run(options)
+
+
+def _add_others(commands: Any) -> None:
+    """The sub-commands that nobody waits for who runs a job: they import IPython and numpy."""
+    from . import doctor, room
+    from .cluster import export
+    from .grade import command as grade
+    from .planner import command as plan
+
+    for module in (export, plan, doctor, grade, room):
+        module.add_command(commands)
 
 
 if __name__ == "__main__":

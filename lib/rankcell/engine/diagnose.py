@@ -70,6 +70,7 @@ class Diagnosis:
     lines: tuple[str, ...]
     advice: str
     culprits: tuple[int, ...] = ()  # all who are to blame alike, as far as it can be told
+    suspects: tuple[int, ...] = ()  # both sides, where only what they called before tells who it is
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"  {line}" for line in self.lines), self.advice])
@@ -163,7 +164,8 @@ def _explain(
     else:
         head = f"{who} wait for each other."
         advice = "Every rank of a group must call the same operations in the same order."
-    return Diagnosis(blame, head, lines, advice, _odd_ones(states, stuck, circle))
+    suspects = () if kinds <= {"send", "recv"} else circle
+    return Diagnosis(blame, head, lines, advice, _odd_ones(states, stuck, circle), suspects)
 
 
 _Stuck = Mapping[int, list[tuple[Wait, tuple[int, ...]]]]
@@ -185,38 +187,41 @@ def _circle(stuck: _Stuck) -> tuple[int, ...]:
 
 
 def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> tuple[int, ...]:
-    """Who of a circle did something else than most: called another number of operations than all who stand in the same
-    one, or stands in another one than most; the whole circle if that cannot be told.
+    """Who of a circle called another number of collectives than all who stand in the same one, or than most ranks;
+    else who stands in another operation than most, or the whole circle if that cannot be told.
     """
     first = {rank: waits[0][0] for rank, waits in stuck.items()}
+    sizes = {r: _by_size(states, r) for r in states}
     for rank in circle:
         beside = [
-            r
+            sizes[r]
             for r in first
             if r not in circle and (first[r].key, first[r].seq) == (first[rank].key, first[rank].seq)
         ]
-        mine, others = _by_size(states[rank]), [_by_size(states[r]) for r in beside]
-        if others and all(o == others[0] for o in others):
-            common = mine.keys() & others[0].keys()
-            if any(mine[size] != others[0][size] for size in common):
+        if beside and all(o == beside[0] for o in beside):
+            common = sizes[rank].keys() & beside[0].keys()
+            if any(sizes[rank][size] != beside[0][size] for size in common):
                 return (rank,)
     parties: dict[Any, list[int]] = {}
     for rank, wait in first.items():
         parties.setdefault(wait.op if wait.op in ("send", "recv") else wait.key, []).append(rank)
-    sizes = sorted(map(len, parties.values()))
+    least = sorted(map(len, parties.values()))
     for members in parties.values():
         odd = [r for r in members if r in circle]
-        if odd and len(parties) > 1 and len(members) == sizes[0] < sizes[1]:
+        if odd and len(parties) > 1 and len(members) == least[0] < least[1]:
             return tuple(odd)
     return tuple(circle)
 
 
-def _by_size(state: State) -> dict[int, int]:
-    """How many collectives a rank has called in groups of each size: alike groups do alike work."""
+def _by_size(states: Mapping[int, State], rank: int) -> dict[int, int]:
+    """How many collectives a rank has called in groups of each size in which it is: alike groups do alike work. It may
+    be in a group that only others have used so far.
+    """
+    counts = states[rank].counts or {}
     found: dict[int, int] = {}
-    for key, count in (state.counts or {}).items():
-        if len(key) == 2 and isinstance(key[1], tuple):
-            found[len(key[1])] = found.get(len(key[1]), 0) + count
+    for key in {k for s in states.values() for k in s.counts or {}}:
+        if len(key) == 2 and isinstance(key[1], tuple) and rank in key[1]:
+            found[len(key[1])] = found.get(len(key[1]), 0) + counts.get(key, 0)
     return found
 
 
@@ -280,14 +285,34 @@ def _ended(
             "Every rank of a group must call the same collectives in the same order: "
             f"look at what rank {blame} skips."
         )
-        if (len(ended) == 1 and len(stuck) == 1 and len(first.ranks) > 2) or len(stuck) < len(ended):
-            blame, culprits = min(stuck), tuple(sorted(stuck))
+        ahead = _ahead(states, ended, [r for r, _ in victims])
+        if ahead or (len(ended) == 1 and len(stuck) == 1 and len(first.ranks) > 2) or len(stuck) < len(ended):
+            culprits = ahead or tuple(sorted(stuck))
+            blame = culprits[0]
             head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
             advice = (
                 "Every rank of a group must call the same collectives equally often: look at what this rank does "
                 "in addition (one more batch, a call inside `if rank == ...`)."
             )
-    return Diagnosis(blame, head, lines, advice, culprits)
+    finished = state.phase == "finished" and first.op not in ("send", "recv", "new_group")
+    suspects = tuple(sorted({*ended, *(r for r, _ in victims)})) if finished else ()
+    return Diagnosis(blame, head, lines, advice, culprits, suspects)
+
+
+def _ahead(states: Mapping[int, State], ended: Sequence[int], waiting: Sequence[int]) -> tuple[int, ...]:
+    """Those of the `waiting` that have called more than is usual, if those that they wait for have called as much as
+    most of the ranks that finished; none if there are too few to tell.
+    """
+    sizes = {r: _by_size(states, r) for r in states}
+    finished = [sizes[r] for r, s in states.items() if s.phase == "finished"]
+    usual = max(finished, key=finished.count, default={})
+    if (
+        len(finished) < 3
+        or 2 * finished.count(usual) <= len(finished)
+        or any(sizes[r] != usual for r in ended)
+    ):
+        return ()
+    return tuple(sorted({r for r in waiting if any(n > usual.get(k, n) for k, n in sizes[r].items())}))
 
 
 def _stand(ranks: Sequence[int]) -> str:

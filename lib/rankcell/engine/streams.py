@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+ENQUEUE = {"nccl"}  # backends of torch that do so, by name
+
 
 def mark(tensor: torch.Tensor | None) -> Callable[[], bool]:
     """A function that tells whether the device of `tensor` has done all that its current stream holds now."""

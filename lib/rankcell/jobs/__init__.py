@@ -8,6 +8,7 @@
     explain     a folder of dumps and logs -> records; as a notebook
     flight, stacks, logs, traces    what torch, py-spy, nccl and Kineto write -> records and Events
     records     what is known of one rank, as data and as a file
+    apart       which of several ranks has left the order of calls, from the last operations of each
     verdict     records -> who is to blame, in words; a pure function, with engine/diagnose and errors
 
 Whatever the source is, it becomes a `records.Record` for each rank, and `verdict.judge` reads those.

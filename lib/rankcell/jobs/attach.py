@@ -96,8 +96,8 @@ def spy() -> str:
     found = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if found is None:
         raise Unseen(
-            "stacks of running processes are read by py-spy, which is not installed. `pip install py-spy` needs no "
-            "root, and it works for processes that are running already."
+            "stacks of running processes are read by py-spy, which is not installed. `pip install py-spy`, or rankcell "
+            "with its extra `attach`, needs no root, and it works for processes that are running already."
         )
     return found
 
@@ -210,21 +210,13 @@ def of_job(job: str) -> tuple[list[Record], list[str]]:
         "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
     }
     try:
-        nodes = subprocess.run(
-            ["squeue", "--noheader", "--format=%D", "--jobs", job],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        if not nodes.stdout.strip().isdecimal():
-            raise Unseen(
-                f"Slurm has no running job {job}: {' '.join(nodes.stderr.split())[:200] or 'squeue lists none'}."
-            )
-        command[3:3] = [f"--nodes={nodes.stdout.strip()}", f"--ntasks={nodes.stdout.strip()}"]
+        nodes = _nodes_of(job)
+        command[3:3] = [f"--nodes={nodes}", f"--ntasks={nodes}"]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=120, check=False, env=environment
         )
+    except subprocess.TimeoutExpired:
+        raise Unseen(f"Slurm did not answer in time, or a node of job {job} does not.") from None
     except FileNotFoundError:
         raise Unseen("there is no srun here: run this where Slurm's commands are.") from None
     found: list[Record] = []
@@ -241,22 +233,49 @@ def of_job(job: str) -> tuple[list[Record], list[str]]:
     return sorted(found, key=lambda r: r.rank), list(dict.fromkeys(said))
 
 
+def _nodes_of(job: str) -> int:
+    """The number of nodes of a job. Raises Unseen if it does not run, or is more than one."""
+    done = subprocess.run(
+        ["squeue", "--noheader", "--format=%i %T %D", "--jobs", job],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    rows = [line.split() for line in done.stdout.splitlines()]
+    if not rows:
+        said = " ".join(done.stderr.split())[:200] or "squeue lists none"
+        raise Unseen(f"Slurm has no running job {job}: {said}.")
+    running = [row for row in rows if row[1] == "RUNNING"]
+    if len(running) > 1:
+        names = ", ".join(row[0] for row in running[:8])
+        raise Unseen(f"job {job} is an array of which {len(running)} jobs run. Name one of them: {names}.")
+    if not running or (len(rows) > 1 and running[0][0] != job):
+        raise Unseen(f"job {rows[0][0]} does not run, it is {rows[0][1]}.")
+    return int(running[0][2])
+
+
 def pids_of_job(job: str) -> list[int]:
-    """The ranks of a Slurm job on this node: Python processes of it that a launcher has given a rank."""
-    found = []
+    """The ranks of a Slurm job on this node: Python processes that a launcher has given a rank, or where there are none
+    those to which Slurm has given a number.
+    """
+    ours = os.environ.get("SLURM_STEP_ID"), os.environ.get("SLURM_JOB_ID")
+    ranks, tasks = [], []
     for pid in sorted(
         int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()
     ):  # a rank before its workers
-        if pid != os.getpid():
-            try:
-                environment = environment_of(pid)
-            except Unseen:
-                continue
-            step = environment.get("SLURM_STEP_ID"), environment.get("SLURM_JOB_ID")
-            ours = os.environ.get("SLURM_STEP_ID"), job
-            if step[1] == job and step != ours and "RANK" in environment:
-                found.append(pid)
-    return found
+        try:
+            environment = environment_of(pid)
+        except Unseen:
+            continue
+        step = environment.get("SLURM_STEP_ID"), environment.get("SLURM_JOB_ID")
+        if pid == os.getpid() or step[1] != job or step == ours:
+            continue
+        if "RANK" in environment:
+            ranks.append(pid)
+        elif "SLURM_PROCID" in environment and (step[0] or "").isdecimal() and _is_python(pid):
+            tasks.append(pid)  # in a step of its own, not in the job script
+    return ranks or tasks
 
 
 def on_node(job: str) -> None:

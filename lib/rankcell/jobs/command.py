@@ -23,7 +23,10 @@ def add_command(commands: Any) -> None:
         "--on-hang", choices=("end", "report"), default="end", help="end the job (default), or only report"
     )
     run.add_argument(
-        "--report", default="", metavar="FOLDER", help="where to write what is known of each rank"
+        "--report",
+        default="",
+        metavar="FOLDER",
+        help="where to write what is known of each rank, also when nothing goes wrong",
     )
     run.add_argument(
         "--meet", default="", metavar="NAME",

@@ -221,6 +221,8 @@ def explain(found: Sequence[Record]) -> verdict.Verdict:
     if missing:
         unknown.append(f"Of {name_ranks(missing)} there is nothing.")
     here = _placed(found)
+    if here and not missing and all(r.phase == "finished" for r in here):
+        return verdict.finished(here)
     concluded = verdict.judge([*here, *_present(missing, here, size)])
     if concluded is None and missing and any(r.waits for r in here):
         gone = [Record(r, size, "absent", "has left nothing", counts={}) for r in missing]

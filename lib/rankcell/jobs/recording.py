@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine import control
+from ..engine import control, streams
 from ..engine.groups import GroupCalls, replace_in_torch
 from ..engine.match import Board, StoreBoard
 from ..engine.messages import Status, Wait
@@ -80,7 +80,10 @@ class Recording:
         """`init_process_group`, in which this rank waits for all others."""
         everybody = tuple(range(self.world_size))
         found = self._groups.waited_for("init_process_group", everybody, lambda: original(*args, **kwargs))
-        self.recorder.enqueues = dist.get_backend() == "nccl"  # known from here on
+        backends = {
+            each.rpartition(":")[2] for each in dist.get_backend_config().split(",")
+        }  # one for each device
+        self.recorder.enqueues = bool(backends & streams.ENQUEUE)  # known from here on
         here = near()
         if here is None:  # not all ranks are recorded: there is nobody to be compared with
             self.recorder.matcher.board = None

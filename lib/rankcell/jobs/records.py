@@ -89,8 +89,10 @@ def unpack(value: Any) -> Any:
 
 
 def write(folder: Path, records: Sequence[Record]) -> None:
-    """A file for each of `records`."""
+    """A file for each of `records`, in place of those of an earlier job."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("rank-*.json"):
+        old.unlink()
     for record in records:
         text = json.dumps({"format": FORMAT, "record": pack(record)})
         (folder / f"rank-{record.rank}.json").write_text(text)

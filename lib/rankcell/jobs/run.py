@@ -572,6 +572,8 @@ class Runner:
             for number, handler in before.items():
                 signal.signal(number, handler)
         code = process.returncode
+        if self._report and job.came and not self.verdicts:
+            self._keep(verdict.finished(job.records()), job.records())
         if not job.came and code == 0:
             print(
                 "rankcell run: no rank has reported. Ranks are found by RANK and WORLD_SIZE, or when they call "
@@ -638,15 +640,18 @@ class Runner:
         """Print the verdict, and write it with what is known of every rank."""
         self._failed = True
         self.verdicts.append(found)
+        where = self._keep(found, reports)
+        print(f"\n{report_text(found, reports)}\n\n{where}\n", file=sys.stderr, flush=True)
+
+    def _keep(self, found: verdict.Verdict, reports: Sequence[Record]) -> str:
+        """Write all of it into the folder of the report; says where that is."""
         folder = Path(self._report or f"rankcell-report-{time.strftime('%Y%m%d-%H%M%S')}")
-        text = report_text(found, reports)
         try:
             records.write(folder, reports)
-            (folder / "verdict.txt").write_text(f"{text}\n")
-            where = f"All of this is in {folder}/: `rankcell explain {shlex.quote(str(folder))}` reads it."
+            (folder / "verdict.txt").write_text(f"{report_text(found, reports)}\n")
         except OSError as error:
-            where = f"It could not be written to {folder}: {error.strerror}."
-        print(f"\n{text}\n\n{where}\n", file=sys.stderr, flush=True)
+            return f"It could not be written to {folder}: {error.strerror}."
+        return f"All of this is in {folder}/: `rankcell explain {shlex.quote(str(folder))}` reads it."
 
 
 def report_text(found: verdict.Verdict, reports: Sequence[Record]) -> str:

@@ -25,7 +25,7 @@ from ..results import (
     at_line,
     name_ranks,
 )
-from . import stacks
+from . import apart, stacks
 from .records import Record
 
 SHOWN = 4  # last operations of a rank that are printed
@@ -43,7 +43,7 @@ class Verdict:
     of each stack that belongs to them, the most telling first.
     """
 
-    kind: str  # "mismatch", "lost", "error", "hang", "still" or "unclear"
+    kind: str  # "mismatch", "lost", "error", "hang", "still", "finished" or "unclear"
     culprits: tuple[int, ...]
     headline: str
     rows: tuple[str, ...] = ()
@@ -284,6 +284,13 @@ def _proved(records: Sequence[Record], states: Sequence[State], proof: diagnose.
     by_rank = {r.rank: r for r in records}
     culprits = proof.culprits or (proof.blame,)
     places: list[tuple[str, int]] = []
+    left = apart.departure(records, proof.suspects)
+    if left is not None:
+        culprits = (left.rank,)
+        proof = replace(proof, **_departed(left, states, proof))
+        places = [(left.call.file, left.call.line)] if left.call is not None else []
+    elif all(by_rank[r].phase == "running" and by_rank[r].events for r in proof.suspects):
+        culprits = proof.suspects or culprits  # what they called before does not tell: both sides are named
     waits = {s.rank: s.blocking[0] for s in states if s.blocking}
     for rank in culprits:
         record = by_rank[rank]
@@ -304,6 +311,47 @@ def _proved(records: Sequence[Record], states: Sequence[State], proof: diagnose.
         kind, tuple(culprits), proof.headline, (*_rows(states, culprits), *extra), proof.advice,
         tuple(dict.fromkeys(p for p in places if p[1])),
     )  # fmt: skip
+
+
+def _departed(left: apart.Departure, states: Sequence[State], proof: diagnose.Diagnosis) -> dict[str, Any]:
+    """What a proof says once it is known which of its suspects has left the common order of calls."""
+    if left.call is None:  # it has ended: the proof says so already
+        return {"blame": left.rank}
+    rest = [r for r in proof.suspects if r != left.rank]
+    said = f"rank {left.rank} calls {_called(left.call, len(states))} where "
+    if left.usual is None:
+        said += (
+            f"{name_ranks(left.others)} {'has' if len(left.others) == 1 else 'have'} ended"
+            if left.others
+            else ""
+        )
+    else:
+        who = (
+            f"{name_ranks(left.others)} {'calls' if len(left.others) == 1 else 'call'}"
+            if left.others
+            else "it called"
+        )
+        said += f"{who} {_called(left.usual, len(states), left.others)}{'' if left.others else ' before'}"
+    ended = [s.rank for s in states if s.rank in rest and s.phase == "finished"]
+    said += (
+        f", and waits for {name_ranks(ended)}, which finished."
+        if ended
+        else f": it and {name_ranks(rest)} wait for each other."
+    )
+    advice = (
+        "Every rank of a group must call the same operations in the same order: look at what this rank skips, or calls "
+        "in addition, before that line."
+    )
+    return {"blame": left.rank, "headline": said, "advice": advice}
+
+
+def _called(event: Event, world_size: int, ranks: Sequence[int] = ()) -> str:
+    """A call, its group, and where; of `ranks` that may each have called it in a group of their own."""
+    where = f" at {at_line(event.line, event.file)}" if event.line else ""
+    group = "the world" if len(event.ranks) == world_size else f"the group of {name_ranks(event.ranks)}"
+    if not set(ranks) <= set(event.ranks):
+        group = "their groups"
+    return f"{event.text} of {group}{where}" if event.op not in ("send", "recv") else f"{event.text}{where}"
 
 
 def _telling(record: Record) -> list[Frame]:
@@ -338,6 +386,16 @@ def unclear(records: Sequence[Record], headline: str, advice: str = "") -> Verdi
     """Where everybody is, when nothing is proved."""
     states = [state_of(r) for r in sorted(records, key=lambda r: r.rank)]
     return Verdict("unclear", (), headline, _rows(states, ()), advice)
+
+
+def finished(records: Sequence[Record]) -> Verdict:
+    """Nothing went wrong: what every rank has done."""
+    states = [state_of(r) for r in sorted(records, key=lambda r: r.rank)]
+    some = [s for s in states if s.phase == "finished"]
+    head = f"{len(some)} of {len(states)} ranks have finished, and nothing went wrong before."
+    if len(some) == len(states):
+        head = f"all {len(states)} ranks have finished."
+    return Verdict("finished", (), head, _rows(states, ()))
 
 
 # --- for the report
