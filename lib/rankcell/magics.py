@@ -172,8 +172,8 @@ class RankMagics(Magics):
 
     def _world(self, world_size: int, options: Any) -> world.Ranks:
         device, nodes, on = options.device, options.nodes, options.on or ""
-        kind = f"{on} {options.as_rank}" if on else device
-        if nodes is None and not on:
+        kind = f"{on} {options.as_rank}" if on else "local" if options.local else device
+        if nodes is None and not on and not options.local:
             try:
                 kind = devices.choose(world_size, device, devices.look(mps=False)).device
             except errors.WorldSizeError:
@@ -188,10 +188,17 @@ class RankMagics(Magics):
         else:
             try:
                 ranks = world.Ranks(
-                    world_size, device=device, nodes=nodes, on=on, as_rank=options.as_rank or 0
+                    world_size,
+                    device=device,
+                    nodes=nodes,
+                    on=on,
+                    as_rank=options.as_rank or 0,
+                    local=options.local,
                 )
+            except errors.WorldSizeError:
+                raise
             except ValueError as error:
-                if not on:
+                if not on and not options.local:
                     raise
                 raise errors.OptionError(str(error)) from None
             self.worlds[key] = ranks

@@ -108,6 +108,13 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "help": "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in",
         },
     ),
+    (
+        ("--local",),
+        {
+            "action": "store_true",
+            "help": "all ranks take turns in one process, with values: for more ranks than fit on the machine, such as 64",
+        },
+    ),
     (("--fresh",), {"action": "store_true", "help": "start new ranks first: no names from earlier cells"}),
     (
         ("--step",),

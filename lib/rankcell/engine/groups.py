@@ -162,15 +162,11 @@ class Groups(GroupCalls):
         forget_groups()
         self._let_go(self.connections)
         self._generation, self._again, self.aborted = generation, 0, False
-        if self._birth.on:
-            self._init("fake", store=_alone(), rank=self._birth.rank, world_size=self._birth.world_size)
-            self.recorder.join(f"{generation}")
-            return
+        birth = self._birth
         store = self._store(f"{generation}")
         with self._adopting():
             self._init_with(dist.PrefixStore(f"{generation}", store))
-        birth = self._birth
-        if birth.node:
+        if birth.node and not birth.played:
             first = birth.rank - birth.local_rank
             near = range(first, first + birth.local_world_size)
             self.recorder.reach(dist.PrefixStore(f"calls {generation}", store), near)
@@ -212,7 +208,7 @@ class Groups(GroupCalls):
                 f"`%%ranks` line."
             )
         name = str(backend or birth.backend).lower()
-        if not birth.on and name not in (birth.backend, f"cpu:{birth.backend}", "cpu:gloo,cuda:nccl"):
+        if not birth.played and name not in (birth.backend, f"cpu:{birth.backend}", "cpu:gloo,cuda:nccl"):
             raise GroupError(
                 f"init_process_group({name!r}): the ranks of this world talk over {birth.backend} on "
                 f"{birth.device}. Write `backend=None`, or start a world on the other device with `--device`."
@@ -252,6 +248,8 @@ class Groups(GroupCalls):
 
     def _store(self, name: str) -> Any:
         where = self._birth.store
+        if self._birth.played:
+            return _alone()
         if where.startswith("/"):
             return dist.FileStore(f"{where}/{name}", self._birth.world_size)
         host, _, port = where.rpartition(":")
@@ -266,12 +264,13 @@ class Groups(GroupCalls):
             options["device_id"] = torch.device("cuda", torch.cuda.current_device())
         if timeout is not None or birth.enqueues:
             options["timeout"] = timeout or PATIENCE
-        self._init(birth.backend, store=store, rank=birth.rank, world_size=birth.world_size, **options)
+        backend = "fake" if birth.played else birth.backend
+        self._init(backend, store=store, rank=birth.rank, world_size=birth.world_size, **options)
 
     @contextlib.contextmanager
     def _adopting(self) -> Any:
-        """Keep a copy of every connection that is opened in the block; a rehearsal opens none."""
-        if self._birth.on:
+        """Keep a copy of every connection that is opened in the block; where a stage answers there are none."""
+        if self._birth.played:
             yield
             return
         before = set(system.tcp_connections())
@@ -288,7 +287,7 @@ class Groups(GroupCalls):
 
 
 def _alone() -> Any:
-    """The store of a rank that rehearses: it says yes to everything."""
+    """The store of a rank whose operations a stage answers: it says yes to everything."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

@@ -42,13 +42,19 @@ class Birth:
     local_world_size: int
     node: str = ""  # its name; empty in a world on one machine
     on: str = ""  # a cluster such as "128xh100x8": the rank rehearses, alone, a job that would run there
+    together: bool = False  # one process holds all ranks of the world, which take turns
     memory_fraction: float | None = None  # of its GPU, which it shares; None: all of it
     environment: dict[str, str] = field(default_factory=dict)  # set where the rank is started
 
     @property
     def enqueues(self) -> bool:
         """Whether calls return when they are enqueued on a device, as nccl's do, and not when they are over."""
-        return self.backend not in ("gloo", "fake")
+        return self.backend not in ("gloo", "fake", "local")
+
+    @property
+    def played(self) -> bool:
+        """Whether no backend answers the rank's operations, but a stage, see `record.Stage`."""
+        return bool(self.on) or self.together
 
 
 @dataclass(frozen=True)

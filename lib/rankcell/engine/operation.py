@@ -35,6 +35,7 @@ class Operation:
     dtype = reduce_op = via = file = ""
     text = ""  # of a call that has no tensors, such as new_group
     peer: int | None = None
+    splits: Any = None  # of an all_to_all of one tensor: rows from each rank, and to each
     is_async = False
     start: float | None = None
     issued: float | None = None
@@ -285,14 +286,15 @@ def _here_line(filename: str) -> bool:
     return "ipykernel_" in filename or ("site-packages" not in filename and "/lib/python" not in filename)
 
 
-_group_ranks: dict[str, tuple[int, ...]] = {}
+# by name and thread: a thread may be a rank of its own
+_group_ranks: dict[tuple[str, int], tuple[int, ...]] = {}
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group, by name: asking torch each time costs more than the rest of the
     record.
     """
-    name = group.group_name
+    name = group.group_name, threading.get_ident()
     ranks = _group_ranks.get(name)
     if ranks is None:
         try:

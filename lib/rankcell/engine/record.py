@@ -51,7 +51,7 @@ MAX_NAMES = 200  # lines of that summary; spans may have any number of names
 
 
 class Stage(Protocol):
-    """What answers the operations of a rank that rehearses, see `rankcell.rehearsal`."""
+    """What answers the operations of a rank instead of a backend, see `rankcell.rehearsal`."""
 
     def issue(self, o: Operation, returns: int, filled: Any, inputs: list[Any], outputs: list[Any]) -> Any:
         """What the dispatcher gets for `o`: its Work, behind what it fills if it `returns` two; `o.done` is set."""
@@ -155,36 +155,41 @@ class Recorder:
         self._libraries: list[torch.library.Library] = []
         self._originals: list[tuple[Any, str, Any]] = []
 
-    def install(self) -> None:
-        """Register at the dispatcher and wrap the Python methods that know what it does not."""
+    def install(self, current: "Callable[[], Recorder] | None" = None) -> None:
+        """Register at the dispatcher and wrap the Python methods that know what it does not.
+
+        `current` says whose recorder a call is for, where one process holds several ranks; it is this one otherwise.
+        """
+        current = current or (lambda: self)
         key = torch._C.DispatchKey.BackendSelect
         library = torch.library.Library("c10d", "IMPL")
         for name in torch._C._dispatch_get_all_op_names():
             short = name.removeprefix("c10d::")
             if name.startswith("c10d::") and short in OPERATIONS:
                 op = getattr(torch.ops.c10d, short).default
-                library.impl(short, _listener(self, short, op, key), "BackendSelect", with_keyset=True)
+                library.impl(short, _listener(current, short, op, key), "BackendSelect", with_keyset=True)
         self._libraries.append(library)
         original_wait = dist.Work.wait
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            operation = self._by_work.pop(id(work), None)
+            recorder = current()
+            operation = recorder._by_work.pop(id(work), None)
             if operation is None:
                 return original_wait(work, *args, **kwargs)
-            operation.wait_start = self.clock()
+            operation.wait_start = recorder.clock()
             for other in operation.batch:
                 other.wait_start = other.wait_end = operation.wait_start
             operation.gives_up = operation.gives_up or bool(args or kwargs)
             try:
-                if self.stage is not None:
-                    self.stage.wait(operation)
+                if recorder.stage is not None:
+                    recorder.stage.wait(operation)
                 return original_wait(work, *args, **kwargs)
             except BaseException as error:
-                self.fail(operation, error)
-                self.broken = True
+                recorder.fail(operation, error)
+                recorder.broken = True
                 raise
             finally:
-                operation.wait_end = self.clock()
+                operation.wait_end = recorder.clock()
                 if operation.error is None:
                     if operation.op == "recv" and operation.peer is None:
                         operation.peer = operation.ranks[work._source_rank()]
@@ -192,14 +197,14 @@ class Recorder:
                         tensor, buffer = operation.landing
                         tensor.copy_(buffer)
                 if operation.passed is None or operation.error is not None:
-                    self._close(operation)
+                    recorder._close(operation)
                 elif operation.before is not None:
                     operation.after = numbers(operation.outputs)
 
         original_is_completed = dist.Work.is_completed
 
         def is_completed(work: Any) -> bool:
-            operation = self._by_work.get(id(work))
+            operation = current()._by_work.get(id(work))
             if operation is not None and operation.op in ("send", "recv"):
                 operation.asked += 1
                 if operation.asked == ASKED_IN_VAIN:
@@ -209,20 +214,21 @@ class Recorder:
         start_together, launch = dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing
 
         def _start_coalescing(group: Any, *args: Any) -> None:
-            self._batch = []
+            current()._batch = []
             start_together(group, *args)
 
         def _end_coalescing(group: Any, *args: Any) -> Any:
-            batch, self._batch = self._batch or [], None
+            recorder = current()
+            batch, recorder._batch = recorder._batch or [], None
             for o in batch:
-                o.wait_start = self.clock()  # a new pair is connected now: the host waits for the other side
+                o.wait_start = recorder.clock()  # a new pair is connected now: the host waits for the other side
             work = launch(group, *args)
             for o in batch:  # they have one Work together
                 o.wait_start = None
                 o.passed, o.work_id = work.is_completed if work is not None else _is_over, id(work)
             if batch and work is not None:
                 first, *first.batch = batch
-                self._by_work[id(work)] = first
+                recorder._by_work[id(work)] = first
             return work
 
         for owner, name, replacement in (
@@ -438,6 +444,10 @@ class Recorder:
             del self._by_work[id(o.work)]
         self._close(o)
 
+    def operation_of(self, work: Any) -> Operation | None:
+        """The operation that `work` is the Work of, while nobody has waited for it."""
+        return self._by_work.get(id(work))
+
     def _close(self, o: Operation) -> None:
         if o.outputs:
             if o.error is None and o.after is None:
@@ -493,7 +503,7 @@ class Recorder:
             name += f"|{self.failures[o.key[:-1]]}"
         return name
 
-    def _compare(self, o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> None:
+    def _compare(self, o: Operation, inputs: list[Any], outputs: list[Any]) -> None:
         """Put down what this rank calls, and raise if a peer's call under the same name does not match."""
         name = self.name_of(o)
         ranks = o.ranks
@@ -504,7 +514,7 @@ class Recorder:
             ranks = (o.peer,)
         self.matcher.check(
             name,
-            _signature(o, inputs, outputs, splits),
+            _signature(o, inputs, outputs),
             o.call,
             ranks,
             stream=o.key,
@@ -514,8 +524,8 @@ class Recorder:
         )
 
 
-def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[..., Any]:
-    """What the dispatcher calls for one operation: `recorder` sees it, and then the backend gets it."""
+def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> Callable[..., Any]:
+    """What the dispatcher calls for one operation: the recorder sees it, and then the backend gets it."""
     arguments = [a.name for a in op._schema.arguments]
     at_group = arguments.index("process_group")
     at_async = arguments.index("async_op") if "async_op" in arguments else None
@@ -538,6 +548,7 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
     public_wait = name not in ("send", "recv_", "recv_any_source_")
 
     def implementation(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = current()
         o = Operation(course_name)
         group = unbox_group(args[at_group])
         o.group = group.group_name
@@ -585,9 +596,10 @@ def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[...,
         o.start = recorder.clock()
         stage = recorder.stage
         try:
+            if at_splits is not None:
+                o.splits = (args[at_splits[0]], args[at_splits[1]])
             if compared and len(o.ranks) > 1:
-                splits = None if at_splits is None else (args[at_splits[0]], args[at_splits[1]])
-                recorder._compare(o, inputs, outputs, splits)
+                recorder._compare(o, inputs, outputs)
             if stage is not None:
                 result = stage.issue(o, returns, args[at_out], inputs, outputs)
             else:
@@ -658,7 +670,7 @@ def _through_host(o: Operation, args: tuple[Any, ...], at: int, tensor: torch.Te
 _signatures: dict[Any, bytes] = {}  # of calls on one tensor: a program repeats a few of them
 
 
-def _signature(o: Operation, inputs: list[Any], outputs: list[Any], splits: Any) -> Signature | bytes:
+def _signature(o: Operation, inputs: list[Any], outputs: list[Any]) -> Signature | bytes:
     """What must be equal on all ranks that take part."""
     if o.op in ("send", "recv"):
         tensor = inputs[0] if inputs else outputs[0]
@@ -667,7 +679,7 @@ def _signature(o: Operation, inputs: list[Any], outputs: list[Any], splits: Any)
     if o.op == "all_gather" and len(outputs) > 1 and len({t.numel() for t in outputs}) > 1:
         tensors = outputs  # nccl gathers pieces of different sizes: all must expect the same ones
     if o.op == "all_to_all":
-        sends, expects = _pieces(o, inputs, outputs, splits)
+        sends, expects = _pieces(o, inputs, outputs)
         dtypes = ((dtype_name(tensors[0]), 0),) if tensors else ()
         return Signature(o.describe(), o.op, dtypes, sends=sends, expects=expects)
     if len(inputs) > 1 or len(outputs) > 1:
@@ -687,13 +699,13 @@ def _plain_signature(o: Operation, tensors: list[Any]) -> Signature:
 
 
 def _pieces(
-    o: Operation, inputs: list[Any], outputs: list[Any], splits: Any
+    o: Operation, inputs: list[Any], outputs: list[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows sent to each rank of the group, and rows expected from each."""
     n = len(o.ranks)
-    if splits is None:
+    if o.splits is None:
         return tuple(t.numel() for t in inputs), tuple(t.numel() for t in outputs)
-    out_splits, in_splits = splits
+    out_splits, in_splits = o.splits
     rows_in, rows_out = inputs[0].shape[0], outputs[0].shape[0]
     return tuple(in_splits) or (rows_in // n,) * n, tuple(out_splits) or (rows_out // n,) * n
 

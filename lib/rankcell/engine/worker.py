@@ -59,7 +59,7 @@ def main(birth: Birth, work: int, control: int, stdout: int, stderr: int, board:
 class Rank:
     """One rank: its names, its process groups, its two channels."""
 
-    def __init__(self, birth: Birth, work: Channel, control_fd: int, stdio: Stdio, board_fd: int) -> None:
+    def __init__(self, birth: Birth, work: Any, control_fd: int, stdio: Stdio, board_fd: int) -> None:
         self.birth = birth
         self.work = work
         self.stdio = stdio
@@ -75,8 +75,17 @@ class Rank:
         self._limits = system.memory_limits()
         self._set_up_environment()
         self.shell: Any = shell.RankShell.instance()
-        self.recorder: record.Recorder = self.shell.recorder
         self.stage: Any = None
+        self.recorder: record.Recorder
+        self.groups: Groups
+        self.control: Control
+        self._meet_others(control_fd, board_fd)
+        self.names = self._first_names()
+        shell.Publisher.show = self.show
+
+    def _meet_others(self, control_fd: int, board_fd: int) -> None:
+        """Make what the notebook and the other ranks are met with: recorder, groups, control thread."""
+        birth, self.recorder = self.birth, self.shell.recorder
         if birth.on:  # nobody else is there
             self.recorder.belong(birth.rank, None, enqueues=False)
             self._set_stage()
@@ -86,9 +95,6 @@ class Rank:
         os.close(board_fd)
         self.groups = Groups(birth, self.recorder, self._notes.append)
         self.control = Control(self, Channel(socket.socket(fileno=control_fd)))
-        self.names = self._first_names()
-        shell.Publisher.show = self.show
-        self._replace_what_needs_a_terminal()
 
     def _set_stage(self) -> None:
         """This rank rehearses: its tensors are fake, its time is the clock's, nobody answers it."""
@@ -99,25 +105,10 @@ class Rank:
         self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
 
     def _set_up_environment(self) -> None:
-        birth = self.birth
-        os.environ.clear()
-        os.environ.update(birth.environment)
-        address = "127.0.0.1" if birth.store.startswith("/") else birth.store.rpartition(":")[0]
-        os.environ.update(
-            RANK=str(birth.rank),
-            WORLD_SIZE=str(birth.world_size),
-            LOCAL_RANK=str(birth.local_rank),
-            LOCAL_WORLD_SIZE=str(birth.local_world_size),
-            MASTER_ADDR=address,
-            MASTER_PORT=str(birth.port),
-        )
-        if os.path.isdir(birth.folder):  # noqa: PTH112
-            os.chdir(birth.folder)
-        sys.path[:] = list(birth.path)
-        sys.argv = [""]
+        settle(self.birth)
         torch.set_num_threads(1)
         self._take_signals()
-        threading.current_thread().name = f"rank {birth.rank}"
+        threading.current_thread().name = f"rank {self.birth.rank}"
 
     def _take_signals(self) -> None:
         signal.signal(signal.SIGINT, self._on_interrupt)
@@ -151,27 +142,14 @@ class Rank:
         self._lent = {name: names[name] for name in (*LENT, "display", "get_ipython", "__builtins__")}
         return names
 
-    def _replace_what_needs_a_terminal(self) -> None:
-        """Keyboard input, the debugger, and processes of torch's own: each says what to do instead."""
-        import torch.multiprocessing as mp
-
-        builtins.input = _no_input
-        sys.breakpointhook = _no_debugger
-        spawn = mp.spawn
-
-        def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(fn, "__module__", None) == "__main__":
-                raise SpawnError(getattr(fn, "__name__", "main"))
-            return spawn(fn, *args, **kwargs)
-
-        mp.spawn = spawn_or_explain
-        # a worker of a DataLoader is a fork of the rank: it has the names that the cells have defined
-        mp.set_start_method("fork", force=True)
-
     def serve(self) -> None:
         """Answer the notebook until it is gone."""
         self.groups.install()
         self.control.thread.start()
+        self.follow_orders()
+
+    def follow_orders(self) -> None:
+        """Do what the notebook sends, one after another, until it is gone."""
         self._join(self.birth.generation)
         self.phase = "idle"
         while True:
@@ -381,6 +359,44 @@ class Rank:
             self._pending = True
         elif self.running:  # asked for by the notebook, or by the program itself
             raise KeyboardInterrupt
+
+
+def settle(birth: Birth) -> None:
+    """Give the process the environment, the folder and the import path of a rank, and what stands in for a terminal."""
+    os.environ.clear()
+    os.environ.update(birth.environment)
+    address = "127.0.0.1" if birth.store.startswith("/") else birth.store.rpartition(":")[0]
+    os.environ.update(
+        RANK=str(birth.rank),
+        WORLD_SIZE=str(birth.world_size),
+        LOCAL_RANK=str(birth.local_rank),
+        LOCAL_WORLD_SIZE=str(birth.local_world_size),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(birth.port),
+    )
+    if os.path.isdir(birth.folder):  # noqa: PTH112
+        os.chdir(birth.folder)
+    sys.path[:] = list(birth.path)
+    sys.argv = [""]
+    _replace_what_needs_a_terminal()
+
+
+def _replace_what_needs_a_terminal() -> None:
+    """Keyboard input, the debugger, and processes of torch's own: each says what to do instead."""
+    import torch.multiprocessing as mp
+
+    builtins.input = _no_input
+    sys.breakpointhook = _no_debugger
+    spawn = mp.spawn
+
+    def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(fn, "__module__", None) == "__main__":
+            raise SpawnError(getattr(fn, "__name__", "main"))
+        return spawn(fn, *args, **kwargs)
+
+    mp.spawn = spawn_or_explain
+    # a worker of a DataLoader is a fork of the rank: it has the names that the cells have defined
+    mp.set_start_method("fork", force=True)
 
 
 def _moved(before: _Moved, after: _Moved) -> tuple[Connection, ...] | None:
