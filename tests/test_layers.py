@@ -114,7 +114,9 @@ ALLOWED |= {
         f"engine/{m}"
         for m in ("control", "execute", "groups", "meter", "operation", "record", "report", "shell", "stdio")
     },
-    "engine/preload": {"engine/worker", "versions", *SHARED},
+    "engine/together": {"errors", "rehearsal", *SHARED}
+    | {f"engine/{m}" for m in ("control", "groups", "operation", "record", "shell", "stdio", "worker")},
+    "engine/preload": {"engine/worker", "engine/together", "versions", *SHARED},
 }
 
 

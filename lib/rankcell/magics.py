@@ -172,7 +172,9 @@ class RankMagics(Magics):
 
     def _world(self, world_size: int, options: Any) -> world.Ranks:
         device, nodes, on = options.device, options.nodes, options.on or ""
-        kind = f"{on} {options.as_rank}" if on else "local" if options.local else device
+        kind = f"{on} {options.as_rank}" if on else device
+        if options.local and not on:
+            kind = "local" if device != "cuda" else "local cuda"  # the CPU it is, and a GPU is refused
         if nodes is None and not on and not options.local:
             try:
                 kind = devices.choose(world_size, device, devices.look(mps=False)).device

@@ -112,7 +112,7 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         ("--local",),
         {
             "action": "store_true",
-            "help": "all ranks take turns in one process, with values: for more ranks than fit on the machine, such as 64",
+            "help": "all ranks take turns in one process, with values: for more than fit as processes, such as 64",
         },
     ),
     (("--fresh",), {"action": "store_true", "help": "start new ranks first: no names from earlier cells"}),

@@ -221,7 +221,9 @@ class Recorder:
             recorder = current()
             batch, recorder._batch = recorder._batch or [], None
             for o in batch:
-                o.wait_start = recorder.clock()  # a new pair is connected now: the host waits for the other side
+                o.wait_start = (
+                    recorder.clock()
+                )  # a new pair is connected now: the host waits for the other side
             work = launch(group, *args)
             for o in batch:  # they have one Work together
                 o.wait_start = None
@@ -698,9 +700,7 @@ def _plain_signature(o: Operation, tensors: list[Any]) -> Signature:
     return Signature(o.describe(), o.op, counts, o.reduce_op, o.peer)
 
 
-def _pieces(
-    o: Operation, inputs: list[Any], outputs: list[Any]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _pieces(o: Operation, inputs: list[Any], outputs: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows sent to each rank of the group, and rows expected from each."""
     n = len(o.ranks)
     if o.splits is None:

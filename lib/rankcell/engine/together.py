@@ -77,12 +77,17 @@ class Process:
     def __init__(self, birth: Birth, work: Channel, control: Channel) -> None:
         self.work, self.control = work, control
         settle(birth)
-        dist.distributed_c10d._world = ThreadLocalWorld()
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        c10d: Any = dist.distributed_c10d
+        self.worlds = c10d._world = Worlds(self.running)
+        in_c: Any = torch._C._distributed_c10d
+        in_c._set_thread_isolation_mode(True)  # of the groups that functional collectives name
         # torch keeps what it knows of a mesh by the thread's too, if its ranks are threads
-        dist.device_mesh.get_backend = lambda *group: dist.get_backend(*group) if group else "threaded"
+        device_mesh: Any = dist.device_mesh
+        device_mesh.get_backend = lambda *group: dist.get_backend(*group) if group else "threaded"
         self.turns, self.table = Turns(), Table()
-        self.threads: set[int | None] = {threading.get_ident()}  # none of them is one that a learner has started
+        self.threads: set[int | None] = {
+            threading.get_ident()
+        }  # none of them is one that a learner has started
         self.members: list[Member] = []
         self.written = Written(self.say_for_running)
         shell.RankShell.instance().recorder.uninstall()
@@ -133,12 +138,15 @@ class Process:
             try:
                 ranks, message = self.control.receive()
                 question: Question = pickle.loads(message)
+                memory = system.process_memory(os.getpid()) if question.about == "memory" else None
                 answers = []
                 for rank in ranks:
                     try:
                         answer = self.members[rank].control.answer(question)
                     except Exception:  # noqa: BLE001 - the notebook goes on without this answer
                         answer = None
+                    if memory is not None:  # it belongs to all alike
+                        answer = memory // len(self.members)
                     answers.append(Answered(rank, pickle.dumps(Answer(question.number, answer))))
                 self.control.send(answers)
             except (EOFError, OSError):
@@ -151,8 +159,26 @@ class Process:
         return call
 
 
+class Worlds(ThreadLocalWorld):
+    """Where torch keeps its process groups: of each rank apart."""
+
+    def __init__(self, running: "Callable[[], Member]") -> None:
+        self._running = running
+
+    def own(self) -> Any:
+        """What there is for this thread."""
+        return super()._get_world()
+
+    def _get_world(self) -> Any:
+        rank = self._running()
+        # a thread that the learner has started is in its rank's groups
+        return self.own() if threading.get_ident() in rank.process.threads else rank.world
+
+
 class Member(Rank):
     """One rank of the process: `Rank`, of which whatever is the process's is done elsewhere."""
+
+    ballast = 0  # where one rank takes all the memory, that of all others is there when it has failed
 
     def __init__(self, process: Process, birth: Birth) -> None:
         self.process = process
@@ -189,6 +215,7 @@ class Member(Rank):
         self.main_thread = threading.get_ident()
         self.process.threads.add(self.main_thread)
         torch.set_num_threads(1)
+        self.world = self.process.worlds.own()
         self.process.turns.take(self.seat)
         self.shell.recorder = self.recorder
         self.follow_orders()
@@ -255,11 +282,8 @@ class MemberControl(Control):
         return self._rank.process.threads
 
     def answer(self, question: Question) -> Any:
-        """The same; memory is that of the process, in equal parts."""
-        found = super().answer(question)
-        if question.about == "memory" and found is not None:
-            return found // len(self._rank.process.members)
-        return found
+        """The same; of its memory the process tells."""
+        return None if question.about == "memory" else super().answer(question)
 
     def status(self) -> Any:
         """The same; what the rank's thread waits for is waited for by its main thread."""
@@ -270,7 +294,11 @@ class MemberControl(Control):
     def _free(self, *, wanted: bool) -> None:
         rank = self._rank
         if rank.running:
-            why = KeyboardInterrupt() if wanted else GroupError("no other rank will ever come to this operation.")
+            why = (
+                KeyboardInterrupt()
+                if wanted
+                else GroupError("no other rank will ever come to this operation.")
+            )
             rank.process.turns.free(rank.seat, why)
 
 
@@ -278,11 +306,14 @@ class MeetingGroups(Groups):
     """Process groups of a rank that meets the others in its process: there are no connections to open."""
 
     def waited_for(self, op: str, ranks: tuple[int, ...], make: Callable[[], Any], **how: Any) -> Any:
-        """The same, when all `ranks` have come to it."""
+        """The same, when all have come to it that connect to each other: of a new group its members."""
+        signature = how.get("signature")
+        members = ranks if signature is None else signature.members
 
         def met() -> Any:
             stage: Any = self.recorder.stage
-            stage.meet(list(self.recorder.open.values())[-1])
+            if self.rank in members:
+                stage.meet(list(self.recorder.open.values())[-1], members)
             return make()
 
         return super().waited_for(op, ranks, met, **how)

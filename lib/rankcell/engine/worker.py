@@ -34,8 +34,6 @@ from .operation import caller, clock
 from .stdio import Stdio
 
 LENT = ("rank", "world_size", "device", "torch", "dist")  # names that every cell finds
-_BALLAST = 4 << 20  # bytes given back when memory runs out, so that the report of it can be made
-
 _Moved = dict[tuple[str, str], tuple[int, int]] | None  # (our end, the other end) -> bytes sent, received
 
 
@@ -59,6 +57,8 @@ def main(birth: Birth, work: int, control: int, stdout: int, stderr: int, board:
 class Rank:
     """One rank: its names, its process groups, its two channels."""
 
+    ballast = 4 << 20  # bytes given back when memory runs out, so that the report of it can be made
+
     def __init__(self, birth: Birth, work: Any, control_fd: int, stdio: Stdio, board_fd: int) -> None:
         self.birth = birth
         self.work = work
@@ -71,7 +71,7 @@ class Rank:
         self._steps: list[Step] = []
         self._shielded = False  # the main thread is in the middle of a message: an interrupt waits
         self._pending = False
-        self._ballast: bytearray | None = bytearray(_BALLAST)
+        self._ballast: bytearray | None = bytearray(self.ballast)
         self._limits = system.memory_limits()
         self._set_up_environment()
         self.shell: Any = shell.RankShell.instance()
@@ -268,7 +268,7 @@ class Rank:
         self._take_signals()
         self.stdio.begin()
         if self._ballast is None:
-            self._ballast = bytearray(_BALLAST)
+            self._ballast = bytearray(self.ballast)
         if task.forget_counts:
             self.recorder.forget_counts()
         self.recorder.begin(task.cell, began=0.0 if self.stage else task.began, values=task.values)

@@ -33,6 +33,18 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+def check(op: str, given: Given, n: int) -> None:
+    """Raise RuntimeError if one tensor for all `n` ranks of a group has not `n` times as many numbers as a part."""
+    if op not in ("all_gather", "reduce_scatter") or len(given.inputs) != len(given.outputs):
+        return
+    for x, y in zip(given.inputs, given.outputs, strict=True):
+        part, whole = (x, y) if op == "all_gather" else (y, x)
+        if whole.numel() != n * part.numel():
+            raise RuntimeError(
+                f"{op} on {n} ranks: {whole.numel()} numbers in all are not {n} times the {part.numel()} of one rank."
+            )
+
+
 def fill(op: str, given: Sequence[Given], *, reduce_op: str = "SUM", root: int = 0) -> None:
     """Write what each rank gets into its outputs.
 
@@ -68,7 +80,9 @@ def _put(target: Tensor, source: Tensor) -> None:
 def _combined(tensors: Sequence[Tensor], reduce_op: str) -> Tensor:
     combine = _COMBINE.get(reduce_op)
     if combine is None:
-        raise NotImplementedError(f"the reduce operation {reduce_op} is not done here: {', '.join(_COMBINE)} are.")
+        raise NotImplementedError(
+            f"the reduce operation {reduce_op} is not done here: {', '.join(_COMBINE)} are."
+        )
     total = tensors[0].clone(memory_format=torch.contiguous_format)
     for x in tensors[1:]:
         combine(total, x if x.shape == total.shape else x.reshape(total.shape))

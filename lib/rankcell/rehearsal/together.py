@@ -24,10 +24,19 @@ from .turns import Seat, Turns
 _PATIENT = "/distributed/distributed_c10d.py"  # torch's Python functions: they wait by `Work.wait`
 
 
+class _Here(threading.local):
+    reduce_op = ""  # of the functional collective that is being called: C++ does not tell
+
+
+_here = _Here()
+
+
 class RankSeat(Seat):
     """The seat of one rank."""
 
-    def __init__(self, rank: int, recorder: Any, leave: Callable[[], None], enter: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: int, recorder: Any, leave: Callable[[], None], enter: Callable[[], None]
+    ) -> None:
         super().__init__(leave, enter)
         self.rank, self.recorder = rank, recorder
         self.unseen: list[Any] = []  # operations for which C++ has waited
@@ -53,16 +62,18 @@ class Meeting:
         self.seats: list[RankSeat] = []  # by rank
         turns.stuck = self._give_up
         self._replace_what_waits()
+        self._library = _remember_reduce_ops()
 
     def issue(self, o: Any, returns: int, filled: Any, inputs: list[Any], outputs: list[Any]) -> Any:
         """Take part in the operation `o`; its Work is over when all others have come to it."""
         seat = self._seat(o)
         o.seat, o.rank, o.source = seat, seat.rank, 0
         o.given = answers.Given(inputs, outputs, o.splits)
+        answers.check(o.op, o.given, len(o.ranks))
         o.future = torch.futures.Future()
         o.filled = list(outputs)
         work = _create_work_from_future(o.future).boxed()
-        self._come(o, seat)
+        self._come(o, o.ranks)
         if not self._waits_in_python(sys._getframe(1)):
             self.wait(o)
             seat.unseen.append(o)
@@ -70,11 +81,11 @@ class Meeting:
             return work if returns else None
         return filled, work
 
-    def meet(self, o: Any) -> None:
-        """Wait until all ranks of `o` have come to it: one that has no tensors, such as making a group."""
+    def meet(self, o: Any, ranks: tuple[int, ...]) -> None:
+        """Wait until all of `ranks` have come to `o`: one that has no tensors, such as making a group."""
         o.seat = seat = self._seat(o)
         o.rank, o.source, o.given, o.future = seat.rank, 0, answers.Given((), ()), None
-        self._come(o, seat)
+        self._come(o, ranks)
         self.wait(o)
 
     def wait(self, o: Any) -> None:
@@ -113,20 +124,21 @@ class Meeting:
         seat.unseen.clear()
         return seat
 
-    def _come(self, o: Any, seat: Any) -> None:
-        """Put `o` down, and do it if nobody is missing any more."""
+    def _come(self, o: Any, ranks: tuple[int, ...]) -> None:
+        """Put `o` down, and do it if none of `ranks` is missing any more."""
         if o.op in ("send", "recv"):
             self._come_to_a_pair(o)
             return
-        key = (seat.recorder.name_of(o), o.ranks)
+        key = (o.seat.recorder.name_of(o), ranks)
         calls = self._calls.setdefault(key, {})
-        calls[seat.rank] = o
-        if len(calls) < len(o.ranks):
+        calls[o.rank] = o
+        if len(calls) < len(ranks):
             return
         del self._calls[key]
-        everybody = [calls[r] for r in o.ranks]
+        everybody = [calls[r] for r in ranks]
         root = 0 if o.peer is None else o.ranks.index(o.peer)
-        answers.fill(o.op, [call.given for call in everybody], reduce_op=o.reduce_op, root=root)
+        op = o.reduce_op or _here.reduce_op
+        answers.fill(o.op, [call.given for call in everybody], reduce_op=op, root=root)
         for call in everybody:
             self._over(call)
 
@@ -143,7 +155,9 @@ class Meeting:
 
     def _deliver(self, send: Any, receive: Any) -> None:
         (source,), (target,) = send.given.inputs, receive.given.outputs
-        if source.numel() != target.numel() or source.dtype != target.dtype:  # one that is not for anyone matches
+        if (
+            source.numel() != target.numel() or source.dtype != target.dtype
+        ):  # one that is not for anyone matches
             raise RuntimeError(
                 f"rank {send.rank} sends {source.numel()} numbers of {source.dtype}, and rank {receive.rank} receives "
                 f"{target.numel()} of {target.dtype} from anyone."
@@ -209,3 +223,27 @@ class Meeting:
         dist.Work.get_future = future
         dist.Work._source_rank = lambda work: None if (seat := here()) is None else seat.source
         time.sleep = rest
+
+
+def _remember_reduce_ops() -> torch.library.Library:
+    """Note the reduce operation of each functional collective before C++ issues it as one that does not show it."""
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, short = name.partition("::")
+        if space == "_c10d_functional" and "." not in short:
+            op = getattr(torch.ops._c10d_functional, short).default
+            names = [a.name for a in op._schema.arguments]
+            if "reduce_op" in names:
+                library.impl(short, _noting(op, names.index("reduce_op")), "CPU")
+    return library
+
+
+def _noting(op: Any, at: int) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _here.reduce_op = str(args[at] if len(args) > at else kwargs["reduce_op"]).upper()
+        try:
+            return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        finally:
+            _here.reduce_op = ""
+
+    return call
