@@ -220,7 +220,7 @@ def test_256_ranks_fit_into_little_memory():
 
 
 def gpt(**options):
-    shape = dict(n_heads=4, n_layers=4, context=LENGTH, dtype=torch.float64)
+    shape = dict(n_heads=4, n_layers=2, context=LENGTH, dtype=torch.float64)
     return models.GPT(VOCAB, WIDTH, **shape | options)
 
 
@@ -432,6 +432,18 @@ def test_random_numbers_are_each_ranks_own(few, four):
     assert repr(few.run("torch.rand(2)").values) == repr(
         four.run("torch.rand(2)").values
     )  # the next cell goes on
+
+
+def test_the_default_dtype_is_each_ranks_own(few):
+    run = few.run("torch.set_default_dtype([torch.float32, torch.float64][rank % 2])\ndist.barrier()")
+    run = few.run("dtype = torch.ones(1).dtype\ntorch.set_default_dtype(torch.float32)\ndtype")
+    assert run.values == [torch.float32, torch.float64] * 2
+
+
+def test_two_runs_are_alike(many):
+    source = "x = torch.ones(1)\norder = [dist.recv(x) for _ in range(63)] if rank == 0 else dist.send(x, 0)\norder"
+    assert many.run(source).values == many.run(source).values
+    assert rankcell.run("dist.get_rank()", world_size=3, local=True).values == [0, 1, 2]
 
 
 def test_names_and_groups_live_on(few):

@@ -229,7 +229,8 @@ class Member(Rank):
         self.seat.freed = None
         order = self.orders.popleft()
         if isinstance(order, Join):
-            self.process.meeting.leave(self.birth.rank)
+            self.process.meeting.clear()  # all ranks join: nobody comes any more to what was called before
+            self.process.table.clear()
         return order
 
     def send(self, message: Any) -> None:
@@ -391,6 +392,10 @@ class Table:
 
     def __init__(self) -> None:
         self._calls: dict[Hashable, dict[int, tuple[bytes, int]]] = {}
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._calls.clear()
 
     def of(self, rank: int) -> "TableOf":
         """The table as `rank` writes to it."""

@@ -101,14 +101,10 @@ class Meeting:
         finally:
             seat.wants, seat.late = None, False
 
-    def leave(self, rank: int) -> None:
-        """`rank` joins a new process group: what it had called is called off."""
-        for calls in list(self._calls.values()):
-            calls.pop(rank, None)
-        self._calls = {key: calls for key, calls in self._calls.items() if calls}
-        for kept in (self._sends, self._receives):
-            for key in list(kept):
-                kept[key] = [o for o in kept[key] if o.rank != rank]
+    def clear(self) -> None:
+        """Call off whatever has been called and is not over."""
+        for kept in (self._calls, self._sends, self._receives):
+            kept.clear()
 
     def _seat(self, o: Any) -> Any:
         """The seat of the rank that runs and has called `o`."""
