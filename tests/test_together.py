@@ -547,9 +547,16 @@ def test_an_endless_loop_can_be_interrupted(few, endless):
     assert few.run("kept").values == [0, 1, 2, 3]
 
 
-def test_a_rank_that_cannot_be_interrupted_is_replaced_with_the_others(few):
+@pytest.mark.parametrize(
+    "deaf",
+    [
+        "import ctypes\nctypes.CDLL(None).sleep(600)",
+        "x = torch.ones(3000, 3000, dtype=torch.long)\nx @ x",  # this one computes meanwhile
+    ],
+)
+def test_a_rank_that_cannot_be_interrupted_is_replaced_with_the_others(few, deaf):
     with pytest.raises(rankcell.RankTimeout, match="ranks 0-3 did not react and were replaced"):
-        few.run("import ctypes\nctypes.CDLL(None).sleep(600)", timeout=0.5)
+        few.run(deaf, timeout=0.5)
     assert few.run("dist.barrier(); rank").values == [0, 1, 2, 3]
 
 
@@ -566,7 +573,8 @@ def test_what_local_cannot_be(shell):
             rankcell.Ranks(4, local=True, **options)
     with pytest.raises(WorldSizeError, match="1,024 do"):
         rankcell.Ranks(5000, local=True)
-    result = shell.run_cell("%%ranks 4 --local --device cuda\n1")
+    assert shell.run_cell("%%ranks 2 --local\n1").success
+    result = shell.run_cell("%%ranks 2 --local --device cuda\n1")
     assert isinstance(result.error_in_exec, OptionError)
 
 
