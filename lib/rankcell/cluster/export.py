@@ -125,7 +125,9 @@ def convert(path: str | Path, *, world_size: int | None = None) -> Exported:
     cells = read(path)
     sizes = Counter(cell.options.world_size for cell in cells if cell.options)
     if not sizes:
-        raise ExportError(f"{path} has no cell that begins with %%ranks: there is nothing to export.")
+        raise ExportError(
+            f"{path} has no cell that begins with %%ranks, rehearsals (1 of N) aside: there is nothing to export."
+        )
     if world_size is None:
         world_size = max(sizes, key=lambda size: (sizes[size], size))
     if world_size not in sizes:
@@ -150,7 +152,8 @@ def read(path: str | Path) -> list[Cell]:
         tags = tuple(cell["metadata"].get("tags", ()))
         first, _, rest = source.lstrip("\n").partition("\n")
         words = first.split()
-        if words[:1] == ["%%ranks"]:
+        # a rehearsal has one process and no values: it is the notebook's, as other magics are
+        if words[:1] == ["%%ranks"] and not cell_source.rehearsed(" ".join(words[1:]))[1]:
             cells.append(Cell(name, rest, tags, _options(words[1:], name)))
         elif first.startswith("%%"):
             cells.append(Cell(name, f"get_ipython().run_cell_magic({first!r})", tags))
