@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -200,6 +201,7 @@ class Grader:
         context = self._contexts[exercise.lesson, exercise.index]
         if context.problem:
             return concluded(results.NOT_JUDGED, context.problem), {}
+        began = time.monotonic()
         allowed = self.seconds + 2 * context.seconds
         verdict = self.stage.judge(
             self._order(exercise, submission.answers[exercise.index], context.extent, allowed)
@@ -212,6 +214,7 @@ class Grader:
         if verdict["where"] in ("context", "judge") and not verdict["passed"]:
             feedback = f"the cells before the exercise fail: {verdict['error']}"
             return concluded(results.NOT_JUDGED, feedback, seconds=verdict.get("seconds", 0.0)), verdict
+        verdict["ran"] = began, time.monotonic()
         judgement = concluded(
             results.PASSED if verdict["passed"] else results.FAILED,
             verdict["error"],
@@ -230,12 +233,14 @@ class Grader:
         """Judge once more, alone, whoever may have suffered from another's answer.
 
         That is whose judge was ended; and, where another answer took all processes or all memory, whoever did not end
-        in time beside it, or (where answers have no processes of their own) failed beside it.
+        in time at the same time as it, or (where answers have no processes of their own) failed beside it.
         """
-        greedy = any(v.get("limit") in ("processes", "memory") for _, v in found)
+        greedy = [v["ran"] for _, v in found if v.get("limit") in ("processes", "memory") and "ran" in v]
         breaks = ("time",) if self.stage.sealing.namespaces else ("time", "")
         for place, (judgement, verdict) in enumerate(found):
-            suffered = greedy and judgement.status == results.FAILED and verdict and judgement.limit in breaks
+            began, ended = verdict.get("ran", (0.0, 0.0))
+            beside = any(began < end and start < ended for start, end in greedy)
+            suffered = beside and judgement.status == results.FAILED and judgement.limit in breaks
             if verdict.get("lost") or suffered:
                 found[place] = self._judge(*work[place], tell)
         return found
