@@ -31,7 +31,7 @@ from torch.optim import optimizer as optimizers
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from ..errors import GroupError
-from ..rehearsal.together import Meeting, RankSeat
+from ..rehearsal.meeting import Meeting, RankSeat
 from ..rehearsal.turns import Turns
 from . import record, shell, system
 from .channel import Channel

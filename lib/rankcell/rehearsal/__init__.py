@@ -4,12 +4,12 @@
     clock     seconds that pass on the streams of a GPU that is not there
     stage     inside a rank: fake tensors, a process group of one that acts as many, what each operation costs
 
-    together  where the ranks of one process meet: who has come to which operation, and who waits
+    meeting   where the ranks of one process meet: who has come to which operation, and who waits
     turns     threads of which one runs at a time
     answers   what each collective gives, from what all ranks gave to it
 
 `engine/worker` asks `stage` for the clock, the tensors and the answers of the process group, and `engine/together` asks
-`together` for the answers; everything else of a cell (its names, output, errors, lines) is as on ranks that are
+`meeting` for the answers; everything else of a cell (its names, output, errors, lines) is as on ranks that are
 processes, and so is what it leaves behind.
 """
 

@@ -1,7 +1,7 @@
 """Threads of one process that take turns: one runs, until it waits for another one, and the next goes on.
 
 Which one is next depends on nothing but what they call, so that two runs of a program are alike: those that can go on
-do so in the order in which they could. It does not know what they wait for (`together.py` does).
+do so in the order in which they could. It does not know what they wait for (`meeting.py` does).
 """
 
 import ctypes
