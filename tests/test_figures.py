@@ -22,7 +22,8 @@ def folder(tmp_path, monkeypatch):
 
 def test_without_a_gpu_and_without_a_record_nothing_is_shown(folder):
     said = repr(figures.of_a_gpu("02"))
-    assert "has no GPU, and no record from another one exists" in said and "make gpu" in said
+    assert "no GPU is here, and no record from another machine exists" in said and "make gpu" in said
+    assert all(len(line) <= 80 for line in said.splitlines())  # a page cuts longer ones
     assert not any(c.isdigit() for c in said)
 
 

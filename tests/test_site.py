@@ -76,7 +76,9 @@ def build(folder, *options, name="html", **environment):
     command = [Path(sys.executable).parent / "sphinx-build", "-q", "-W", "--keep-going", "-c", ROOT / "site"]
     command += ["-d", folder / "doctrees", *options, folder / "source", folder / name]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    assert result.returncode == 0, result.stdout + result.stderr
+    said = result.stdout + result.stderr
+    assert result.returncode == 0, said
+    assert "LaTeX-incompatible" not in said, said  # KaTeX draws it, with a sign that its font lacks
     return folder / name
 
 

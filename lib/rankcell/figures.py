@@ -43,8 +43,8 @@ class Record:
     def __repr__(self) -> str:
         if not self.figures:
             return (
-                "Nothing measured: this machine has no GPU, and no record from another one exists yet. `make gpu` on a "
-                "machine with a GPU writes one."
+                "Nothing measured: no GPU is here, and no record from another machine exists.\n"
+                "`make gpu` on a machine with a GPU writes one."
             )
         rows = []
         for (gpu, date, version), same in groupby(self.figures, key=lambda f: (f.gpu, f.date, f.torch)):
