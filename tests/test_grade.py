@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import notebooks
 from rankcell import command, exercises
+from rankcell.grade import command as grade_command
 from rankcell.grade import grading, results, sandbox, stage, submissions
 from rankcell.grade.results import Judgement
 
@@ -315,6 +317,47 @@ def test_other_systems_can_read_the_results(graded):
 # What is not judged
 
 
+@LINUX_ONLY
+@pytest.mark.slow
+def test_what_was_judged_before_an_interrupt_is_kept(course, tmp_path, monkeypatch, capsys):
+    right = HALF.replace("    # BEGIN SOLUTION\n", "").replace("    # END SOLUTION", "")
+    hand_in(course, tmp_path, "ada", right)
+    hand_in(course, tmp_path, "ben", HARM["hang"])
+    hand_in(course, tmp_path, "cid", right)
+    heard = grade_command._Progress.heard
+
+    def interrupt(progress, judgement):
+        heard(progress, judgement)
+        if judgement.status == results.PASSED:  # the main thread gets it, as from the keyboard
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(grade_command._Progress, "heard", interrupt)
+    before, table = processes(), tmp_path / "table.csv"
+    words = ["--course", str(course), "--jobs", "1", "--seconds", "300", "--csv", str(table)]
+    assert command.main(["grade", str(tmp_path), *words]) == 130
+    assert set(processes()) <= set(before)
+    with table.open(encoding="utf-8") as file:
+        rows = {(row["student"], row["exercise"][:10]): row for row in csv.DictReader(file)}
+    assert [rows[student, "Exercise 1"]["status"] for student in ("ada", "ben", "cid")] == [
+        "passed",
+        "not judged",
+        "not judged",
+    ]
+    assert rows["cid", "Exercise 1"]["feedback"].startswith("the judging was interrupted before")
+    assert "interrupted; what was not judged says so" in capsys.readouterr().err
+
+
+def test_an_interrupt_before_the_first_judgement_writes_nothing(course, tmp_path, monkeypatch, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    hand_in(course, tmp_path, "ada", "half = 3", "1")
+    monkeypatch.setattr(grading.Stage, "start", lambda _: None)
+    monkeypatch.setattr(grading.Grader, "context", lambda *_: interrupt(_))
+    assert command.main(["grade", str(tmp_path), "--course", str(course)]) == 130
+    assert "nothing was written" in capsys.readouterr().err
+
+
 def test_an_exercise_whose_own_solution_fails_is_not_judged(course, lesson, tmp_path, monkeypatch):
     """A machine without Slurm, say: nobody is told that an answer is wrong."""
     hand_in(course, tmp_path, "ada", "half = 3", "1")
@@ -379,8 +422,6 @@ def test_commands_that_cannot_judge_say_why(course, tmp_path, capsys):
 
 
 def test_a_long_judging_says_how_far_it_is(monkeypatch, capsys):
-    from rankcell.grade import command as grade_command
-
     monkeypatch.setattr(grade_command, "_EVERY", 0.0)
     progress = grade_command._Progress()
     for _ in range(2):

@@ -88,7 +88,9 @@ def run(options: Any) -> int:
         print(f"rankcell grade: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("rankcell grade: interrupted; nothing was written.", file=sys.stderr)
+        print(
+            "rankcell grade: interrupted before an answer was judged; nothing was written.", file=sys.stderr
+        )
         return 130
     print(results.table(judgements))
     print(
@@ -98,6 +100,9 @@ def run(options: Any) -> int:
         if path := getattr(options, name):
             path.parent.mkdir(parents=True, exist_ok=True)
             getattr(results, f"as_{name}")(judgements, path)
+    if grader.interrupted:
+        print("rankcell grade: interrupted; what was not judged says so.", file=sys.stderr)
+        return 130
     passed, count = results.score(judgements)
     return 2 if not count else int(passed < count)
 

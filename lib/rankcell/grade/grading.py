@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from . import results, sandbox
 from .submissions import Submission
 
 _OWN_SECONDS = 120.0  # for the course's own solution: it is known to end
+_INTERRUPTED = "the judging was interrupted before this answer was judged"
 _PASS_ON = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from rankcell.grade import stage; stage.main(int(sys.argv[1]))"
@@ -41,6 +42,7 @@ class Stage:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._asks: socket.socket | None = None
+        self._ended = False
         self.sealing = sandbox.Sealing(False, False)
 
     def start(self) -> None:
@@ -63,6 +65,9 @@ class Stage:
 
     def judge(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """What became of one order; `lost` is in it if its keeper was ended, by whomever."""
+        lost = {"passed": False, "where": "answer", "error": "its judge was ended", "lost": True}
+        if self._ended:
+            return lost
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
@@ -74,18 +79,22 @@ class Stage:
                         socket.send_fds(self._asks, [b"j"], [theirs.fileno()])
                         break
                     except OSError:
-                        self.close()
+                        self._close()
             try:
                 ours.sendall(json.dumps(order).encode() + b"\n")
                 line = ours.makefile("rb").readline()
             except OSError:
                 line = b""
         if not line:
-            return {"passed": False, "where": "answer", "error": "its judge was ended", "lost": True}
+            return lost
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """End it, and all that it has started."""
+        """End it for good, and all that it has started."""
+        self._ended = True
+        self._close()
+
+    def _close(self) -> None:
         if self._asks is not None:
             self._asks.close()
             self._asks = None
@@ -126,12 +135,17 @@ class Grader:
         self.lessons = {lesson.name: lesson for lesson in lessons}
         self.seconds, self.jobs, self.limits = seconds, jobs, limits or sandbox.Limits()
         self.stage = Stage()
+        self.interrupted = False
         self._contexts: dict[tuple[str, int], _Context] = {}
 
     def grade(
         self, submissions: Sequence[Submission], tell: Callable[[results.Judgement], None] = lambda _: None
     ) -> list[results.Judgement]:
-        """Judge all answers; `tell` hears of each judgement when it is made."""
+        """Judge all answers; `tell` hears of each judgement when it is made.
+
+        Ctrl-C ends it: what was not judged until then says so, and `interrupted` is True. A KeyboardInterrupt is raised
+        only where no answer was judged.
+        """
         work = [
             (s, e)
             for s in submissions
@@ -142,8 +156,16 @@ class Grader:
             try:
                 self.stage.start()
                 self._contexts = dict(zip(begun, pool.map(self.context, begun.values()), strict=True))
-                found = list(pool.map(lambda pair: self._judge(pair[0], pair[1], tell), work))
-                found = self._again(work, found, tell)
+                judged = [pool.submit(self._judge, s, e, tell) for s, e in work]
+                try:
+                    wait(judged)
+                    found = self._again(work, [one.result() for one in judged], tell)
+                except KeyboardInterrupt:
+                    self.interrupted = True
+                    self.stage.close()
+                    found = self._again(work, [one.result() for one in judged], tell)
+                    if not any(verdict for _, verdict in found):
+                        raise
             finally:
                 self.stage.close()
         unread = [
@@ -198,6 +220,8 @@ class Grader:
             return concluded(results.FAILED, submission.problem), {}
         if _untouched(submission, exercise):
             return concluded(results.UNTOUCHED), {}
+        if self.interrupted:
+            return concluded(results.NOT_JUDGED, _INTERRUPTED), {}
         context = self._contexts[exercise.lesson, exercise.index]
         if context.problem:
             return concluded(results.NOT_JUDGED, context.problem), {}
@@ -211,6 +235,8 @@ class Grader:
             verdict = self.stage.judge(
                 self._order(exercise, submission.answers[exercise.index], "all", allowed)
             )
+        if self.interrupted and verdict.get("lost"):
+            return concluded(results.NOT_JUDGED, _INTERRUPTED), {}
         if verdict["where"] in ("context", "judge") and not verdict["passed"]:
             feedback = f"the cells before the exercise fail: {verdict['error']}"
             return concluded(results.NOT_JUDGED, feedback, seconds=verdict.get("seconds", 0.0)), verdict
