@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import torch
 
-from rankcell import RankError, Run, doctor, errors, magics, versions
+from rankcell import RankError, Run, doctor, errors, magics, source, versions
 from rankcell.errors import (
     AllocationError,
     CellSyntaxError,
@@ -74,6 +74,23 @@ def test_completion_inside_a_rank_cell(cell, shell):
         assert "momentum_buffer" in complete("%%ranks 4\nx = momentum_b")
         assert any(c.endswith("weight") for c in complete("%%ranks 4\nmodel.wei"))
         assert "momentum_buffer" not in complete("x = momentum_b")
+
+
+def test_completion_of_the_options(shell):
+    with __import__("IPython").core.completer.provisionalcompleter():
+
+        def complete(text):
+            return [c.text for c in shell.Completer.completions(text, len(text))]
+
+        assert complete("%%ranks 4 --st") == ["--step"]
+        assert {"--local", "--only", "-o"} <= set(complete("%%ranks 4 -")) <= set(source.option_strings())
+        assert "--step" not in complete("%%ranks 4\nx --st")
+
+
+@pytest.mark.parametrize("option, wanted", [("--step", "NAMES"), ("--out", "NAME"), ("--device", "DEVICE")])
+def test_an_option_without_its_value_says_what_it_needs(cell, option, wanted):
+    with pytest.raises(OptionError, match=f"^{option} needs {wanted} behind it"):
+        cell(f"2 {option}", "x = 1")
 
 
 def test_the_line_magic_lists_stops_and_restarts(cell, shell, capsys):

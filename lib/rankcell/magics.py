@@ -418,6 +418,12 @@ def _parse(parser: MagicArgumentParser, line: str) -> Any:
                     f"are separated by commas without spaces. `%%ranks?` explains the options."
                 ) from None
             raise errors.OptionError(errors.unknown_option(word.split("=")[0], known, "%%ranks")) from None
+        lacking = re.match(r"argument (?:\S+/)?(\S+): expected one argument", text)
+        if lacking:
+            wanted = next(how["metavar"] for flags, how in source.OPTIONS if lacking[1] in flags)
+            raise errors.OptionError(
+                f"{lacking[1]} needs {wanted} behind it. `%%ranks?` explains the options."
+            ) from None
         raise errors.OptionError(re.sub(r"^argument ", "", text)) from None
 
 
@@ -434,6 +440,10 @@ def load(shell: Any) -> RankMagics:
 
     @context_matcher(identifier="rankcell")
     def matcher(context: Any) -> SimpleMatcherResult:
+        first = context.full_text.lstrip().startswith("%%ranks") and not context.cursor_line
+        if first and context.token.startswith("-"):
+            options = [o for o in source.option_strings() if o.startswith(context.token)]
+            return SimpleMatcherResult(completions=[SimpleCompletion(text=o) for o in options], suppress=True)
         found = magics.completions(
             context.full_text, _dotted_word(context.line_with_cursor or context.token, context)
         )

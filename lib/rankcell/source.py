@@ -97,6 +97,7 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         ("--device",),
         {
             "default": "auto",
+            "metavar": "DEVICE",
             "help": "cpu, cuda (ranks share what GPUs there are), or auto (a GPU for each rank, else the CPU)",
         },
     ),
@@ -145,6 +146,11 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     ),
     (("--values",), {"action": "store_true", "help": "record what the tensors of every communication held"}),
 )
+
+
+def option_strings() -> list[str]:
+    """The options as they are written: `-o`, `--out`, `--step` ..., by name."""
+    return sorted(flag for flags, _ in OPTIONS for flag in flags)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
