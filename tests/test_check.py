@@ -39,6 +39,11 @@ def test_every():
     assert "✓ a &lt; b<br>✓ as expected: 2</div>" in both._repr_html_()
 
 
+def test_every_says_once_what_holds_several_times():
+    both = check.every(*[check.close_to([1 / 3, 2.0], [1 / 3, 2.0])] * 4, check.that(True, "a < b"))
+    assert repr(both) == "✓ 2 numbers as expected: [0.3333, 2] (4 times)\n✓ a < b"
+
+
 def test_close_to_a_number():
     assert repr(check.close_to(6, 6.0)) == "✓ as expected: 6"
     assert repr(check.close_to(1.5, 1.4, atol=0.2)) == "✓ as expected: 1.5 (largest difference 0.1)"

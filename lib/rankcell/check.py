@@ -7,6 +7,7 @@ and dictionaries of them. Two NaN at the same place are equal: course tensors ho
 """
 
 import html
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -61,7 +62,8 @@ def every(*verdicts: Verdict) -> Verdict:
         if not getattr(verdict, "ok", True):
             _fail(verdict.text)
     measured = {name: number for v in verdicts for name, number in getattr(v, "measured", {}).items()}
-    return Verdict("\n".join(verdict.text for verdict in verdicts), measured)
+    times = Counter(verdict.text for verdict in verdicts)  # a check for each rank says the same for each
+    return Verdict("\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()), measured)
 
 
 def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0) -> Verdict:
@@ -248,6 +250,11 @@ def _number(x: float) -> str:
     return f"{float(x):.10g}"
 
 
+def _rounded(x: float) -> str:
+    """A number that is right: whole ones in full, others to four digits."""
+    return _number(x) if float(x).is_integer() else f"{float(x):.4g}"
+
+
 def _show(value: Any) -> str:
     """A value in a few characters: numbers as they would be said, long ones cut."""
     if isinstance(value, Mapping):
@@ -259,8 +266,8 @@ def _show(value: Any) -> str:
         if array.dtype.kind not in "biuf":
             text = repr(array.item() if array.ndim == 0 else value)
         elif not array.ndim:
-            text = _number(array)
+            text = _rounded(array)
         else:
             more = f", … {array.size - _SHOWN} more" if array.size > _SHOWN else ""
-            text = f"[{', '.join(_number(x) for x in array.ravel()[:_SHOWN])}{more}]"
+            text = f"[{', '.join(_rounded(x) for x in array.ravel()[:_SHOWN])}{more}]"
     return text if len(text) <= 100 else text[:99] + "…"
