@@ -375,6 +375,20 @@ def test_an_srun_that_fails_is_quoted(monkeypatch, tmp_path):
     assert list((tmp_path / ".rankcell").iterdir()) == []
 
 
+def test_key_files_of_killed_processes_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine = nodes.write_key(b"k", 1)
+    killed, elsewhere = nodes.write_key(b"k", 2), nodes.write_key(b"k", 3)
+    for path, change in ((killed, {}), (elsewhere, {"addresses": ["another-machine"]})):
+        said = json.loads(path.read_text("utf-8")) | {"pid": ended.pid} | change
+        path.write_text(json.dumps(said), "utf-8")
+    (tmp_path / ".rankcell" / "notes.json").write_text("[")
+    new = nodes.write_key(b"k", 4)
+    assert mine.exists() and elsewhere.exists() and new.exists() and not killed.exists()
+
+
 def node(**more):
     return nodes._Node("node1", None, "", 0, (4, ""), heard=0.0, asked=0.0, **more)
 

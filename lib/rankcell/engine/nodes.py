@@ -403,13 +403,26 @@ def write_key(key: bytes, port: int, *, name: str = "", **more: Any) -> Path:
     """
     folder = Path.home() / _FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
+    _sweep(folder)
     path = folder / f"{name or secrets.token_hex(8)}.json"
     addresses = [socket.gethostname(), *system.addresses()]
-    text = json.dumps({"addresses": addresses, "port": port, "key": key.hex(), **more})
+    text = json.dumps({"addresses": addresses, "port": port, "key": key.hex(), "pid": os.getpid(), **more})
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(text)
     return path
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the files of processes of this machine that were killed before they could."""
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+            said = json.loads(path.read_text("utf-8"))
+            if said["addresses"][0] == socket.gethostname():
+                try:
+                    os.kill(said["pid"], 0)  # only asks whether it is there
+                except ProcessLookupError:
+                    path.unlink()
 
 
 def _agree(node: _Node, *, sent: float, theirs: float) -> None:
