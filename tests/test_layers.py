@@ -109,7 +109,7 @@ ALLOWED |= {
     "engine/groups": {"errors", "engine/operation", "engine/record", *SHARED},
     "engine/control": {f"engine/{m}" for m in ("operation", "record", "worker")}
     | SHARED,  # the last for its type
-    "engine/worker": {"results", "errors", "rehearsal", *SHARED}
+    "engine/worker": {"results", "errors", "rehearsal", "source", *SHARED}
     | {
         f"engine/{m}"
         for m in ("control", "execute", "groups", "meter", "operation", "record", "report", "shell", "stdio")

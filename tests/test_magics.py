@@ -87,6 +87,18 @@ def test_completion_of_the_options(shell):
         assert "--step" not in complete("%%ranks 4\nx --st")
 
 
+def test_shift_tab_knows_the_modules_of_the_ranks(shell):
+    assert "async_op" in shell.object_inspect_mime("dist.all_reduce")["text/plain"]
+    assert "dist" not in shell.user_ns
+    with pytest.raises(KeyError):
+        shell.object_inspect_mime("no_such_name")
+    shell.user_ns["dist"] = "mine"
+    try:
+        assert "mine" in shell.object_inspect_mime("dist")["text/plain"]
+    finally:
+        del shell.user_ns["dist"]
+
+
 @pytest.mark.parametrize("option, wanted", [("--step", "NAMES"), ("--out", "NAME"), ("--device", "DEVICE")])
 def test_an_option_without_its_value_says_what_it_needs(cell, option, wanted):
     with pytest.raises(OptionError, match=f"^{option} needs {wanted} behind it"):

@@ -232,8 +232,6 @@ class Lesson:
         return [i for i, cell in enumerate(self.cells[: exercise.index]) if is_code(cell)]
 
 
-# What every rank has from the start; nobody's cell makes it.
-PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
 _DEFINITE = (ast.Assign, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
@@ -286,7 +284,7 @@ def _on_ranks(options: Any, body: str) -> list[dataflow.Statement]:
     world = f"{options.world_size}:"
 
     def there(names: Iterable[str]) -> frozenset[str]:
-        return frozenset(world + name for name in names if name not in PREDEFINED)
+        return frozenset(world + name for name in names if name not in cell_source.LENT)
 
     pushed = frozenset(options.push or ())
     handed = [*(options.pull or ()), *(options.out or ())]

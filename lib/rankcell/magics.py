@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -26,7 +27,6 @@ from .draw.svg import format_bytes
 from .engine import devices, world
 from .results import Run
 
-PREDEFINED = ("rank", "world_size", "device", "torch", "dist")
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 _WORDS = ("stop", "restart", "export", "doctor", "progress")
 
@@ -322,7 +322,7 @@ class RankMagics(Magics):
         )
         if "." in word:
             return ranks.complete(word) if ranks else []
-        known = dict.fromkeys((*PREDEFINED, *(ranks.names if ranks else ())))
+        known = dict.fromkeys((*source.LENT, *(ranks.names if ranks else ())))
         return [n for n in known if n.startswith(word)]
 
 
@@ -452,6 +452,7 @@ def load(shell: Any) -> RankMagics:
 
     shell.Completer.custom_matchers.append(matcher)
     magics.matcher = matcher
+    shell.object_inspect_mime = partial(_inspect, shell)  # what Shift+Tab asks
     # Threads of OpenMP spin while they wait for the next product, and take the cores from the ranks: on two busy cores
     # a small training of one process takes 20 times as long. Asleep they cost some microseconds.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -459,6 +460,22 @@ def load(shell: Any) -> RankMagics:
     world.warm_up()
     threading.Thread(target=_import_torch, name="rankcell import", daemon=True).start()
     return magics
+
+
+def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
+    """What the shell says of `name`, which may begin with a module that only the ranks have imported."""
+    import torch.distributed
+
+    lent = {"torch": torch, "dist": torch.distributed}
+    first = name.partition(".")[0]
+    ask = type(shell).object_inspect_mime
+    if first not in lent or first in shell.user_ns:
+        return ask(shell, name, *args, **more)
+    shell.user_ns[first] = lent[first]
+    try:
+        return ask(shell, name, *args, **more)
+    finally:
+        del shell.user_ns[first]
 
 
 def _dotted_word(line: str, context: Any) -> str:
@@ -481,6 +498,7 @@ def unload(shell: Any, magics: RankMagics) -> None:
     """Stop the worlds and take the completion away."""
     magics.stop()
     shell.events.unregister("post_run_cell", magics.heard)
+    del shell.object_inspect_mime
     if magics.matcher in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.remove(magics.matcher)
     shell.magics_manager.magics["cell"].pop("ranks", None)

@@ -29,7 +29,6 @@ from .. import source as cell_source
 from . import dataflow, scripts
 
 MODULES = "lesson_modules"  # the folder of copied modules, beside the script
-PREDEFINED = {"rank", "world_size", "device", "torch", "dist"}
 _HERE = Path(__file__).parent
 _OURS = _HERE.parent
 # what runs cells, records them and draws them: it stays with the notebook
@@ -190,7 +189,7 @@ class _Conversion:
         self.modules: set[str] = set()
         self.statements: list[dataflow.Statement] = []  # of the ordinary cells so far
         self.lost: dict[str, str] = {}  # names that only cells left out would define: name -> cell
-        self.defined = set(PREDEFINED)
+        self.defined = set(cell_source.LENT)
         self.read: set[str] = set()  # pulled names that what is pushed later is made of
 
     def result(self) -> Exported:
@@ -322,7 +321,7 @@ class _Conversion:
         assert cell.options is not None
         names = cell.options.push
         chosen, unknown = dataflow.makers(self.statements, names)
-        if unknown := unknown - PREDEFINED:
+        if unknown := unknown.difference(cell_source.LENT):
             raise _NotPortable(f"needs {', '.join(sorted(unknown))}, which no ordinary cell before it makes")
         number = len([p for p in self.parts if "def _pushed_" in p]) + 1
         lines, modules = [], set()

@@ -20,6 +20,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from .. import source
 from ..errors import GroupError, RankInputError, SpawnError
 from ..results import Connection, Display, NotSent, RankFailure, Step
 from . import record, report, shell, system
@@ -33,7 +34,6 @@ from .meter import Meter
 from .operation import caller, clock
 from .stdio import Stdio
 
-LENT = ("rank", "world_size", "device", "torch", "dist")  # names that every cell finds
 _Moved = dict[tuple[str, str], tuple[int, int]] | None  # (our end, the other end) -> bytes sent, received
 
 
@@ -139,7 +139,7 @@ class Rank:
         from IPython.display import display
 
         names["display"] = display
-        self._lent = {name: names[name] for name in (*LENT, "display", "get_ipython", "__builtins__")}
+        self._lent = {name: names[name] for name in (*source.LENT, "display", "get_ipython", "__builtins__")}
         return names
 
     def serve(self) -> None:
@@ -320,7 +320,7 @@ class Rank:
         scope = getattr(value, "__globals__", None)
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         if isinstance(scope, dict) and scope is not getattr(module, "__dict__", None):
-            for name in LENT:
+            for name in source.LENT:
                 scope.setdefault(name, self.names[name])
 
     def _failure(self, error: BaseException, task: Task) -> RankFailure:
