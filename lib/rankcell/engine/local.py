@@ -288,7 +288,8 @@ class Local:
         try:
             messages = member.work.poll_packed()
         except (EOFError, OSError):
-            self._gone(member, forks.server.exit_code(member.pid, wait=1.0), found)
+            # on a busy machine the process that knows how it ended may be seconds late
+            self._gone(member, forks.server.exit_code(member.pid, wait=10.0), found)
             return
         # what the rank wrote before its message already lies in the pipes
         self._drain(member, found)
