@@ -42,8 +42,9 @@ class Row:
     """How the ranks hold one tensor of the dense model.
 
     `kind` is "output", "grad_output", "grad" or "parameter"; `status` is "fits", "scaled", "partial", "none",
-    "missing", "batch" (a number of which each rank has its part), "uncovered" (rows of the batch are on no rank) or
-    "skipped" (nothing to compare). `ranks` are those that hold it; of a tensor that is wrong, those where it is.
+    "missing", "batch" (a number of which each rank has its part), "uncovered" (rows of the batch are on no rank, or on
+    more ranks than others), "patchy" (many single rows seem to be on no rank) or "skipped" (nothing to compare).
+    `ranks` are those that hold it; of a tensor that is wrong, those where it is.
     """
 
     name: str
@@ -282,6 +283,10 @@ class _Judge:
         ranks = tuple(sorted({rank for rank, _ in pairs}))
         row = Row(name, kind, step, "", "fits", ranks, line)
         masked = [(rank, e) for rank, e in pairs if e.mask]
+        if bool(masked) != any(e.mask for e in entries):
+            here, there = ("on the ranks", "in one process") if masked else ("in one process", "on the ranks")
+            says = f"the dropout acts {here} and not {there}: `train()` or `eval()`?"
+            return replace(row, status="none", layout=f"a dropout acts {here} only", says=says)
         if masked:
             return self._dropped_out(row, masked)
         if self.has_dropout and kind != "parameter":
@@ -352,10 +357,17 @@ class _Judge:
         return replace(row, status="skipped", layout="not compared: a dropout is on")
 
     def _is_noise(self, name: str, step: int) -> bool:
-        """Whether the gradient of a parameter is so small that an optimizer may make anything of it."""
+        """Whether the gradient of a parameter is so small that an optimizer may make anything of it; or, where it has
+        none, that of its twin in another part of the model, of which it may be the moving average.
+        """
         gradient = self.dense.get(("grad", name, step, 0))
         if gradient is None:
-            return False
+            ending = name.partition(".")[2]
+            return any(
+                self._is_noise(n, step)
+                for kind, n, s, _ in self.dense
+                if kind == "grad" and s == step and ending and ending in (n, n.partition(".")[2])
+            )
         return layouts.typical(_matrix(gradient)) < NOISE * self.floors["grad"]
 
     def _place(self, piece: Piece, reference: Reference, space: str, kind: str, step: int) -> Fit | None:
@@ -511,18 +523,18 @@ class _Judge:
             layout = _cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
         if row.kind in ("output", "grad_output") and cut_rows and all(fit.sure for _, fit in placed):
             rows, _ = layouts.coverage([fit for _, fit in placed], reference)
+            missing, most = int((rows == 0).sum()), int(rows.max())
+            says = f"{missing} of {len(rows)} rows are on no rank, others on {most}: the ranks share the batch wrongly"
+            nowhere = f"{layout}; {missing} of {len(rows)} rows nowhere"
             if _is_whole_gap(rows, reference.shape):
-                missing = int((rows == 0).sum())
-                says = (
-                    f"{missing} of {len(rows)} rows are on no rank, others on {rows.max()}: the ranks share the batch "
-                    f"wrongly"
-                )
-                return replace(
-                    row,
-                    status="uncovered",
-                    layout=f"{layout}; {missing} of {len(rows)} rows nowhere",
-                    says=says,
-                )
+                return replace(row, status="uncovered", layout=nowhere, says=says)
+            if 4 * missing >= len(rows):
+                return replace(row, status="patchy", layout=nowhere, says=says)
+            if not missing and _are_whole_samples(rows == most, reference.shape):
+                several = int((rows == most).sum())
+                layout = f"{layout}; {several} of {len(rows)} rows {most} times"
+                says = f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more"
+                return replace(row, status="uncovered", layout=layout, says=says)
         return replace(row, layout=layout)
 
     def _nowhere(self, key: _Key, reference: Reference, lost: Sequence[Piece]) -> str:
@@ -597,10 +609,22 @@ def _is_whole_gap(rows: np.ndarray, shape: tuple[int, ...]) -> bool:
     leading = shape[:-1]
     if int(np.prod(leading)) != len(rows):
         return 2 * int((rows == 0).sum()) > len(rows)
-    absent = (rows == 0).reshape(leading)
-    return any(
-        np.moveaxis(absent, dim, 0).reshape(leading[dim], -1).all(1).any() for dim in range(len(leading))
-    )
+    return any(per_place.all(1).any() for per_place in _along(rows == 0, leading))
+
+
+def _are_whole_samples(chosen: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether some but not all rows are chosen, and those are all rows of some places of one dim."""
+    leading = shape[:-1]
+    if chosen.all() or not chosen.any() or int(np.prod(leading)) != len(chosen):
+        return False
+    return any((along.all(1) | ~along.any(1)).all() for along in _along(chosen, leading))
+
+
+def _along(chosen: np.ndarray, leading: tuple[int, ...]) -> Iterable[np.ndarray]:
+    """For each dim a matrix with a row for each place on it."""
+    grid = chosen.reshape(leading)
+    for dim, extent in enumerate(leading):
+        yield np.moveaxis(grid, dim, 0).reshape(extent, -1)
 
 
 def _first(rows: Sequence[Row], judge: _Judge) -> Row | None:
@@ -609,7 +633,7 @@ def _first(rows: Sequence[Row], judge: _Judge) -> Row | None:
     updated = {(r.name, r.step - 1): r.status == "fits" for r in rows if r.kind == "parameter" and r.step}
     wrong = [r for r in trained if not _is_right(r, updated)]
     start = [r for r in rows if r.kind == "parameter" and r.step == 0 and r.status != "fits"]
-    masks = [r for r in rows if r.status == "none" and r.layout in ("masks differ", "the same mask")]
+    masks = [r for r in rows if r.status == "none" and r.says and r.kind == "output"]  # of dropouts
     if start:
         return _said(start[0], rows, judge)
     if masks:
@@ -620,7 +644,7 @@ def _first(rows: Sequence[Row], judge: _Judge) -> Row | None:
     by_name = {(r.name, r.kind): r for r in rows}
     uncovered = sum(r.status == "uncovered" for r in outputs)
     if 2 * uncovered < len(outputs):  # rows that look alike were taken for one another
-        rows = [replace(r, status="fits") if r.status == "uncovered" else r for r in rows]
+        rows = [replace(r, status="patchy") if r.status == "uncovered" else r for r in rows]
     for row in rows:
         bad = row.status in ("none", "missing", "uncovered") or row in wrong or _is_weighted(row)
         bad = bad or (row.kind == "output" and row.status == "scaled")
@@ -634,7 +658,8 @@ def _first(rows: Sequence[Row], judge: _Judge) -> Row | None:
             if above.status == "none" and _is_inside_of_a_right_one(above, by_name):
                 continue
         sums = _partial_before(row, rows)
-        return _said(sums or row, rows, judge, used_as_whole=sums is not None)
+        gaps = _right_before(row, rows, "patchy")
+        return _said(sums or gaps or row, rows, judge, used_as_whole=sums is not None)
     return _said(wrong[0], rows, judge) if wrong else None
 
 
@@ -680,11 +705,16 @@ def _is_inside_of_a_right_one(row: Row, by_name: Mapping[tuple[str, str], Row]) 
 
 def _partial_before(row: Row, rows: Sequence[Row]) -> Row | None:
     """The first of the partial sums that stand right before a tensor that fits nowhere."""
-    if row.kind not in ("output", "grad_output") or row.status != "none":
+    return _right_before(row, rows, "partial") if row.kind in ("output", "grad_output") else None
+
+
+def _right_before(row: Row, rows: Sequence[Row], status: str) -> Row | None:
+    """The first of those of one status that stand right before a tensor that fits nowhere."""
+    if row.status != "none":
         return None
     found, at = None, rows.index(row) - 1
-    while at >= 0 and rows[at].kind == row.kind and rows[at].status in ("partial", "skipped"):
-        found, at = rows[at] if rows[at].status == "partial" else found, at - 1
+    while at >= 0 and rows[at].kind == row.kind and rows[at].status in (status, "skipped"):
+        found, at = rows[at] if rows[at].status == status else found, at - 1
     return found
 
 

@@ -74,6 +74,8 @@ class Trace:
         )
         self._next_forward: Any = None
         self._arrived: dict[tuple[int, str], int] = {}  # parameter -> when its gradient last came
+        self._awaited: set[tuple[int, str]] = set()  # parameters whose gradients we hear of
+        self._without_graph: dict[int, list[tuple]] = {}  # calls by module that a checkpoint may repeat
 
     @property
     def nbytes(self) -> int:
@@ -92,10 +94,7 @@ class Trace:
         self._parameters(0)
         for name, module in self._places:
             self._handles.append(module.register_forward_hook(self._after_forward(name)))
-            for parameter, owned in _own(module):
-                if owned.requires_grad and owned.is_leaf:
-                    key = (id(module), parameter)
-                    self._handles.append(owned.register_post_accumulate_grad_hook(self._gradient_came(key)))
+            self._await_gradients(module)
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
         return self
@@ -115,10 +114,20 @@ class Trace:
             self._gradients(0)
             self._parameters(1, only_if_changed=True)
 
+    def _await_gradients(self, module: nn.Module) -> None:
+        """Hear of the gradients of a module's parameters; frozen ones may thaw later."""
+        for parameter, owned in _own(module):
+            key = (id(module), parameter)
+            if owned.requires_grad and owned.is_leaf and key not in self._awaited:
+                self._awaited.add(key)
+                self._handles.append(owned.register_post_accumulate_grad_hook(self._gradient_came(key)))
+
     def _after_forward(self, name: str) -> Any:
         def hook(module: nn.Module, given: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
-                return  # a checkpoint computes it once more
+            if torch._C._current_graph_task_id() != -1:  # a checkpoint computes it once more
+                self._repeated(module, output)
+                return
+            self._await_gradients(module)
             call = self._calls.get(id(module), 0)
             self._calls[id(module)] = call + 1
             line = _line()
@@ -130,8 +139,19 @@ class Trace:
                     self._note("output", tensor, *about, mask=mask)
                     if tensor.requires_grad:
                         self._handles.append(tensor.register_hook(self._after_backward(about)))
+                    else:
+                        self._without_graph.setdefault(id(module), []).append(about)
 
         return hook
+
+    def _repeated(self, module: nn.Module, output: Any) -> None:
+        """Of what a checkpoint computes again, gradients come back to this time's outputs; they have the line and the
+        number of the first time's.
+        """
+        waiting = self._without_graph.get(id(module), [])
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and waiting:
+                self._handles.append(tensor.register_hook(self._after_backward(waiting.pop(0))))
 
     def _after_backward(self, about: tuple) -> Any:
         def hook(gradient: Tensor) -> None:
