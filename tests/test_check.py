@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rankcell import check
-from rankcell.results import RankResult, Run
+from rankcell.results import Event, RankResult, Run
 
 NAN = math.nan
 
@@ -166,3 +166,61 @@ def test_long_values_are_cut():
     assert repr(check.close_to(np.arange(1000), np.arange(1000))).endswith(
         "[0, 1, 2, 3, 4, 5, 6, 7, … 992 more]"
     )
+
+
+def cut(whole, dim):
+    return list(whole.tensor_split(4, dim))
+
+
+def test_sharded():
+    whole = torch.arange(14.0).view(7, 2)
+    verdict = check.sharded(cut(whole, 0), whole, 0, name="rows")
+    assert verdict.text == "rows: each rank has its part, along dim 0 (largest difference 0)"
+    verdict = check.sharded([whole] * 3, whole, name="y")
+    assert verdict.text == "y: all ranks have what one process has (largest difference 0)"
+
+
+def test_sharded_says_who_has_what_else():
+    whole = torch.arange(14.0).view(7, 2)
+    rows = cut(whole, 0)
+    assert message(check.sharded, [rows[0], None, rows[2], None], whole, 0, name="rows") == (
+        "rows: there is none on ranks 1, 3."
+    )
+    assert message(check.sharded, cut(whole, 1), whole, 0, name="rows", why="mind the dim") == (
+        "rows: rank 0 has (7, 1), its part of the dense tensor is (2, 2). Mind the dim."
+    )
+    rows[2] = rows[2] + 0.5
+    assert message(check.sharded, rows, whole, 0, name="rows") == (
+        "rows: rank 2 is off by 0.5 from its part of the dense tensor; allowed is 1e-10."
+    )
+    assert message(check.sharded, [whole, whole * NAN], whole, name="y", why="add it up") == (
+        "y: rank 1 is off by nan from all of the dense tensor; allowed is 1e-10. Add it up."
+    )
+    assert "rank 0 has (2, 2)" in message(check.sharded, rows, whole, name="y")  # parts are not the whole
+    assert check.sharded([whole + 0.5], whole, name="y", atol=0.6)
+
+
+def of_calls(*by_rank):
+    return Run(
+        "",
+        tuple(
+            RankResult(r, events=tuple(Event(r, op, 0.0, 1.0) for op in ops)) for r, ops in enumerate(by_rank)
+        ),
+    )
+
+
+def test_calls():
+    run = of_calls(["all_reduce", "send"], ["all_reduce", "send"])
+    assert check.calls(run, ["all_reduce", "send"]).text == "every rank sent all_reduce, send"
+    assert check.calls(of_calls([], []), [], what="backward").text == "backward: every rank sent nothing"
+    computed = Run("", (RankResult(0, events=(Event(0, "forward", 0.0, 1.0, kind="compute"),)),))
+    assert check.calls(computed, []).text == "every rank sent nothing"
+
+
+def test_calls_says_who_made_which():
+    run = of_calls(["all_reduce"], ["all_reduce", "send"])
+    assert message(check.calls, run, ["all_reduce"], what="forward", why="one is enough") == (
+        "forward: expected all_reduce on every rank; rank 1 sent all_reduce, send. One is enough."
+    )
+    assert message(check.calls, run, []) == "expected nothing on every rank; rank 0 sent all_reduce."
+    assert message(check.calls, Run("", ()), []) == "no rank ran, so there is nothing to compare."

@@ -99,6 +99,54 @@ def same_on_all_ranks(values: Any, *, atol: float = 0.0) -> Verdict:
     return Verdict(f"{name_ranks(ranks)} hold the same: {_show(values[0])}")
 
 
+def sharded(
+    parts: Sequence[Any], whole: Any, dim: int | None = None, *, name: str, atol: float = 1e-10, why: str = ""
+) -> Verdict:
+    """Rank r holds part r of `whole`, cut along `dim` as `tensor_split` cuts; all of it where `dim` is None.
+
+    `parts` are the ranks' tensors in order, `name` says what they are, `why` is what a wrong answer is told beside the
+    difference. No dim adds up partial sums: add them before.
+    """
+    dense = _array(whole)
+    missing = [rank for rank, part in enumerate(parts) if part is None]
+    if missing:
+        _fail(f"{name}: there is none on {name_ranks(missing)}.")
+    expected = [dense] * len(parts) if dim is None else np.array_split(dense, len(parts), axis=dim)
+    hint = f" {why[:1].upper()}{why[1:]}." if why else ""
+    worst = 0.0
+    for rank, (part, mine) in enumerate(zip(map(_array, parts), expected, strict=True)):
+        whose = "all of the dense tensor" if dim is None else "its part of the dense tensor"
+        if part.shape != mine.shape:
+            _fail(f"{name}: rank {rank} has {_shape(part)}, {whose} is {_shape(mine)}.{hint}")
+        off = float(np.abs(part - mine).max(initial=0.0))
+        if not off <= atol:
+            _fail(f"{name}: rank {rank} is off by {off:.3g} from {whose}; allowed is {atol:g}.{hint}")
+        worst = max(worst, off)
+    held = (
+        "all ranks have what one process has" if dim is None else f"each rank has its part, along dim {dim}"
+    )
+    return Verdict(f"{name}: {held} (largest difference {worst:.2g})")
+
+
+def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -> Verdict:
+    """Every rank made exactly these calls, in this order, such as `["all_gather", "all_reduce"]`; none: `[]`.
+
+    `what` names the part of the work ("forward"), `why` is what a wrong answer is told beside the calls.
+    """
+    of = f"{what}: " if what else ""
+    wanted = ", ".join(expected) or "nothing"
+    if not run.ran:
+        _fail(f"{of}no rank ran, so there is nothing to compare.")
+    for result in run.ran:
+        made = [e.op for e in result.events if e.kind == "comm"]
+        if made != list(expected):
+            hint = f" {why[:1].upper()}{why[1:]}." if why else ""
+            _fail(
+                f"{of}expected {wanted} on every rank; rank {result.rank} sent {', '.join(made) or 'nothing'}.{hint}"
+            )
+    return Verdict(f"{of}every rank sent {wanted}")
+
+
 def bytes_match(measured: float, formula: float, *, rtol: float = 0.05) -> Verdict:
     """`measured` bytes are within a fraction `rtol` of what the `formula` gives."""
     off = abs(measured - formula)
