@@ -222,6 +222,7 @@ class _Judge:
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
+        self.multiples: dict[tuple[int, int], float] = {}  # rank, step -> of the gradient that travels back
         self.has_dropout = any(e.mask for pairs in ranks.values() for _, e in pairs)
         types = {e.dtype for es in dense.values() for e in es} | {
             e.dtype for ps in ranks.values() for _, e in ps
@@ -372,7 +373,15 @@ class _Judge:
 
     def _place(self, piece: Piece, reference: Reference, space: str, kind: str, step: int) -> Fit | None:
         if kind not in _FINAL:
-            return layouts.place(piece, reference, self.memory, space)
+            fit = layouts.place(piece, reference, self.memory, space)
+            usual = self.multiples.get((piece.rank, step))
+            if fit is None and kind == "grad_output" and usual is not None:
+                # rows that were taken for others, which looked like them on the way forward
+                fit = layouts.place(piece.times(1 / usual), reference, self.memory, space)
+                fit = fit and replace(fit, factor=fit.factor * usual)
+            if fit is not None and kind == "grad_output" and fit.factor != 1.0:
+                self.multiples[piece.rank, step] = fit.factor
+            return fit
         key = (space, piece.rank, piece.shape)
         known = self.where.get(key)
         # a gradient lies where its parameter does, and so does an update
@@ -521,7 +530,16 @@ class _Judge:
             layout = "sharded, flat"
         elif cut_rows or cut_columns:
             layout = _cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
-        if row.kind in ("output", "grad_output") and cut_rows and all(fit.sure for _, fit in placed):
+        sure = all(fit.sure for _, fit in placed)
+        if row.kind == "parameter" and not row.step and not is_flat and sure:
+            rows, columns = layouts.coverage([fit for _, fit in placed], reference)
+            missing, of = max((int((held == 0).sum()), len(held)) for held in (rows, columns))
+            if missing:
+                says = f"{missing} of its {of} rows or columns are on no rank: do several ranks hold the same part?"
+                return replace(
+                    row, status="uncovered", layout=f"{layout}; {missing} of {of} nowhere", says=says
+                )
+        if row.kind in ("output", "grad_output") and cut_rows and sure:
             rows, _ = layouts.coverage([fit for _, fit in placed], reference)
             missing, most = int((rows == 0).sum()), int(rows.max())
             says = f"{missing} of {len(rows)} rows are on no rank, others on {most}: the ranks share the batch wrongly"

@@ -60,6 +60,11 @@ class Piece:
         flat = None if self.flat is None or other.flat is None else self.flat - other.flat
         return replace(self, rows=self.rows - other.rows, columns=self.columns - other.columns, flat=flat)
 
+    def times(self, k: float) -> "Piece":
+        """The piece of k times the tensor."""
+        flat = None if self.flat is None else k * self.flat
+        return replace(self, rows=k * self.rows, columns=k * self.columns, flat=flat)
+
     @property
     def n(self) -> int:
         """Rows."""
