@@ -22,6 +22,7 @@ NOISE = 0.1  # times the floor: no optimizer's update of such a gradient is comp
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
 FACTORS = 10.0  # times the tolerance: multiples that differ by less are the same
 BEFORE = "the weights before the step"
+REORDERED = ", in another order"
 SHOWN = 12  # rows of the table that is shown
 _KINDS = {
     "output": "output",
@@ -223,7 +224,12 @@ class _Judge:
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
         self.multiples: dict[tuple[int, int], float] = {}  # rank, step -> of the gradient that travels back
-        self.has_dropout = any(e.mask for pairs in ranks.values() for _, e in pairs)
+        self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
+        self.has_dropout = any(
+            e.mask and e.mask not in {d.mask for d in dense.get(key, ())}
+            for key, pairs in ranks.items()
+            for _, e in pairs
+        )  # one that drops what one process drops is no matter of chance
         types = {e.dtype for es in dense.values() for e in es} | {
             e.dtype for ps in ranks.values() for _, e in ps
         }
@@ -288,7 +294,7 @@ class _Judge:
             here, there = ("on the ranks", "in one process") if masked else ("in one process", "on the ranks")
             says = f"the dropout acts {here} and not {there}: `train()` or `eval()`?"
             return replace(row, status="none", layout=f"a dropout acts {here} only", says=says)
-        if masked:
+        if masked and self.has_dropout:
             return self._dropped_out(row, masked)
         if self.has_dropout and kind != "parameter":
             return replace(row, status="skipped", layout="not compared: a dropout is on")
@@ -309,6 +315,8 @@ class _Judge:
         if reference.n * reference.f == 1 and not reference.is_noise:
             return self._number(row, reference, pieces)
         fits = [self._place(p, reference, space, kind, step) for p in pieces]
+        if kind not in _FINAL:
+            fits = [self._of_own_rows(key, p, reference, fit) for p, fit in zip(pieces, fits, strict=True)]
         if kind == "parameter" and step == 0:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         found = self._judged(row, key, reference, entries, pieces, fits, space)
@@ -397,6 +405,21 @@ class _Judge:
         if fit is not None and fit.sure and not changes:
             self.where[key] = replace(fit, factor=1.0)
         return fit
+
+    def _of_own_rows(self, key: _Key, piece: Piece, reference: Reference, fit: Fit | None) -> Fit | None:
+        """The fit; None for a gradient that belongs to other rows than the rank has of that output."""
+        kind, name, step, part = key
+        place = (name, step, part, piece.rank, piece.call)
+        if fit is None or kind == "output":
+            if fit is not None:
+                self.forward[place] = piece, reference
+            return fit
+        if not fit.sure or fit.rows is None or place not in self.forward:
+            return fit
+        output, whole = self.forward[place]
+        if whole.matrix.shape != reference.matrix.shape or output.shape != piece.shape:
+            return fit
+        return fit if whole.factor(output.rows, output.columns, (fit.rows, fit.columns)) is not None else None
 
     def _number(self, row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
         """A single number, such as a loss: the same everywhere, or a sum or mean of what the ranks have."""
@@ -530,6 +553,8 @@ class _Judge:
             layout = "sharded, flat"
         elif cut_rows or cut_columns:
             layout = _cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
+        if row.kind == "parameter" and not row.step and any(map(_is_reordered, (fit for _, fit in placed))):
+            layout += REORDERED
         sure = all(fit.sure for _, fit in placed)
         if row.kind == "parameter" and not row.step and not is_flat and sure:
             rows, columns = layouts.coverage([fit for _, fit in placed], reference)
@@ -677,7 +702,10 @@ def _first(rows: Sequence[Row], judge: _Judge) -> Row | None:
                 continue
         sums = _partial_before(row, rows)
         gaps = _right_before(row, rows, "patchy")
-        return _said(sums or gaps or row, rows, judge, used_as_whole=sums is not None)
+        if row.kind == "output" and sums is gaps is None and (order := _reordered_for(row, rows)):
+            return _said(order, rows, judge)
+        whole = _partial_of_a_whole(row, rows) if row.kind == "grad" and row.status == "partial" else None
+        return _said(sums or gaps or whole or row, rows, judge, used_as_whole=bool(sums or whole))
     return _said(wrong[0], rows, judge) if wrong else None
 
 
@@ -724,6 +752,35 @@ def _is_inside_of_a_right_one(row: Row, by_name: Mapping[tuple[str, str], Row]) 
 def _partial_before(row: Row, rows: Sequence[Row]) -> Row | None:
     """The first of the partial sums that stand right before a tensor that fits nowhere."""
     return _right_before(row, rows, "partial") if row.kind in ("output", "grad_output") else None
+
+
+def _partial_of_a_whole(row: Row, rows: Sequence[Row]) -> Row | None:
+    """Where a gradient is a partial sum because that of an output is: the first of these that all ranks have alike. Who
+    has all of an output needs all of its gradient.
+    """
+    alike = {r.name for r in rows if r.kind == "output" and r.layout == "the same on all"}
+    partial = [r for r in rows if r.kind == "grad_output" and r.status == "partial" and r.step == row.step]
+    if abs(row.factor - 1) > 1e-3 or not partial or partial[0].name not in alike:
+        return None
+    return partial[0] if abs(partial[0].factor - 1) < 1e-3 else None
+
+
+def _reordered_for(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The weights whose rows stand in another order than one process has them, in the module around a wrong output."""
+    around = row.name.rpartition(".")[0]
+    for r in rows:
+        if r.kind == "parameter" and not r.step and r.layout.endswith(REORDERED):
+            if around and r.name.startswith(f"{around}."):
+                says = (
+                    "its rows stand in another order than in one process, and what is made of them is wrong"
+                )
+                return replace(r, says=says)
+    return None
+
+
+def _is_reordered(fit: Fit) -> bool:
+    """Whether a part has its rows or columns in another order than the whole."""
+    return fit.sure and any(m is not None and (np.diff(m) < 0).any() for m in (fit.rows, fit.columns))
 
 
 def _right_before(row: Row, rows: Sequence[Row], status: str) -> Row | None:
