@@ -5,6 +5,7 @@ Not a test: this prints a table and fails nothing. Times on a shared machine are
 say more than any single number. `python tests/bench.py NAME ...` runs some of the sections only.
 """
 
+import contextlib
 import os
 import signal
 import statistics
@@ -838,6 +839,73 @@ def bench_jobs() -> None:
     row("from the first sign, or the limit, to the verdict", f"{max(proved):.1f} s", "<= 5 s", "the longest")
 
 
+HARM = {
+    "hang": "while True:\n    pass",
+    "bomb": "import os\nwhile True:\n    os.fork()",
+    "killed": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+}
+FLOOD = "for i in range(200_000):\n    print('x' * 100)\n"
+
+
+def bench_grade() -> None:
+    """`rankcell grade` on a class of a hundred: solutions, stubs, wrong answers of `answers/`, and harm."""
+    import csv
+    import tempfile
+
+    import nbformat
+
+    import test_exercises
+    from rankcell import command, exercises
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+    import notebooks
+
+    course = Path(__file__).parent.parent / "notebooks"
+    lesson = exercises.Lesson(next(course.glob("04_*.ipynb")))
+    written = Path(__file__).parent / "answers" / f"{lesson.name}.md"
+    wrong = test_exercises.read_answers(written.read_text("utf-8"))
+    kinds = (
+        ["solution"] * 40 + ["stub"] * 15 + ["wrong"] * 25 + [k for k in (*HARM, "flood") for _ in range(5)]
+    )
+    wanted = {"solution": "passed", "flood": "passed", "stub": "not begun"}
+
+    def answer(kind: str, which: exercises.Exercise, number: int) -> str:
+        head, _, body = (
+            which.solution.partition("\n") if which.solution.startswith("%%") else ("", "", which.solution)
+        )
+        if kind == "solution":
+            return which.solution
+        if kind == "wrong":
+            of_this = next(a for h, a in wrong.items() if f"{which.text}:".startswith(f"{h}:"))
+            return str(of_this[number % len(of_this)].source)
+        return f"{head}\n{HARM[kind] if kind in HARM else FLOOD + body}".lstrip("\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        for number, kind in enumerate(kinds):
+            copy = notebooks.student_copy(notebooks.read(course / f"{lesson.name}.ipynb"), lesson.name)
+            cells = [cell for cell in copy.cells if "exercise" in exercises.tags(cell)]
+            for cell, which in zip(cells, lesson.exercises, strict=True):
+                if kind != "stub":
+                    cell.source = answer(kind, which, number)
+            student = Path(folder, "class", f"{number:03}-{kind}")
+            student.mkdir(parents=True)
+            nbformat.write(copy, student / f"{lesson.name}.ipynb")
+        table, start = Path(folder, "grades.csv"), time.perf_counter()
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+            command.main(["grade", str(Path(folder, "class")), "--course", str(course), "--csv", str(table)])
+        seconds = time.perf_counter() - start
+        with table.open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    right = [r["status"] == wanted.get(r["student"].partition("-")[2], "failed") for r in rows]
+    left = subprocess.run(["pgrep", "-cf", "rankcell.grade"], capture_output=True, text=True).stdout.strip()
+    row("a class of 100, of lesson 04", f"{seconds / 60:.1f} min", "<= 10 min", f"{len(rows)} answers")
+    row("judged right", f"{sum(right)}", f"{len(kinds) * len(lesson.exercises)}")
+    for r, is_right in zip(rows, right, strict=True):
+        if not is_right:
+            print(f"    {r['student']}, {r['exercise']}: {r['status']}, {r['feedback'][:120]}")
+    row("processes left", left, "0")
+
+
 LIMIT = float(os.environ.get("RANKCELL_BENCH_LIMIT", "60"))
 SECTIONS: dict[str, Callable[[], None]] = {
     "start": bench_start,
@@ -853,6 +921,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
     "nodes": bench_nodes,
     "run": bench_run,
     "jobs": bench_jobs,
+    "grade": bench_grade,
     "peers": bench_peers,
 }
 
