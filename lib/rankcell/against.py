@@ -684,7 +684,8 @@ def _first(rows: Sequence[Row], judge: _Judge) -> Row | None:
     outputs = [r for r in rows if r.kind == "output" and r.status != "skipped"]
     if not wrong and (trained or not outputs or outputs[-1].status not in ("none", "uncovered")):
         return None
-    by_name = {(r.name, r.kind): r for r in rows}
+    by_name = {_key(r): r for r in rows}
+    by_name |= {_key(r): r for r in rows if r.status != "fits"}  # of several outputs one that is wrong
     uncovered = sum(r.status == "uncovered" for r in outputs)
     if 2 * uncovered < len(outputs):  # rows that look alike were taken for one another
         rows = [replace(r, status="patchy") if r.status == "uncovered" else r for r in rows]
@@ -697,7 +698,7 @@ def _first(rows: Sequence[Row], judge: _Judge) -> Row | None:
             continue
         if row.kind == "grad_output" and _ends_well(row, rows):
             continue
-        if row.kind == "grad_output" and (above := by_name.get((row.name, "output"))) is not None:
+        if row.kind == "grad_output" and (above := by_name.get((row.name, "output", row.step))) is not None:
             if above.status == "none" and _is_inside_of_a_right_one(above, by_name):
                 continue
         sums = _partial_before(row, rows)
@@ -740,12 +741,13 @@ def _is_weighted(row: Row) -> bool:
     return row.kind == "grad_output" and row.status == "scaled" and row.factor == 0.0
 
 
-def _is_inside_of_a_right_one(row: Row, by_name: Mapping[tuple[str, str], Row]) -> bool:
+def _is_inside_of_a_right_one(row: Row, by_name: Mapping[tuple[str, str, int], Row]) -> bool:
     """Whether a module around this one has the right output: its inside is then as its author wants it."""
     parts = row.name.split(".")
     around = (".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1)) if row.name else ()
     return any(
-        (above := by_name.get((name, "output"))) is not None and above.status == "fits" for name in around
+        (above := by_name.get((name, "output", row.step))) is not None and above.status == "fits"
+        for name in around
     )
 
 
