@@ -854,11 +854,11 @@ def bench_grade() -> None:
 
     import nbformat
 
-    import test_exercises
     from rankcell import command, exercises
 
     sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
     import notebooks
+    import test_exercises
 
     course = Path(__file__).parent.parent / "notebooks"
     lesson = exercises.Lesson(next(course.glob("04_*.ipynb")))
@@ -867,6 +867,7 @@ def bench_grade() -> None:
     kinds = (
         ["solution"] * 40 + ["stub"] * 15 + ["wrong"] * 25 + [k for k in (*HARM, "flood") for _ in range(5)]
     )
+    kinds = kinds[:: 100 // int(os.environ.get("RANKCELL_BENCH_CLASS", "100"))]
     wanted = {"solution": "passed", "flood": "passed", "stub": "not begun"}
 
     def answer(kind: str, which: exercises.Exercise, number: int) -> str:
@@ -898,7 +899,12 @@ def bench_grade() -> None:
             rows = list(csv.DictReader(file))
     right = [r["status"] == wanted.get(r["student"].partition("-")[2], "failed") for r in rows]
     left = subprocess.run(["pgrep", "-cf", "rankcell.grade"], capture_output=True, text=True).stdout.strip()
-    row("a class of 100, of lesson 04", f"{seconds / 60:.1f} min", "<= 10 min", f"{len(rows)} answers")
+    row(
+        f"a class of {len(kinds)}, of lesson 04",
+        f"{seconds / 60:.1f} min",
+        "100: <= 10 min",
+        f"{len(rows)} answers",
+    )
     row("judged right", f"{sum(right)}", f"{len(kinds) * len(lesson.exercises)}")
     for r, is_right in zip(rows, right, strict=True):
         if not is_right:
