@@ -17,6 +17,11 @@ export COURSE_REPOSITORY COURSE_ADDRESS
 PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 # Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
 WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
+# Tests that train on four ranks.
+TRAINING := $(addprefix tests/test_,against.py combining.py context.py ddp.py experts.py fsdp.py pipeline.py \
+	rehearse.py silent_bugs.py tensor.py together.py zero.py)
+# Of tests and wrong answers that are alike `make test` takes some and `make thorough` all.
+SAMPLED ?= --sampled
 
 # The notebooks with their exercises, beside the tests, too: their checks hold on a busy machine.
 EXERCISES := tests/test_exercises.py
@@ -28,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help lab html slides pdf test notebooks execute check bench matrix gpu student
+.PHONY: help lab html slides pdf test thorough notebooks execute check bench matrix gpu student
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' Makefile
@@ -56,25 +61,31 @@ slides: $(INSTALLED) ## a deck for each lesson, in site/_build/slides
 pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_build (needs Chromium)
 	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
-test: $(INSTALLED) ## lint, types, all tests, then every notebook from top to bottom, with right and wrong answers
+test: $(INSTALLED) ## lint, types, all tests, and every notebook from top to bottom, with right and wrong answers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	@$(MAKE) --jobs=3 --output-sync=target --no-print-directory .exercises .other-tests .waiting-tests
+	@$(MAKE) --jobs=3 --output-sync=target --no-print-directory .waiting-tests .exercises .training-tests .other-tests
+
+thorough: export SAMPLED :=
+thorough: test ## the same with every case of tests whose cases are alike, and every wrong answer
 
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(or $(NB),$(NOTEBOOKS))
 
 .waiting-tests:
-	$(BIN)/python -m pytest -rs $(WAITING)
-	$(BIN)/python -m pytest -rx $(EXERCISES) -k "$(CLUSTER)"
+	$(BIN)/python -m pytest -rs $(SAMPLED) $(WAITING)
+	$(BIN)/python -m pytest -rx $(SAMPLED) $(EXERCISES) -k "$(CLUSTER)"
 
 .exercises:
-	$(BIN)/python -m pytest -rx $(EXERCISES) -k "not ($(CLUSTER))"
+	$(BIN)/python -m pytest -rx $(SAMPLED) $(EXERCISES) -k "not ($(CLUSTER))"
+
+.training-tests:
+	$(BIN)/python -m pytest -rs $(SAMPLED) $(TRAINING)
 
 .other-tests:
-	$(BIN)/python -m pytest -rs $(addprefix --ignore=,$(WAITING) $(EXERCISES))
+	$(BIN)/python -m pytest -rs $(SAMPLED) $(addprefix --ignore=,$(WAITING) $(TRAINING) $(EXERCISES))
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))
@@ -84,7 +95,7 @@ check: $(INSTALLED) ## format, lint, types and fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q $(SAMPLED) -m "not slow and not gpu"
 
 bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyparallel to the environment)
 	$(BIN)/python -m pip install --quiet "ipyparallel>=9.0"

@@ -340,6 +340,7 @@ def train(kind="gpt", options=None, size=1, steps=4, packed=False):
     return losses, first, {n: p.detach() for n, p in gpt.state_dict().items()}
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -352,6 +353,7 @@ def test_the_gpt_trains_to_the_losses_of_one_process(four, size, method, layout)
         torch.testing.assert_close(theirs[2], weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 @pytest.mark.parametrize("layout", LAYOUTS)

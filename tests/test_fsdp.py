@@ -216,6 +216,7 @@ def ways_to_use(model, x):
 
 
 @KINDS
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("options", [{}, "nested", {"reshard_after_forward": False}])
 def test_calls_that_overlap_and_units_inside_units(four, kind, options):
     def run(kind, options):

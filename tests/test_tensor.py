@@ -404,6 +404,7 @@ def train_both(
     return worst, tp.full_state_dict(twin), dense.state_dict()
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize(
     ("sequence_parallel", "tied", "vocab"),
     [(False, True, 49), (True, True, 49), (False, False, 49), (True, False, 49), (True, True, 48)],
@@ -414,6 +415,7 @@ def test_gpt_trains_as_the_dense_model(world, sequence_parallel, tied, vocab):
         assert_same_numbers(whole, dense, atol=1e-6)
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4, 8])
 def test_llama_trains_as_the_dense_model(world, sequence_parallel, n_kv_heads):
