@@ -61,11 +61,8 @@ slides: $(INSTALLED) ## a deck for each lesson, in site/_build/slides
 pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_build (needs Chromium)
 	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
-test: $(INSTALLED) ## lint, types, all tests, and every notebook from top to bottom, with right and wrong answers
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	@$(MAKE) --jobs=3 --output-sync=target --no-print-directory .waiting-tests .exercises .training-tests .other-tests
+test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
+	@$(MAKE) --jobs=3 --output-sync=target --no-print-directory .waiting-tests .lint .exercises .training-tests .other-tests
 
 thorough: export SAMPLED :=
 thorough: test ## the same with every case of tests whose cases are alike, and every wrong answer
@@ -73,6 +70,11 @@ thorough: test ## the same with every case of tests whose cases are alike, and e
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
 		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(or $(NB),$(NOTEBOOKS))
+
+.lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 .waiting-tests:
 	$(BIN)/python -m pytest -rs $(SAMPLED) $(WAITING)
@@ -91,10 +93,7 @@ execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=n
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))
 	@$(BIN)/python tools/notebooks.py execute $(or $(NB),--stale $(NOTEBOOKS))
 
-check: $(INSTALLED) ## format, lint, types and fast tests
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+check: $(INSTALLED) .lint ## format, lint, types and fast tests
 	$(BIN)/python -m pytest -q $(SAMPLED) -m "not slow and not gpu"
 
 bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyparallel to the environment)
