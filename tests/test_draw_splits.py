@@ -3,8 +3,9 @@
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 
-from rankcell.draw.splits import Split, mlp_three_ways, part, side_by_side, strips
+from rankcell.draw.splits import Split, located, mlp_three_ways, part, side_by_side, strips
 from rankcell.draw.svg import RANK_COLOURS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,6 +28,52 @@ def test_part_counts_from_slices():
     assert part(slice(0, 4), slice(None), of=(8, 4)) == ((0, 4), (0, 4))
     assert part(slice(None), slice(4, None), of=(4, 8)) == ((0, 4), (4, 8))
     assert part(2, slice(None), of=(4, 8)) == ((2, 3), (0, 8))
+
+
+def test_parts_are_located_by_their_numbers():
+    x, A = torch.randn(4, 8), torch.randn(8, 8)
+    y = x @ A
+    rows = [
+        {"x": x.chunk(4, 1)[r], "A": A.chunk(4)[r], "y": x.chunk(4, 1)[r] @ A.chunk(4)[r]} for r in range(4)
+    ]
+    whole = {"x": x, "A": A, "y": y}
+    split = located("rows", rows, whole=whole, exchange=("all-reduce",))
+    everything = ((0, 4), (0, 8))
+    assert split.name == "rows" and split.exchange == ("all-reduce",) and split.partial == ("y",)
+    assert split.held[1] == {"x": ((0, 4), (2, 4)), "A": ((2, 4), (0, 8)), "y": everything}
+
+    blocks = [{"x": x[r : r + 1], "A": None, "y": y[r : r + 1, 2 * r : 2 * r + 2] + 1e-7} for r in range(4)]
+    split = located("blocks", blocks, whole=whole)
+    assert split.partial == ()
+    assert split.held[3] == {"x": ((3, 4), (0, 8)), "A": None, "y": ((3, 4), (6, 8))}
+    assert "rank 3: x rows 3-3, A nothing, y rows 3-3 columns 6-7" in repr(
+        side_by_side([split], {name: t.shape for name, t in whole.items()})
+    )
+    done = located("done", [{"y": y}, {"y": torch.zeros(4, 8)}], whole=whole)
+    assert done.partial == ("y",), "one wrong rank is enough"
+
+
+@pytest.mark.parametrize(
+    ("mine", "said"),
+    [
+        ({"B": torch.ones(2, 2)}, r"Rank 1 holds a part of B, but whole has A\. Add B there\."),
+        (
+            {"A": torch.full((2, 4), 7.0)},
+            r"Rank 1's part of A is 2 x 4, the whole is 4 x 4, and the part is nowhere in it: at best its numbers "
+            r"are off by 5\. A partial sum would have the shape of the whole\.",
+        ),
+        ({"A": torch.full((2, 4), torch.nan)}, r"at best its numbers are off by nan\."),
+        ({"A": torch.ones(5, 4)}, r"Rank 1's part of A is 5 x 4, the whole is 4 x 4, .*: it is too large\."),
+        (
+            {"A": torch.ones(4)},
+            r"Rank 1's part of A has the shape \(4,\); only matrices with rows and columns",
+        ),
+    ],
+)
+def test_a_part_that_is_nowhere_is_refused(mine, said):
+    A = torch.arange(4.0)[:, None].expand(4, 4).clone()
+    with pytest.raises(ValueError, match=said):
+        located("rows", [{"A": A[:2]}, mine], whole={"A": A})
 
 
 def test_parts_are_to_scale_and_the_rest_is_empty():

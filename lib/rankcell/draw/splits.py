@@ -7,6 +7,7 @@ which matrix) and computes no model.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .parts import WIDTH, pale, rank_colour, text_width
 from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
@@ -15,6 +16,7 @@ _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
 _EDGE, _STRIP = 10, 40  # px beside and across a strip
 _ARROW = 24  # px of an arrow above and below the words between two ranks
 _FINEST = 5  # px for one number, below which lines between them would hide it
+_EQUAL = 1e-6  # how far the numbers of a part may be from those of the whole: rounding
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
 
 
@@ -43,6 +45,73 @@ def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Par
         return (chosen, chosen + 1) if isinstance(chosen, int) else chosen.indices(length)[:2]
 
     return ends(rows, of[0]), ends(columns, of[1])
+
+
+def located(
+    name: str,
+    parts: Sequence[Mapping[str, Any | None]],
+    *,
+    whole: Mapping[str, Any],
+    exchange: Sequence[str] = (),
+) -> Split:
+    """The split in which every rank holds its `parts`, each found by its numbers in the whole matrix of its name.
+
+        A = torch.randn(8, 8)
+        located("columns", [{"A": part} for part in A.chunk(4, 1)], whole={"A": A})
+        # parts of (8, 2), held as ((0, 8), (0, 2)), ((0, 8), (2, 4)), ...
+
+    `parts` are per rank its matrices by name, `(rows, columns)`, or None for nothing; `whole` has all matrices
+    by name. A part is looked for at multiples of its own shape, to within 1e-6. What has the shape of the whole
+    and is nowhere in it, on any rank, is `partial`.
+
+    Raises:
+        ValueError: a name is not in `whole`, something is no matrix, or a part is nowhere in the whole and does
+            not have its shape.
+    """
+    held: list[dict[str, Part | None]] = [{} for _ in parts]
+    partial = set()
+    for rank, of_rank in enumerate(parts):
+        for matrix, mine in of_rank.items():
+            if matrix not in whole:
+                known = ", ".join(whole) or "nothing"
+                raise ValueError(
+                    f"Rank {rank} holds a part of {matrix}, but whole has {known}. Add {matrix} there."
+                )
+            if mine is None:
+                held[rank][matrix] = None
+                continue
+            shape = _rows_and_columns(mine, f"Rank {rank}'s part of {matrix}")
+            of = _rows_and_columns(whole[matrix], f"The whole {matrix}")
+            place, off = _nearest(mine, shape, whole[matrix], of)
+            held[rank][matrix] = place
+            if not off <= _EQUAL:
+                if shape != of:
+                    why = f"at best its numbers are off by {off:.3g}" if place else "it is too large"
+                    raise ValueError(
+                        f"Rank {rank}'s part of {matrix} is {shape[0]} x {shape[1]}, the whole is "
+                        f"{of[0]} x {of[1]}, and the part is nowhere in it: {why}. "
+                        f"A partial sum would have the shape of the whole."
+                    )
+                partial.add(matrix)
+    return Split(name, held, exchange, partial=tuple(matrix for matrix in whole if matrix in partial))
+
+
+def _rows_and_columns(matrix: Any, what: str) -> tuple[int, int]:
+    shape = tuple(matrix.shape)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{what} has the shape {shape}; only matrices with rows and columns can be drawn.")
+    return shape
+
+
+def _nearest(part: Any, shape: tuple[int, int], whole: Any, of: tuple[int, int]) -> tuple[Part | None, float]:
+    """Where in the whole the numbers of a part are nearest, and the largest difference there."""
+    place, least, (h, w) = None, float("inf"), shape
+    for top in range(0, of[0] - h + 1, h):
+        for left in range(0, of[1] - w + 1, w):
+            off = float(abs(whole[top : top + h, left : left + w] - part).max())
+            if place is None or off < least:
+                place, least = ((top, top + h), (left, left + w)), off
+    return place, least
 
 
 def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]], *, alt: str = "") -> Figure:
