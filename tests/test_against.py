@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rankcell
 from rankcell import check
@@ -553,3 +554,21 @@ with rankcell.trace(part):
     assert "older weights" in first.says
     verdict = compared(four, source.replace("STEPS", "False"), one)
     assert verdict.ok and "no rank did" in verdict.notes[0]
+
+
+@pytest.mark.parametrize("how", ["twice in one", "one after the other"])
+def test_what_a_checkpoint_computes_again_has_the_number_of_its_first_time(how):
+    def gradients(again):
+        torch.manual_seed(0)
+        part, inputs = nn.Linear(3, 3), [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+        call = (lambda f, x: checkpoint(f, x, use_reentrant=True)) if again else lambda f, x: f(x)
+        with rankcell.trace(part) as trace:
+            if how == "twice in one":
+                call(lambda h: part(part(h)), inputs[0]).square().sum().backward()
+            else:  # as micro-batches in GPipe: both forwards, then both backwards
+                outputs = [call(part, h) for h in inputs]
+                for output in outputs:
+                    output.square().sum().backward()
+        return {e.call: e.whole.tolist() for e in trace.entries if e.kind == "grad_output"}
+
+    assert gradients(again=True) == gradients(again=False) and len(gradients(again=True)) == 2

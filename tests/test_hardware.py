@@ -83,6 +83,24 @@ def test_a_gpu_s_own_number_agrees_with_its_pins():
     assert hw.GPUS["H100 SXM"].memory.bytes_per_s == pytest.approx(hw.HBM["H100 SXM"].bytes_per_s, rel=0.01)
 
 
+# As NVIDIA's servers with them have it; sources beside the table
+@pytest.mark.parametrize(
+    ("name", "nvlink", "pcie", "network", "gb", "tflops"),
+    [
+        ("V100 SXM2", "2", "3", None, 32, 125),
+        ("A100 SXM 80GB", "3", "4", "HDR", 80, 312),
+        ("H100 SXM", "4", "5", "NDR", 80, 989),
+        ("H200 SXM", "4", "5", None, 141, 989),
+        ("B200 SXM", "5", "5", None, 180, 2250),
+    ],
+)
+def test_each_gpu_has_the_ports_of_its_time(name, nvlink, pcie, network, gb, tflops):
+    gpu = hw.GPUS[name]
+    assert (gpu.nvlink.generation, gpu.pcie.generation) == (nvlink, pcie)
+    assert (gpu.network.generation if gpu.network else None) == network
+    assert (gpu.memory_bytes, gpu.bf16_flops) == (gb * 1e9, tflops * 1e12)
+
+
 def test_nvlink_to_infiniband_is_nine():
     h100 = hw.GPUS["H100 SXM"]
     assert h100.nvlink.bytes_per_s / h100.network.bytes_per_s == 9

@@ -1,5 +1,6 @@
 """Schedules by arithmetic: every action once and in order, bubbles and peaks by formula, clear refusals."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -158,7 +159,7 @@ def test_how_many_micro_batches_are_held():
         assert peak_in_flight(naive(p, m)) == [1] * p
         assert peak_in_flight(gpipe(p, m)) == [m] * p
         assert peak_in_flight(one_f_one_b(p, m)) == [min(m, p - r) for r in range(p)]
-        assert max(peak_in_flight(zero_bubble(p, m))) == min(m, p)
+        assert peak_in_flight(zero_bubble(p, m)) == [min(m, p)] * p  # an I frees nothing, its W does
         if m >= p and m % p == 0:
             peaks = peak_in_flight(interleaved(p, m, 2))
             assert peaks == [min(2 * m, 2 * (p - 1 - r) + p + 1) for r in range(p)]
@@ -236,6 +237,15 @@ def test_a_measured_step_can_be_planned_again_from_its_own_times():
         assert message_seconds(plan, events) == pytest.approx(0.125)
         assert predict(plan, send=0.125, measured=events) == events
     assert message_seconds(gpipe(1, 3), predict(gpipe(1, 3))) == 0.0
+
+
+def test_one_slow_message_is_not_taken_for_all():
+    plan = one_f_one_b(4, 6)
+    late = [
+        replace(e, start=e.start + 3, end=e.end + 3) if e.op == "0B5" else e  # the last action of the step
+        for e in predict(plan, send=0.125)
+    ]
+    assert message_seconds(plan, late) == pytest.approx(0.125)
 
 
 def test_bad_numbers():

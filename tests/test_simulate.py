@@ -2,6 +2,7 @@
 
 import pytest
 
+from rankcell.results import Event
 from rankcell.simulate import Device, RaceError, busy_together
 
 MS = 1e-3
@@ -455,3 +456,10 @@ def test_a_freed_buffer_cannot_be_used():
 
 def test_everything_is_marked_as_predicted():
     assert all(e.predicted for e in reuse(record=True).events)
+
+
+def test_time_in_which_two_of_a_kind_run_counts_once():
+    two = [Event(0, "a", 0.0, 3.0, kind="compute"), Event(1, "b", 1.0, 4.0, kind="compute")]
+    message = Event(0, "all_reduce", 2.0, 6.0)
+    assert busy_together([*two, message], "compute", "comm") == 2.0
+    assert busy_together([*two, message], "comm", "compute") == 2.0
