@@ -15,18 +15,17 @@ SITE_SOURCES := $(shell find site lib/rankcell tests/answers -name _build -prune
 # Where the course can be cloned and where its site will stand, for links and the sitemap; see site/conf.py.
 export COURSE_REPOSITORY COURSE_ADDRESS
 PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
-# Tests that wait for a browser or a cluster: they leave time for the others, beside which they run.
-WAITING := $(addprefix tests/test_,nodes.py site.py slurm.py)
+# Parts of the tests that run beside each other. Only one of them needs a cluster: two on one machine could meet.
+CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
+CLUSTER_LESSONS := 16_jobs or 17_failures
 # Tests that train on four ranks.
 TRAINING := $(addprefix tests/test_,against.py combining.py context.py ddp.py experts.py fsdp.py pipeline.py \
 	rehearse.py silent_bugs.py tensor.py together.py zero.py)
 # Of tests and wrong answers that are alike `make test` takes some and `make thorough` all.
 SAMPLED ?= --sampled
 
-# The notebooks with their exercises, beside the tests, too: their checks hold on a busy machine.
-EXERCISES := tests/test_exercises.py
-# The lessons that wait for Slurm leave time for the tests beside which they run.
-CLUSTER := 16_jobs or 17_failures
+# The notebooks with their exercises; their checks hold on a busy machine.
+LESSONS := tests/test_exercises.py
 
 # pip must neither ask questions nor advertise its next version.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -62,7 +61,8 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
 test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
-	@$(MAKE) --jobs=3 --output-sync=target --no-print-directory .waiting-tests .lint .exercises .training-tests .other-tests
+	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory .lint .lessons .site-tests .cluster-tests \
+		.training-tests .other-tests
 
 thorough: export SAMPLED :=
 thorough: test ## the same with every case of tests whose cases are alike, and every wrong answer
@@ -76,18 +76,21 @@ notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-.waiting-tests:
-	$(BIN)/python -m pytest -rs $(SAMPLED) $(WAITING)
-	$(BIN)/python -m pytest -rx $(SAMPLED) $(EXERCISES) -k "$(CLUSTER)"
+.cluster-tests:
+	$(BIN)/python -m pytest -rs $(SAMPLED) $(CLUSTER)
+	$(BIN)/python -m pytest -rx $(SAMPLED) $(LESSONS) -k "$(CLUSTER_LESSONS)"
 
-.exercises:
-	$(BIN)/python -m pytest -rx $(SAMPLED) $(EXERCISES) -k "not ($(CLUSTER))"
+.site-tests:
+	$(BIN)/python -m pytest -rs $(SAMPLED) tests/test_site.py
+
+.lessons:
+	$(BIN)/python -m pytest -rx $(SAMPLED) $(LESSONS) -k "not ($(CLUSTER_LESSONS))"
 
 .training-tests:
 	$(BIN)/python -m pytest -rs $(SAMPLED) $(TRAINING)
 
 .other-tests:
-	$(BIN)/python -m pytest -rs $(SAMPLED) $(addprefix --ignore=,$(WAITING) $(TRAINING) $(EXERCISES))
+	$(BIN)/python -m pytest -rs $(SAMPLED) $(addprefix --ignore=,$(CLUSTER) tests/test_site.py $(LESSONS) $(TRAINING))
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))

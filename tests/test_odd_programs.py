@@ -715,6 +715,31 @@ def test_what_held_an_earlier_group_says_so(two):
     assert "must be made anew" in str(error) and "127.0.0.1" not in str(error)
 
 
+LIKE_BEFORE = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+w = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(1)]).requires_grad_()
+x = DTensor.from_local(torch.ones(3, 4), mesh, [Replicate()])
+loss = (x @ w).redistribute(mesh, [Replicate()]).square().sum()
+loss.backward()
+loss.full_tensor().item()
+"""
+
+
+def test_a_mesh_like_one_of_an_earlier_world_has_groups_of_its_own(four):
+    """DTensor keeps what it has worked out for a mesh, and takes a mesh of the same shape for the same."""
+    more = (
+        "more = [dist.new_group() for _ in range(3)]\n"  # so that the groups of the meshes have other names
+    )
+    assert four.run(more + LIKE_BEFORE).values == [11040.0] * 4
+    fails(four, "if rank == 0: dist.barrier()", Deadlock)
+    assert four.run(LIKE_BEFORE).values == [11040.0] * 4
+    assert four.run(more + LIKE_BEFORE).values == [11040.0] * 4
+    again = "dist.destroy_process_group()\ndist.init_process_group()\n"
+    assert four.run(again + LIKE_BEFORE).values == [11040.0] * 4
+
+
 def test_a_store_that_was_cleaned_away_is_made_again(two):
     import shutil
 

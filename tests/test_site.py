@@ -398,6 +398,7 @@ OVERFLOW = """(selector) => [...document.querySelectorAll(selector)]
     .map((e) => Math.round(e.scrollWidth - e.closest(".output, pre").clientWidth)).filter((px) => px > 0)"""
 
 
+@pytest.mark.alike(3)
 def test_page_fits_every_width(opened):
     page = opened()
     set_folds(page, opened=True)

@@ -9,9 +9,11 @@ import contextlib
 import datetime
 import functools
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import GroupError
@@ -115,6 +117,22 @@ def replace_in_torch(calls: Mapping[str, tuple[Any, Callable[..., Any]]]) -> Non
                 setattr(module, name, wrapped)
 
 
+def _forget_meshes() -> None:
+    """Let DTensor forget what it has worked out for meshes whose groups are gone.
+
+    It keeps the layouts of results by the shape of a mesh, so a new mesh like an old one would be given the groups of
+    the old one. Torch has the means for it, but promises none of them.
+    """
+    if (tensor := sys.modules.get("torch.distributed.tensor")) is None:
+        return
+    with contextlib.suppress(AttributeError):
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    with contextlib.suppress(AttributeError):
+        torch._C._clear_DTensor_sharding_propagator_cache()
+    with contextlib.suppress(AttributeError):
+        tensor._redistribute._gen_transform_infos.cache_clear()
+
+
 class Groups(GroupCalls):
     """The default process group of one rank, and what the learner's code makes beside it."""
 
@@ -160,6 +178,7 @@ class Groups(GroupCalls):
             with contextlib.suppress(RuntimeError):  # its connections were closed on purpose
                 self._destroy()
         forget_groups()
+        _forget_meshes()
         self._let_go(self.connections)
         self._generation, self._again, self.aborted = generation, 0, False
         birth = self._birth
@@ -177,6 +196,7 @@ class Groups(GroupCalls):
         self._destroy(group)
         if not dist.is_initialized():
             forget_groups()
+            _forget_meshes()
         held = system.held_elsewhere(self.connections)
         self._let_go([s for s in self.connections if system.inode(s) not in held])
 
