@@ -21,7 +21,7 @@ CLUSTER_LESSONS := 16_jobs or 17_failures
 # Tests that train on four ranks.
 TRAINING := $(addprefix tests/test_,against.py combining.py context.py ddp.py experts.py fsdp.py pipeline.py \
 	rehearse.py silent_bugs.py tensor.py together.py zero.py)
-# Of tests and wrong answers that are alike `make test` takes some and `make thorough` all.
+# Of cases and wrong answers that are alike `make test` takes some, and `make test SAMPLED=` all.
 SAMPLED ?= --sampled
 
 # The notebooks with their exercises; their checks hold on a busy machine.
@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help lab html slides pdf test thorough notebooks execute check bench matrix gpu student
+.PHONY: help lab html slides pdf test notebooks execute check bench matrix gpu student
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' Makefile
@@ -63,9 +63,6 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
 	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory .lint .lessons .site-tests .cluster-tests \
 		.training-tests .other-tests
-
-thorough: export SAMPLED :=
-thorough: test ## the same with every case of tests whose cases are alike, and every wrong answer
 
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \

@@ -75,7 +75,6 @@ def test_an_unchanged_script_under_torchrun(tmp_path):
     line = "rankcell: rank 1 finished the script without the all_reduce that rank 0 waits in."
     assert done.returncode != 0 and done.stderr.count(line) == 1, done.stderr
     assert "waits in all_reduce(float32[8]) (call 2 of the world, line 13 of train.py)" in done.stderr
-    assert "dist.all_reduce(x)" in done.stderr.partition(line)[2]
     assert sorted(p.name for p in (tmp_path / "report").iterdir()) == [
         "rank-0.json",
         "rank-1.json",
