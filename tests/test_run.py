@@ -75,6 +75,7 @@ def test_an_unchanged_script_under_torchrun(tmp_path):
     line = "rankcell: rank 1 finished the script without the all_reduce that rank 0 waits in."
     assert done.returncode != 0 and done.stderr.count(line) == 1, done.stderr
     assert "waits in all_reduce(float32[8]) (call 2 of the world, line 13 of train.py)" in done.stderr
+    assert "rank 0:\n  File" in done.stderr and "dist.all_reduce(x)" in done.stderr.partition(line)[2]
     assert sorted(p.name for p in (tmp_path / "report").iterdir()) == [
         "rank-0.json",
         "rank-1.json",
@@ -108,6 +109,16 @@ def test_a_hang_where_calls_only_enqueue(tmp_path):
     assert done.returncode != 0 and done.stderr.count(line) == 1, done.stderr
     assert "rank 0  waits in all_reduce(float32[8]) (call 3 of the world, line 10 of train.py)" in done.stderr
     assert "rank 1 has [4.0" in done.stdout and "rank 0 has" not in done.stdout
+
+
+def test_a_rank_whose_connection_broke_is_shown_where_it_waited(tmp_path):
+    """Who has left may be gone before the verdict: then the others' operation fails, and they wait no more."""
+    (tmp_path / "train.py").write_text(SKIPS.replace("    sys.exit()", "    import os; os._exit(0)"))
+    (tmp_path / "sitecustomize.py").write_text("ran = True")
+    done = started([*RUN, "--", *TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path)
+    verdict = done.stderr.partition("rankcell: ")[2].partition("[rank0]")[0]  # without torch's own traceback
+    assert "rank 1 finished the script without the all_reduce that rank 0 waits in." in verdict
+    assert "rank 0:\n  File" in verdict and "line 13, in <module>\n    dist.all_reduce(x)" in verdict
 
 
 def test_ranks_that_a_program_spawns_itself(tmp_path):

@@ -345,13 +345,8 @@ class Job:
 
     def reports(self) -> list[Record]:
         """The same with stacks and last operations."""
-        now = time.monotonic()
-        asked = {r: k.asked is None or now - k.asked < SILENT for r, k in self.ranks.items() if not k.over}
-        answering, silent = (
-            [r for r, answers in asked.items() if answers is wanted] for wanted in (True, False)
-        )
-        # who has answered until now will do so again, on a machine with much to do a little later
-        answers = self.ask(answering, "report", wait=10.0) | self.ask(silent, "report", wait=3.0)
+        asked = [r for r, k in self.ranks.items() if not k.over]
+        answers = self.ask(asked, "report", wait=3.0)
         found = []
         for record in self.records():
             report = answers.get(record.rank)

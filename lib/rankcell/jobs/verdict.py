@@ -410,7 +410,7 @@ def details(records: Sequence[Record], found: Verdict) -> str:
     """The stack and the last operations of every rank, the culprits first; those that are alike together."""
     alike: dict[Any, list[Record]] = {}
     for record in sorted(records, key=lambda r: (r.rank not in found.culprits, r.rank)):
-        main = tuple((f.filename, f.lineno, f.name) for f in stacks.own(record.stack))
+        main = tuple((f.filename, f.lineno, f.name) for f in stacks.own(_stood(record, found)))
         last = tuple(e.text for e in record.events[-SHOWN:])
         workers = tuple((n, f) for n, f in record.others)
         alike.setdefault((record.rank in found.culprits, main, last, workers), []).append(record)
@@ -418,7 +418,7 @@ def details(records: Sequence[Record], found: Verdict) -> str:
     for same in alike.values():
         first = same[0]
         lines = [f"{name_ranks([r.rank for r in same])}:"]
-        lines += _stack(first.stack)
+        lines += _stack(_stood(first, found))
         for name, frames in first.others:
             shown = _stack(frames)
             lines += [f"  its {name}:", *(f"  {line}" for line in shown)] if shown else []
@@ -428,6 +428,13 @@ def details(records: Sequence[Record], found: Verdict) -> str:
         if len(lines) > 1:
             parts.append("\n".join(lines))
     return "\n".join(parts)
+
+
+def _stood(record: Record, found: Verdict) -> Sequence[Frame]:
+    """Where a rank stands, or stood until who it waited for was gone: then its operation fails."""
+    if record.failure is None or record.rank in found.culprits:
+        return record.stack
+    return record.stack or record.failure.frames
 
 
 def _stack(frames: Sequence[Frame]) -> list[str]:
