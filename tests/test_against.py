@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -317,6 +318,169 @@ def test_an_error_in_the_block_leaves_no_hooks_either():
 def test_trace_wants_a_module():
     with pytest.raises(TypeError, match="needs a module"):
         rankcell.trace(3)
+
+
+class Net(nn.Module):
+    """Two layers and a constant, two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 2), nn.Linear(2, 2, bias=False)
+        self.constant = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x):
+        return self.last(self.first(x)) + self.constant, x[0]
+
+
+def seen(entries):
+    return [(e.kind, e.name, e.step, e.call, e.part, e.type) for e in entries]
+
+
+def test_a_trace_lists_what_steps_compute_in_their_order():
+    net, names = Net(), ("constant", "first.weight", "first.bias", "last.weight")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with rankcell.trace(net) as one:
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(torch.ones(4, 3))[0].sum().backward()
+            optimizer.step()
+    owners = {"constant": "Net"} | dict.fromkeys(names[1:], "Linear")
+    expected = [("parameter", name, 0, 0, 0, owners[name]) for name in names]
+    for k in (0, 1):  # a step, and a call of each module in it
+        outputs = [("first", 0, "Linear"), ("last", 0, "Linear"), ("", 0, "Net"), ("", 1, "Net")]
+        expected += [("output", name, k, k, part, owner) for name, part, owner in outputs]
+        backward = [("", "Net"), ("last", "Linear"), ("first", "Linear")]  # x[0] needs no gradient
+        expected += [("grad_output", name, k, k, 0, owner) for name, owner in backward]
+        expected += [
+            ("grad", name, k, 0, 0, "Linear") for name in ("last.weight", "first.bias", "first.weight")
+        ]
+        expected += [("parameter", name, k + 1, 0, 0, "SGD") for name in names]
+    assert seen(one.entries) == expected
+    orders = [e.order for e in one.entries]
+    assert orders == sorted(set(orders)) and orders[0] == 1
+    assert one.nbytes == sum(4 * math.prod(e.shape) for e in one.entries)
+    assert repr(one).startswith(
+        "Trace of 3 modules: 12 parameters, 8 outputs, 6 grad_outputs, 6 grads; 0.0 MB"
+    )
+    before, after = (next(e for e in one.entries if e.name == "first.bias" and e.step == k) for k in (0, 1))
+    gradient = next(e.whole for e in one.entries if e.kind == "grad" and e.name == "first.bias")
+    assert after.whole == pytest.approx(
+        before.whole - 0.1 * gradient
+    )  # copies: the last step changed no earlier one
+
+
+def test_without_a_step_the_parameters_are_noted_again_only_if_they_changed():
+    def kinds(change):
+        net = nn.Linear(3, 2)
+        with rankcell.trace(net) as one:
+            net(torch.ones(4, 3)).sum().backward()
+            with torch.no_grad():
+                net.bias += change
+        return [(e.kind, e.step) for e in one.entries]
+
+    computed = [("parameter", 0)] * 2 + [("output", 0), ("grad_output", 0)] + [("grad", 0)] * 2
+    assert kinds(0.0) == computed and kinds(1.0) == computed + [("parameter", 1)] * 2
+
+
+def test_of_two_optimizers_both_count_or_the_one_that_is_named():
+    def traced(which):
+        net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+        each = [torch.optim.SGD(layer.parameters(), 0.1) for layer in net]
+        with rankcell.trace(net, which(each)) as one:
+            net(torch.ones(4, 3)).sum().backward()
+            for optimizer in each:
+                optimizer.step()
+        noted = [(e.kind, e.name, e.step) for e in one.entries if e.kind in ("grad", "parameter")]
+        final = [e.whole for e in one.entries if e.kind == "parameter"][-2:]
+        assert all((a == p.detach().numpy()).all() for a, p in zip(final, net.parameters(), strict=True))
+        return noted
+
+    states = [[("parameter", f"{k}.weight", step) for k in (0, 1)] for step in (0, 1)]
+    gradients = [("grad", f"{k}.weight", 0) for k in (1, 0)]
+    assert traced(lambda each: None) == traced(lambda each: each[0]) == [*states[0], *gradients, *states[1]]
+
+
+def test_a_tied_weight_has_both_names_in_one_process_and_is_held_once_by_a_rank():
+    from rankcell.engine.trace import Trace
+
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = net[0].weight
+    names = {}
+    for whole in (True, False):
+        with Trace(net, whole=whole) as trace:
+            pass
+        names[whole] = [e.name for e in trace.entries]
+    assert names == {True: ["0.weight", "1.weight"], False: ["0.weight"]}
+
+
+def test_a_dropout_that_is_on_leaves_a_digest_of_its_zeros():
+    def masks(seed, p=0.5, train=True):
+        torch.manual_seed(seed)
+        layer = nn.Dropout(p).train(train)
+        with rankcell.trace(layer) as one:
+            layer(torch.ones(50))
+        return one.entries[-1].mask, one.entries[-1].before
+
+    first, again, other = masks(1), masks(1), masks(2)
+    assert first == again and first[0] != other[0] and first[1] == other[1] and all(map(len, first))
+    assert masks(1, p=0.0) == masks(1, train=False) == ("", "")
+
+
+@pytest.mark.parametrize("of_parameter", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3), (2, 3, 4), (7,), (), (600, 300), (3, 70_000), (64, 50, 60)])
+def test_what_a_rank_keeps_are_products_with_random_vectors(shape, of_parameter):
+    """Of a large tensor block by block, of a small one at once: the same numbers."""
+    from rankcell.engine.trace import _sums
+    from rankcell.layouts import weights
+
+    tensor = torch.randn(shape, generator=generator(0, "sums"))
+    n = math.prod(shape[:1] if of_parameter else shape[:-1]) if len(shape) > 1 else math.prod(shape)
+    matrix = tensor.double().reshape(n, -1).numpy()
+    kept = _sums(tensor, of_parameter)
+    rows = matrix @ weights(matrix.shape[1]) if len(shape) > 1 else matrix[:, [0, 0]]
+    assert np.allclose(kept["rows"], rows) and np.allclose(kept["columns"], weights(n).T @ matrix)
+    if not of_parameter:
+        assert "flat" not in kept
+    elif matrix.size <= 4096:
+        assert kept["at"] == (0,) and (kept["flat"] == matrix.reshape(-1)).all()
+    else:  # 16 numbers each from 64 places, the first and the last among them
+        at, flat = kept["at"], matrix.reshape(-1)
+        assert (len(at), at[0], at[-1]) == (64, 0, matrix.size - 16)
+        assert (kept["flat"].reshape(64, 16) == [flat[i : i + 16] for i in at]).all()
+
+
+def test_what_a_rank_keeps_is_little_and_finite():
+    from rankcell.engine.trace import _sums
+
+    column = torch.zeros(2**18 + 1)
+    assert _sums(column[:-1], False)["rows"].shape == (2**18, 2) and _sums(column, False)["rows"].shape == (
+        0,
+        2,
+    )
+    assert (
+        len(_sums(torch.zeros(4096), True)["flat"]) == 4096
+        and len(_sums(torch.zeros(4097), True)["flat"]) == 1024
+    )
+    bad = torch.tensor([[1.0, math.nan], [math.inf, -math.inf]])
+    kept = _sums(bad, False)
+    assert all(math.isfinite(x) for x in kept["columns"].reshape(-1).tolist())
+    assert len(set(kept["columns"].reshape(-1).tolist())) == 4
+
+
+def test_the_limit_of_a_trace_is_a_gib():
+    from rankcell.engine.trace import Trace, TraceTooLarge
+
+    model = nn.Linear(256, 1, bias=False)  # 1 KiB
+    for held in (2**30 - 1024, 2**30 - 1023):
+        trace = Trace(model)
+        trace._nbytes = held
+        if held == 2**30 - 1024:
+            with trace:
+                pass
+            assert trace.nbytes == 2**30
+        else:
+            with pytest.raises(TraceTooLarge, match="1024 MiB"), trace:
+                pass
 
 
 def test_too_large_a_trace_says_so(monkeypatch):

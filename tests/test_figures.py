@@ -1,6 +1,8 @@
 """What a GPU shows: recorded figures are shown with machine and date, and nothing is made up where there are none."""
 
 import json
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -56,3 +58,60 @@ def test_where_there_is_a_gpu_it_is_measured(folder, monkeypatch, capsys):
     (figure,) = figures.of_a_gpu("02").figures
     assert (figure.lesson, figure.gpu, figure.value) == ("02", "NVIDIA T4", 3.142)
     assert capsys.readouterr().err == "fails: RuntimeError: out of memory\n"
+
+
+# What is measured, by hand, with a GPU that does nothing and takes half a second for it
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    monkeypatch.setattr(figures, "torch", MagicMock())
+    monkeypatch.setattr(figures, "_seconds_of", lambda work: 0.5)
+
+
+def noted(measure):
+    found = {}
+    measure(lambda what, value, unit: found.update({what: (value, unit)}))
+    return found
+
+
+def test_rates_are_work_over_time(idle):
+    copies = noted(figures._memory)
+    assert copies.pop("copy within the GPU, bytes read and written") == (2 * 2**28 / 0.5 / 1e9, "GB/s")
+    assert len(copies) == 4 and set(copies.values()) == {(2**28 / 0.5 / 1e9, "GB/s")}
+    products = noted(figures._products)
+    assert products.pop("sum of two vectors of 2^26 in bf16") == (2**26 / 0.5 / 1e12, "TFLOP/s")
+    assert products == {  # n^2 results, each of n multiplications and n additions
+        f"product of {n} x {n} in bf16": (n * n * 2 * n / 0.5 / 1e12, "TFLOP/s")
+        for n in (256, 1024, 4096, 8192)
+    }
+    assert set(noted(figures._overlap).values()) == {(500.0, "ms")}
+
+
+def test_the_operations_of_training_are_counted_by_the_convention(idle, monkeypatch):
+    gpt = SimpleNamespace(parameters=lambda: [torch.empty(900), torch.empty(10, 10)])
+    monkeypatch.setattr(figures, "models", SimpleNamespace(GPT=lambda *sizes, **more: gpt))
+    figures.torch.cuda.max_memory_allocated.return_value = 3e9
+    found = {what.split(",")[0]: value for what, (value, unit) in noted(figures._training).items()}
+    per_token = 6 * 1000 + 12 * 12 * 1024 * 1024  # parameters; layers, width and length
+    assert found["model FLOP/s"] == pytest.approx(per_token * 8 * 1024 / 0.5 / 1e12)
+    assert (found["tokens per second"], found["peak memory"]) == (8 * 1024 / 0.5, 3.0)
+
+
+def test_the_bus_bandwidth_is_that_of_the_slowest_of_four_ranks(monkeypatch):
+    ranks = MagicMock(device_note="one GPU")
+    ranks.run.return_value.values = [0.25, 0.5, 0.125, 0.25]
+    monkeypatch.setattr(figures, "Ranks", lambda n, device: MagicMock(__enter__=lambda _: ranks))
+    assert noted(figures._all_reduce) == {  # 2 (n - 1) / n = 3 / 2 of the array's bytes
+        f"bus bandwidth, 4 ranks, {size} KiB: one GPU": (1.5 * size * 1024 / 0.5 / 1e9, "GB/s")
+        for size in (4, 1024, 65536)
+    }
+
+
+def test_the_first_three_times_do_not_count_and_of_the_others_the_median_does(monkeypatch):
+    takes, took = iter([9000.0] * 3 + [1.0, 2.0, 3.0, 4.0, 700.0]), []  # ms
+    event = MagicMock(elapsed_time=lambda end: took[-1])
+    cuda = SimpleNamespace(Event=lambda enable_timing: event, synchronize=lambda: None)
+    monkeypatch.setattr(figures, "torch", SimpleNamespace(cuda=cuda))
+    assert figures._seconds_of(lambda: took.append(next(takes)), repeats=5) == 0.003
+    assert next(takes, None) is None

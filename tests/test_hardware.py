@@ -65,6 +65,20 @@ def test_infiniband_from_lanes(name, gbit):
 def test_ethernet_is_its_name():
     assert {g: s.bytes_per_s for g, s in hw.ETHERNET.items()}[100] == 12.5e9
     assert hw.ETHERNET[1].bytes_per_s == 125e6
+    assert list(hw.ETHERNET) == [1, 10, 25, 100, 200, 400, 800]
+    assert all(speed.bytes_per_s == g * 1e9 / 8 for g, speed in hw.ETHERNET.items())
+
+
+def test_lanes_multiply():
+    assert hw.pcie(4, 8).lanes == 8 and hw.pcie(6).note and not hw.pcie(5).note
+    edr = hw.infiniband("EDR", 1)  # one lane of 25 Gbit/s
+    assert (edr.bytes_per_s, edr.lanes, hw.INFINIBAND["EDR"].lanes) == (3.125e9, 1, 4)
+
+
+# 132 SMs x 32 banks x 4 bytes at 1.98 GHz; https://chipsandcheese.com/2023/07/02/ measures 5.5 to 6 TB/s of L2
+def test_memory_on_the_chip():
+    assert hw.ON_CHIP["H100 L1"].bytes_per_s == pytest.approx(33.45e12, rel=0.001)
+    assert hw.ON_CHIP["H100 L2"].bytes_per_s == 5.5e12
 
 
 # https://www.anandtech.com/show/18780 prints 3.35, 2 and 3.9 TB/s for one card
@@ -85,17 +99,20 @@ def test_a_gpu_s_own_number_agrees_with_its_pins():
 
 # As NVIDIA's servers with them have it; sources beside the table
 @pytest.mark.parametrize(
-    ("name", "nvlink", "pcie", "network", "gb", "tflops"),
+    ("name", "year", "nvlink", "pcie", "network", "gb", "tb_s", "tflops"),
     [
-        ("V100 SXM2", "2", "3", None, 32, 125),
-        ("A100 SXM 80GB", "3", "4", "HDR", 80, 312),
-        ("H100 SXM", "4", "5", "NDR", 80, 989),
-        ("H200 SXM", "4", "5", None, 141, 989),
-        ("B200 SXM", "5", "5", None, 180, 2250),
+        ("V100 SXM2", 2017, "2", "3", None, 32, 0.9, 125),
+        ("A100 SXM 80GB", 2020, "3", "4", "HDR", 80, 2.04, 312),
+        ("H100 SXM", 2022, "4", "5", "NDR", 80, 3.35, 989),
+        ("H200 SXM", 2023, "4", "5", None, 141, 4.8, 989),
+        ("B200 SXM", 2024, "5", "5", None, 180, 8.0, 2250),
     ],
 )
-def test_each_gpu_has_the_ports_of_its_time(name, nvlink, pcie, network, gb, tflops):
+def test_each_gpu_has_the_ports_and_the_memory_of_its_time(
+    name, year, nvlink, pcie, network, gb, tb_s, tflops
+):
     gpu = hw.GPUS[name]
+    assert (gpu.year, gpu.memory.bytes_per_s) == (year, tb_s * 1e12)
     assert (gpu.nvlink.generation, gpu.pcie.generation) == (nvlink, pcie)
     assert (gpu.network.generation if gpu.network else None) == network
     assert (gpu.memory_bytes, gpu.bf16_flops) == (gb * 1e9, tflops * 1e12)
@@ -131,6 +148,17 @@ def test_unknown_generations_say_which_exist():
         hw.pcie(8)
     with pytest.raises(ValueError, match=r"InfiniBand 'GDR' is not in the table\. Choose one of EDR, HDR"):
         hw.infiniband("GDR")
+
+
+def test_what_others_measured_is_what_they_printed():
+    """GB/s: network/README.md of ml-engineering@744d01e, beside the peak that each is compared with."""
+    found = {name: (got.bytes_per_s / 1e9, got.lanes, peak.name) for name, (got, peak) in hw.REPORTED.items()}
+    assert found == {
+        "host to H200": (55.4, 16, "PCIe 5 x16"),
+        "H200 to H200": (396.4, 18, "NVLink 4"),
+        "A100 all-reduce": (235, 12, "NVLink 3"),
+        "H200 all-reduce, NVLS": (482.26, 18, "NVLink 4"),
+    }
 
 
 def test_what_others_measured_is_near_the_published_rate():
@@ -295,6 +323,24 @@ def test_linux_is_read_from_its_files(linux):
     assert machine.missing == ()
 
 
+def test_cpus_that_are_off_and_nodes_beyond_nine(linux):
+    system = linux / "sys/devices/system"
+    (system / "cpu/online").write_text("0-5\n")  # the second threads of cores 2 and 3 are off
+    for node in (10, 11):
+        (system / f"node/node{node}").mkdir()
+    machine = hw.read_machine(linux)
+    assert machine.cores == ((0, 4), (1, 5), (2,), (3,)) and machine.threads == 6
+    assert [node.number for node in machine.numa] == [0, 1, 10, 11]
+    assert machine.numa[2] == hw.NumaNode(10, (), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("48K", 49_152), ("2M", 2_097_152), ("1G", 2**30), ("512", 512)]
+)
+def test_sizes_of_caches(text, nbytes):
+    assert hw._parse_size(text) == nbytes
+
+
 def test_a_linux_that_says_little_is_not_guessed_at(tmp_path):
     machine = hw.read_machine(tmp_path)
     assert machine.cpu_name == "not named by this system"
@@ -326,6 +372,22 @@ def test_macos_is_asked_with_sysctl():
         "which cores share a cache is not available here",
         "NUMA nodes are not available here",
     )
+
+
+def test_macos_with_two_threads_a_core():
+    sizes = {"hw.l1dcachesize": 32 << 10, "hw.l1icachesize": 48 << 10, "hw.l2cachesize": 256 << 10}
+    sizes |= {"hw.l3cachesize": 12 << 20}
+    answers = {"hw.logicalcpu": 4, "hw.physicalcpu": 2, **sizes}
+    machine = hw._from_sysctl(lambda name: f"{answers[name]}\n" if name in answers else None)
+    assert machine.cores == ((0, 1), (2, 3))
+    assert [(c.name, c.nbytes >> 10) for c in machine.caches] == [
+        ("L1d", 32),
+        ("L1i", 48),
+        ("L2", 256),
+        ("L3", 12 << 10),
+    ]
+    assert machine.memory_bytes is None
+    assert machine.missing[-1] == "the size of the memory is not available here"
 
 
 def test_macos_that_answers_nothing():
