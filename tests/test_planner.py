@@ -270,14 +270,83 @@ def test_gpus_are_those_of_the_hardware_module():
         assert (chip.peaks["bf16"], chip.hbm) == (gpu.bf16_flops, gpu.memory.bytes_per_s)
 
 
+# Data sheets: TFLOP/s without sparsity in bf16, fp8 and fp4 (0: it has none), TB/s of the memory; GB/s of a sum in a
+# node and of a port, and GPUs in a domain: sources beside the tables of `chips`
+SHEETS = {
+    "V100-16": (125, 0, 0, 0.9, 124, 1.5625, 8), "V100-32": (125, 0, 0, 0.9, 124, 1.5625, 8),
+    "A100-40": (312, 0, 0, 1.555, 235, 25, 8), "A100-80": (312, 0, 0, 2.04, 235, 25, 8),
+    "H100-80": (989, 1979, 0, 3.35, 480, 50, 8), "H100-96": (989, 1979, 0, 2.4, 480, 50, 8),
+    "H100-94": (989, 1979, 0, 3.9, 480, 50, 8), "H200": (989, 1979, 0, 4.8, 482, 50, 8),
+    "B200": (2250, 4500, 9000, 8, 846, 50, 8), "B300": (2250, 4500, 13500, 8, 846, 100, 8),
+    "GB200": (2450, 4900, 9800, 8, 846, 50, 72), "GB300": (2450, 4900, 14700, 8, 846, 100, 72),
+    "MI300X": (1307, 2614, 0, 5.3, 350, 50, 8), "MI325X": (1307, 2614, 0, 6, 350, 50, 8),
+    "MI350X": (2300, 4600, 9200, 8, 400, 50, 8), "MI355X": (2500, 5000, 10000, 8, 400, 50, 8),
+}  # fmt: skip
+GIB = {"V100-16": 16, "V100-32": 32, "A100-40": 40, "A100-80": 80, "H100-80": 80, "H100-96": 96, "H100-94": 94,
+       "B200": 180, "B300": 270, "GB200": 186, "GB300": 277}  # fmt: skip
+GB = {"H200": 141, "MI300X": 192, "MI325X": 256, "MI350X": 288, "MI355X": 288}
+
+
+def test_every_gpu_is_that_of_its_data_sheet():
+    found = {}
+    for name, chip in chips.CHIPS.items():
+        peaks = [chip.peaks.get(kind, 0) / 1e12 for kind in ("bf16", "fp8", "fp4")]
+        rates = (chip.hbm / 1e12, chip.bus / 1e9, chip.network / 1e9, chip.node)
+        found[name] = tuple(float(f"{x:.6g}") for x in (*peaks, *rates))
+    assert found == SHEETS
+    sizes = {name: chip.memory_bytes for name, chip in chips.CHIPS.items()}
+    assert sizes == {n: size * 2**30 for n, size in GIB.items()} | {n: size * 1e9 for n, size in GB.items()}
+
+
+def test_the_best_products_and_the_steps_of_rings():
+    """Shares of the peak: ml-engineering@744d01e, compute/accelerator, MAMF; steps: the docstring of `Chip`."""
+    shares = {name: chip.matmul for name, chip in chips.CHIPS.items()}
+    by_family = {"A100": 0.87, "H100": 0.80, "H200": 0.80, "B": 0.776, "GB": 0.744, "MI300X": 0.54, "MI325X": 0.54,
+                 "MI35": 0.6, "V100-16": 0.87, "V100-32": 0.78}  # fmt: skip
+    assert shares == {n: next(x for family, x in by_family.items() if n.startswith(family)) for n in shares}
+    assert {name for name, chip in chips.CHIPS.items() if chip.sustained != 1} == {"H100-96"}
+    for chip in chips.CHIPS.values():
+        assert 80e-6 / 14 == pytest.approx(chip.alpha, rel=0.15)  # 64 MiB on 8 H100
+        assert 0.9e-3 / 62 == pytest.approx(chip.alpha_across, rel=0.05)  # 256 MiB on 32 B200
+    assert communication.PORT == pytest.approx(382 / (8 * 50), rel=0.01)
+
+
+def test_a_gpu_without_a_format_uses_the_next_wider_one():
+    a100, h100, limited = (chips.CHIPS[n] for n in ("A100-80", "H100-80", "H100-96"))
+    assert [a100.peak(f) / 1e12 for f in ("fp4", "fp8", "bf16", "tf32")] == [312, 312, 312, 156]
+    assert [h100.peak(f) / 1e12 for f in ("fp4", "fp8", "bf16", "tf32")] == [1979, 1979, 989, 494.5]
+    assert limited.peak("fp8") == pytest.approx(0.73 * 1979e12)
+    assert chips.CHIPS["B200"].peak("fp4") == 9000e12
+
+
 # Sizes
 
 KNOWN = {
     "llama2-7b": 6.74, "llama2-70b": 69.0, "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3-405b": 405.8,
     "gpt3-175b": 174.6, "mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6, "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235.1, "deepseek-v3": 671.0, "deepseek-v2-lite": 15.7, "gpt-oss-120b": 116.8,
-    "gpt-oss-20b": 20.9, "nemotron4-340b": 341.0, "llama3.2-1b": 1.24,
+    "gpt-oss-20b": 20.9, "nemotron4-340b": 341.0, "llama3.2-1b": 1.24, "llama2-13b": 13.02, "llama3.2-3b": 3.21,
+    "mistral-7b": 7.24, "qwen2.5-7b": 7.62, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7, "qwen3-8b": 8.19,
+    "qwen3-32b": 32.8, "nemotron4-15b": 15.6, "gpt3-1.3b": 1.31, "gpt3-7b": 6.65, "gpt3-13b": 12.85, "gpt3-20b": 20.2,
+    "gpt3-5b": 5.04, "bloom-176b": 176.2, "llama4-scout": 107.8, "llama4-maverick": 400.7,
 }  # fmt: skip
+# key heads of grouped queries, and the width of a head where it is not 128; GPT-2's and GPT-3's share nothing
+KEYS = {8: "llama2-70b llama3 mistral qwen2.5-32b qwen2.5-72b qwen3-8b qwen3-32b nemotron4 mixtral gpt-oss llama4",
+        4: "qwen2.5-7b qwen3-30b qwen3-235b"}  # fmt: skip
+WIDTHS = {"llama3.2-1b": 64, "gpt-oss-20b": 64, "gpt-oss-120b": 64, "nemotron4-340b": 192,
+          "deepseek-v2-lite": 160, "deepseek-v3": 160}  # fmt: skip
+
+
+def test_all_known_models_are_counted():
+    assert KNOWN.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_of_known_models(name):
+    shape = MODELS[name]
+    keys = next((n for n, names in KEYS.items() if name.startswith(tuple(names.split()))), shape.heads)
+    width = WIDTHS.get(name, 128)
+    assert (shape.kv_heads, shape.width, shape.kv_width) == (keys, width * shape.heads, width * keys)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -445,6 +514,182 @@ def test_memory_falls_with_each_way_to_shard():
     assert held(tp=2, dp=32) < held() and held(cp=2, dp=32) < held() and held(pp=4, dp=16) < held()
     assert held(recompute=FULL) < held() < held(micro_batch=2)
     assert held(tp=8, dp=8) < held(tp=8, dp=8, sequence_parallel=False)
+
+
+SMALL = shapes.Shape("small", 10, 256, 4, 2, 1024, 1000)  # heads 64 wide, keys and values 128
+
+
+def small(**stack):
+    """A job of 10 layers on 16 GPUs, 32 sequences of 100 tokens, with a stack whose every number is plain."""
+    numbers = {"weight_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12, "logit_bytes": 6, "end_bytes": 10,
+               "workspace": 1000, "norm_copies": 0, "attention_copies": 0, "gate_copies": 0, "angles": 0,
+               "kept_whole": 0, "masks": False, "split": "even"}  # fmt: skip
+    return Job(SMALL, chips.find("h100"), 16, 100, 32, "bf16", stacks.Stack(**(numbers | stack)))
+
+
+ATTENTION, MLP, TABLE = 256 * (2 * 256 + 2 * 128), 3 * 256 * 1024, 1000 * 256
+KEPT_OF_A_TOKEN = (
+    8 * 256 + 2 * (256 + 2 * 128) + 2 * 256 + 6 * 1024
+)  # norms and inputs, q k v, output, three of MLP
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_memory_of_a_stage_by_hand(zero):
+    """4 stages of 3 layers (10 are cut into 3, 3, 3 and 1, and the longest counts), 4 ranks each."""
+    layout = Layout(pp=4, dp=4, zero=zero, micro_batch=2)
+    for stage in range(4):
+        params = 3 * (ATTENTION + MLP) + TABLE * (stage in (0, 3))
+        found = memory.on_stage(small(), layout, stage)
+        # ZeRO-3 gathers all three layers of it, and adds up its shares in 4 bytes
+        assert found.weights == pytest.approx(2 * params)
+        assert found.gradients == pytest.approx(4 * params / (4 if zero >= 2 else 1))
+        assert found.optimizer == pytest.approx(12 * params / (4 if zero >= 1 else 1))
+        tokens, held = 200, 4 - stage  # 4 micro-batches in all
+        last = 10 * 256 * tokens * (stage == 3)
+        assert found.activations == pytest.approx(tokens * 3 * held * KEPT_OF_A_TOKEN + last)
+        assert found.logits == 6 * tokens * 1000 * (stage == 3) and found.workspace == 1000
+        assert found.states == found.weights + found.gradients + found.optimizer
+        assert found.total == found.states + found.activations + found.logits + 1000
+    by_stage = memory.by_stage(small(), layout)
+    assert len(by_stage) == 4 and memory.fullest(small(), layout) == max(by_stage)
+    assert memory.limit(small(headroom=0.1)) == 0.9 * 80 * 2**30
+
+
+def test_zero_3_gathers_three_layers_of_a_rank_at_a_time():
+    params = 10 * (ATTENTION + MLP) + 2 * TABLE
+    found = memory.on_stage(small(gradient_bytes=2), Layout(dp=16, zero=3), 0)
+    assert found.weights == pytest.approx(2 * params * 3 / 10)
+    assert found.gradients == pytest.approx(4 * params / 16) and found.optimizer == pytest.approx(
+        12 * params / 16
+    )
+
+
+def test_what_tensor_parallelism_and_recomputation_leave():
+    inside = KEPT_OF_A_TOKEN - 8 * 256
+    alone = {"dp": 16, "zero": 0}
+    two = {"tp": 2, "dp": 8, "zero": 0}
+
+    def kept(where, **options):
+        layout = {k: options.pop(k) for k in ("recompute", "sequence_parallel") if k in options}
+        activations = memory.on_stage(small(end_bytes=0, **options), Layout(**where, **layout), 0).activations
+        return float(activations) / 100 / 10
+
+    assert kept(alone) == KEPT_OF_A_TOKEN
+    assert kept(two) == (inside + 8 * 256) / 2 and kept(two, sequence_parallel=False) == inside / 2 + 8 * 256
+    assert kept(two, kept_whole=4) == (inside + 8 * 256) / 2 + 4 * 256
+    assert kept(alone, kept_whole=4) == KEPT_OF_A_TOKEN  # one rank gathers nothing
+    assert kept(alone, recompute=FULL) == pytest.approx(2 * 256 + KEPT_OF_A_TOKEN / 10)  # one layer at a time
+    assert kept(alone, recompute=SELECTIVE, selective_kept=0.5) == KEPT_OF_A_TOKEN / 2
+    assert kept(alone, selective_kept=0.5) == KEPT_OF_A_TOKEN
+    assert kept(alone, norm_copies=6) == KEPT_OF_A_TOKEN + 6 * 2 * 256
+    assert kept(alone, attention_copies=1) == KEPT_OF_A_TOKEN + 2 * 256
+    assert kept(alone, gate_copies=1) == KEPT_OF_A_TOKEN + 2 * 1024
+    assert kept(two, angles=4) == kept(two) + 4 * 64  # which no rank divides
+    assert kept(alone, masks=True) == KEPT_OF_A_TOKEN + 2 * 256
+    narrow = memory.kept_per_token(SMALL, 100, 1, product_bytes=1)
+    assert float(narrow) == KEPT_OF_A_TOKEN - 2 * 256 - 256 - 1024  # inputs of products take a byte
+
+
+def test_layers_of_a_stage_by_each_way_to_cut():
+    def cut(split, p):
+        return [float(memory.layers_on(small(split=split), Layout(pp=p), s)) for s in range(p)]
+
+    assert cut("even", 4) == [3, 3, 3, 3] and cut("even", 1) == cut("short ends", 1) == [10]
+    assert cut("short ends", 4) == [2, 3, 3, 2] and cut("short ends", 2) == [5, 5]
+    head = TABLE / (ATTENTION + MLP)  # 0.26 of a layer
+    assert cut("by work", 4) == [3, 3, 3, round((10 + head) / 4 - head)] and cut("by work", 1) == [10]
+    middle = memory.layers_on(small(split="short ends"), Layout(pp=4), memory.MIDDLE)
+    assert float(middle) == 3
+
+
+def test_sent_bytes_take_the_seconds_of_their_links():
+    """Every kind of traffic by hand, inside a node of 8 and across, on H100: 480 GB/s, ports of 50 GB/s."""
+    port, bus = 50e9 * 0.95, 480e9
+    here, m = small(reduce_bytes=4, kept_whole=0, network=0.5), 2
+    nbytes = 2 * 100 * 256
+
+    found = communication.tensor(
+        here, Layout(tp=8, dp=2, micro_batch=8)
+    )  # forward 4 halves, backward 4, inputs 2
+    assert float(found.seconds) == pytest.approx(10 * 10 * 2 * (7 * 5e-6 + 7 / 8 * 8 * nbytes / bus))
+    wide = communication.tensor(here, Layout(tp=16, micro_batch=16, sequence_parallel=False))
+    across = min(bus, 8 * port)
+    assert float(wide.seconds) == pytest.approx(8 * 10 * 2 * (15 * 15e-6 + 15 / 16 * 16 * nbytes / across))
+    again = communication.tensor(here, Layout(tp=8, dp=2, micro_batch=8, recompute=FULL))
+    assert again.nbytes == found.nbytes * 14 / 10
+
+    pipes = communication.pipeline(here, Layout(pp=2, dp=8, chunks=2, micro_batch=2))
+    assert pipes.nbytes == 2 * 2 * m * 2 * nbytes and pipes.crosses
+    assert float(pipes.seconds) == pytest.approx(2 * 2 * m * (2 * nbytes / port + 15e-6))
+    near = dataclasses.replace(here, n_gpus=8)
+    inside = communication.pipeline(near, Layout(pp=2, dp=4, micro_batch=4))
+    assert not inside.crosses and float(inside.seconds) == pytest.approx(2 * m * (4 * nbytes / bus + 5e-6))
+    assert communication.pipeline(here, Layout(dp=16)).nbytes == 0
+
+    keys = communication.context(here, Layout(cp=4, tp=2, dp=2, micro_batch=8))
+    moved = 2 * 2 * 8 * 100 * 128 / 2
+    assert float(keys.seconds) == pytest.approx(3 * 10 * 2 * (3 * 5e-6 + 3 / 4 * moved / bus))
+
+
+def test_tokens_travel_to_their_experts_and_back():
+    """8 experts of which 2 answer: inside a node both copies travel, to another node a token does once."""
+    shape = dataclasses.replace(SMALL, experts=16, top_k=2, expert_ffn=64, moe_layers=5)
+    here = dataclasses.replace(small(), shape=shape)
+    token = 2 * 100 * 256
+    near = communication.expert(here, Layout(dp=16, ep=8, micro_batch=2))
+    assert near.nbytes == pytest.approx(4 * 5 * 7 / 8 * 2 * 2 * token)
+    assert float(near.seconds) == pytest.approx(4 * 5 * (7 / 8 * 2 * 2 * token / 480e9 + 5e-6))
+    far = communication.expert(here, Layout(dp=16, ep=16, micro_batch=2))
+    local = 2 * token * 2 * 7 / 8 / 2
+    away = 2 * token * (1 - 0.5**2)  # that one of two experts stands in the other of two nodes
+    assert far.crosses and far.nbytes == pytest.approx(4 * 5 * (local + away))
+    assert float(far.seconds) == pytest.approx(4 * 5 * (local / 480e9 + away / (50e9 * 0.95) + 15e-6))
+    assert communication.expert(small(), Layout(dp=16)).nbytes == 0
+
+
+def test_a_layer_takes_its_operations_and_bytes():
+    plain = {"passes": 10, "attention": 0.5, "floor": 0, "floor_tp": 0, "floor_moe": 0, "slowdown": 1}
+    rate, layout = (1e12, 2e12), Layout(tp=2, dp=8, micro_batch=4)
+    found = seconds.layer(small(**plain), layout, rate)
+    tokens = 400
+    assert float(found.matmul) == pytest.approx(6 * (ATTENTION + MLP) * tokens / 2 / 1e12)
+    square = 4 * 100 * 256 * tokens / 2 / 2e12
+    assert float(found.attention) == pytest.approx(3.5 * square * 0.5 / 0.5)  # half of it, at half the rate
+    assert float(found.elementwise) == pytest.approx(10 * KEPT_OF_A_TOKEN / 2 * tokens / 3.35e12)
+    assert float(found.recomputed) == float(found.launch) == 0
+    whole = seconds.layer(small(**plain), dataclasses.replace(layout, recompute=FULL), rate)
+    forward = found.matmul / 3 + found.attention / 3.5 + found.elementwise / 3
+    assert float(whole.recomputed) == pytest.approx(float(forward))
+    part = seconds.layer(
+        small(**plain, selective_again=0.25), dataclasses.replace(layout, recompute=SELECTIVE), rate
+    )
+    assert float(part.recomputed) == pytest.approx(float(forward) / 4)
+    slow = seconds.layer(small(**(plain | {"slowdown": 2})), layout, rate)
+    assert [float(x) for x in slow] == [2 * float(x) for x in found]
+    late = seconds.layer(small(**(plain | {"floor_tp": 1.0, "floor": 9.0})), layout, rate)
+    assert float(late.total) == pytest.approx(1.0)
+    again = dataclasses.replace(layout, recompute=FULL)
+    assert float(seconds.layer(small(**(plain | {"floor_tp": 3.0})), again, rate).total) == pytest.approx(4.0)
+    unfused = seconds.layer(dataclasses.replace(small(**plain), flash=False), layout, rate)
+    assert float(unfused.attention) == pytest.approx(3 * square)
+    head = seconds.head_seconds(small(**plain), layout, rate)
+    logits = tokens * 1000 / 2
+    assert float(head) == pytest.approx(6 * 256 * logits / 2e12 + 10 * 6 / 2 * logits / 3.35e12)
+
+
+def test_adam_reads_and_writes_34_bytes_for_each_parameter_of_a_rank():
+    params = 10 * (ATTENTION + MLP) + 2 * TABLE
+    for zero, shards in ((0, 1), (1, 8)):
+        found = seconds.optimizer_seconds(small(), Layout(tp=2, dp=8, zero=zero))
+        assert float(found) == pytest.approx(34 * params / 2 / shards / 3.35e12)
+
+
+def test_utilisation_counts_the_operations_of_causal_attention():
+    here = small()
+    per_token = 6 * (10 * (ATTENTION + MLP) + TABLE) + 6 * 10 * 100 * 256
+    assert SMALL.flops_per_token(100) == per_token
+    assert seconds.mfu(here, 1e6) == pytest.approx(1e6 * per_token / 989e12)
+    assert seconds.tokens_per_second_per_gpu(here, Layout(), 0.5) == 32 * 100 / 16 / 0.5
 
 
 def test_experts_are_divided_by_expert_parallelism_only():

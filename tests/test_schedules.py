@@ -248,6 +248,12 @@ def test_one_slow_message_is_not_taken_for_all():
     assert message_seconds(plan, late) == pytest.approx(0.125)
 
 
+def test_a_schedule_of_nothing_has_no_stages():
+    empty = schedule("none", [[], []])
+    assert (empty.n_ranks, empty.n_stages, empty.n_microbatches, empty.chunks) == (2, 0, 0, 0)
+    assert not empty.trains and not empty.splits_backward
+
+
 def test_bad_numbers():
     with pytest.raises(ValueError, match="A pipeline of 0 ranks with 4 micro-batches and 1 chunks cannot be"):
         gpipe(0, 4)

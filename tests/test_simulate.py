@@ -82,6 +82,21 @@ def test_an_engine_takes_what_is_ready_first_not_what_was_enqueued_first():
     ]
 
 
+def test_a_device_that_is_told_nothing_has_the_rates_it_says():
+    """10 us for a launch; pinned 25, pageable 10 and links 100 GB/s: 250 MB take 10, 25 and 2.5 ms."""
+    gpu = Device()
+    assert gpu.now == 0 and gpu.seconds == 0
+    gpu.copy(250_000_000, pinned=True)
+    assert gpu.now == pytest.approx(10e-6 + 10 * MS)
+    gpu.copy(250_000_000)
+    assert gpu.now == pytest.approx(2 * 10e-6 + 35 * MS)
+    gpu.all_reduce("g", 250_000_000)
+    gpu.kernel("add", 1 * MS)
+    gpu.synchronize()
+    assert gpu.now == pytest.approx(3 * 10e-6 + 38.5 * MS)
+    assert [e.nbytes for e in gpu.events if e.kind in ("copy", "comm", "compute")] == [250_000_000] * 3 + [0]
+
+
 # Copies
 
 
