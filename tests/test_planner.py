@@ -631,6 +631,19 @@ def test_sent_bytes_take_the_seconds_of_their_links():
     assert float(keys.seconds) == pytest.approx(3 * 10 * 2 * (3 * 5e-6 + 3 / 4 * moved / bus))
 
 
+def test_gradients_of_a_dense_model_go_round_one_ring():
+    """Nothing is sent, and nobody waits, for experts that there are not."""
+    here, port = small(reduce_bytes=4, network=0.5), 50e9 * 0.95
+    params = 10 * (ATTENTION + MLP) + 2 * TABLE
+    plain = communication.data(here, Layout(dp=16, zero=0))
+    ring = 2 * (15 * 15e-6 + 15 / 16 * 4 * params / (8 * port * 0.5))
+    assert plain.nbytes == pytest.approx(2 * 15 / 16 * 4 * params) and float(plain.seconds) == pytest.approx(
+        ring
+    )
+    sharded = communication.data(here, Layout(dp=16, zero=2, micro_batch=1))  # weights once, gradients twice
+    assert sharded.nbytes == pytest.approx(15 / 16 * params * (2 + 2 * 4))
+
+
 def test_tokens_travel_to_their_experts_and_back():
     """8 experts of which 2 answer: inside a node both copies travel, to another node a token does once."""
     shape = dataclasses.replace(SMALL, experts=16, top_k=2, expert_ffn=64, moe_layers=5)

@@ -157,6 +157,7 @@ def data(job: Job, layout: Layout) -> Traffic:
     nbytes = seconds = crosses = 0
     for params, group, apart in ((dense, ranks, stride), (experts, replicas, stride * layout.ep)):
         for bytes_each, times in ((2, gathers), (each, reduces)):
+            times = times * (np.asarray(params) > 0)  # without experts nothing is sent for them
             part = _rings(job, bytes_each * params, group, apart, times, network=job.stack.network)
             nbytes, seconds = (
                 nbytes + part.nbytes,
