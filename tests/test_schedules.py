@@ -248,6 +248,12 @@ def test_one_slow_message_is_not_taken_for_all():
     assert message_seconds(plan, late) == pytest.approx(0.125)
 
 
+def test_chunks_are_the_stages_of_a_rank():
+    assert [interleaved(3, 6, v).chunks for v in (1, 2, 4)] == [1, 2, 4]
+    assert one_f_one_b(4, 8).chunks == 1 and zb_v(4, 8).chunks == 2
+    assert schedule("uneven", [["0F0", "2F0"], ["1F0"]]).chunks == 2  # the rank that has most
+
+
 def test_a_schedule_of_nothing_has_no_stages():
     empty = schedule("none", [[], []])
     assert (empty.n_ranks, empty.n_stages, empty.n_microbatches, empty.chunks) == (2, 0, 0, 0)
