@@ -596,6 +596,7 @@ def test_layers_of_a_stage_by_each_way_to_cut():
 
     assert cut("even", 4) == [3, 3, 3, 3] and cut("even", 1) == cut("short ends", 1) == [10]
     assert cut("short ends", 4) == [2, 3, 3, 2] and cut("short ends", 2) == [5, 5]
+    assert cut("short ends", 11) == [1, *[2] * 9, 1]  # 12 with both ends' own
     head = TABLE / (ATTENTION + MLP)  # 0.26 of a layer
     assert cut("by work", 4) == [3, 3, 3, round((10 + head) / 4 - head)] and cut("by work", 1) == [10]
     middle = memory.layers_on(small(split="short ends"), Layout(pp=4), memory.MIDDLE)
