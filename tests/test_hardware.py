@@ -326,12 +326,12 @@ def test_linux_is_read_from_its_files(linux):
 def test_cpus_that_are_off_and_nodes_beyond_nine(linux):
     system = linux / "sys/devices/system"
     (system / "cpu/online").write_text("0-5\n")  # the second threads of cores 2 and 3 are off
-    for node in (10, 11):
+    for node in (2, 10):
         (system / f"node/node{node}").mkdir()
     machine = hw.read_machine(linux)
     assert machine.cores == ((0, 4), (1, 5), (2,), (3,)) and machine.threads == 6
-    assert [node.number for node in machine.numa] == [0, 1, 10, 11]
-    assert machine.numa[2] == hw.NumaNode(10, (), None)
+    assert [node.number for node in machine.numa] == [0, 1, 2, 10]
+    assert machine.numa[3] == hw.NumaNode(10, (), None)
 
 
 @pytest.mark.parametrize(
