@@ -383,21 +383,24 @@ def test_without_a_step_the_parameters_are_noted_again_only_if_they_changed():
 
 
 def test_of_two_optimizers_both_count_or_the_one_that_is_named():
-    def traced(which):
+    def traced(named):
         net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
-        each = [torch.optim.SGD(layer.parameters(), 0.1) for layer in net]
-        with rankcell.trace(net, which(each)) as one:
+        each = [torch.optim.SGD(net[0].parameters(), 0.1), torch.optim.Adam(net[1].parameters(), 0.1)]
+        with rankcell.trace(net, None if named is None else each[named]) as one:
             net(torch.ones(4, 3)).sum().backward()
             for optimizer in each:
                 optimizer.step()
-        noted = [(e.kind, e.name, e.step) for e in one.entries if e.kind in ("grad", "parameter")]
         final = [e.whole for e in one.entries if e.kind == "parameter"][-2:]
         assert all((a == p.detach().numpy()).all() for a, p in zip(final, net.parameters(), strict=True))
-        return noted
+        return [(e.kind, e.name, e.step, e.type) for e in one.entries if e.kind in ("grad", "parameter")]
 
-    states = [[("parameter", f"{k}.weight", step) for k in (0, 1)] for step in (0, 1)]
-    gradients = [("grad", f"{k}.weight", 0) for k in (1, 0)]
-    assert traced(lambda each: None) == traced(lambda each: each[0]) == [*states[0], *gradients, *states[1]]
+    def expected(last):
+        states = [
+            ("parameter", f"{k}.weight", step, by) for step, by in enumerate(("Linear", last)) for k in (0, 1)
+        ]
+        return [*states[:2], *(("grad", f"{k}.weight", 0, "Linear") for k in (1, 0)), *states[2:]]
+
+    assert traced(None) == traced(1) == expected("Adam") and traced(0) == expected("SGD")
 
 
 def test_a_tied_weight_has_both_names_in_one_process_and_is_held_once_by_a_rank():
