@@ -129,7 +129,7 @@ STRATEGIES = (
         "context, all-to-all",
         "12_sequence_parallel",
         "the sequence; inside attention the heads",
-        "four all-to-alls forward, four backward",
+        "two all-to-alls forward, two backward",
         "16Ψ; activations/W",
         "long sequences, at most as many ranks as heads",
     ),

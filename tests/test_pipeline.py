@@ -68,7 +68,7 @@ ALL += [("ZB-V", ()), ("DualPipeV", ())]
 PLANS = {**schedules.SCHEDULES, **schedules.V_SCHEDULES}
 
 
-@pytest.mark.alike(2)
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("m", [2, 5, 8])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("name", "options"), ALL, ids=[name for name, _ in ALL])
