@@ -344,6 +344,36 @@ def test_the_clock_goes_by_the_planner(seventh):
     assert run.nodes[:9] == ("node 0",) * 8 + ("node 1",)
 
 
+def test_what_one_operation_takes_by_hand():
+    """Of four ranks in a node, and of eight on two nodes that are a ring over the ports of four GPUs."""
+    from rankcell.rehearsal import Cluster
+
+    cluster = Cluster.parse("2xh100x4", 8)
+    chip, four, eight = cluster.chip, tuple(range(4)), tuple(range(8))
+    alpha, share = chip.alpha, 2**20 / chip.bus  # of an array of 1 MiB
+    ring = 3 * alpha + 3 / 4 * share
+    wanted = {
+        "reduce_scatter": ring,
+        "all_gather": 3 * alpha + 3 * share,  # 1 MiB is what each rank brings
+        "gather": 3 * alpha + 3 * share,
+        "all_reduce": 2 * ring,
+        "broadcast": 2 * alpha + share,
+        "reduce": 2 * alpha + share,
+        "send": alpha + share,
+        "all_to_all": alpha + 3 / 4 * share,
+        "barrier": 4 * alpha,
+    }
+    assert {op: cluster.seconds(op, 2**20, four) for op in wanted} == pytest.approx(wanted)
+    ports = 0.95 * chip.network
+    assert cluster.seconds("all_gather", 2**20, eight) == pytest.approx(
+        7 * chip.alpha_across + 7 * 2**20 / (4 * ports)
+    )
+    assert cluster.seconds("all_to_all", 2**20, eight) == pytest.approx(
+        chip.alpha_across + (3 / 8) * share + 2**20 / 2 / ports
+    )
+    assert cluster.seconds("all_reduce", 2**20, (5,)) == 0
+
+
 def overlapped():
     from torch.distributed.fsdp import fully_shard
 
