@@ -92,7 +92,8 @@ const planner = (() => {
     found.data = 0;
     for (const [params, group, apart] of [[dense, ranks, l.tp], [experts, replicas, l.tp * l.ep]])
       for (const [each, times] of [[2, gathers], [k.reduce_bytes, reduces]])
-        found.data += rings(job, each * params, group, apart, times, k.network);
+        if (params > 0)  // without experts nothing is sent for them
+          found.data += rings(job, each * params, group, apart, times, k.network);
     const crosses = job.n_gpus > c.node && l.pp > 1;
     const message = 2 * t * s.hidden / l.tp / (crosses ? job.port * c.network : c.bus);
     found.pipeline = l.pp > 1 ? 2 * l.chunks * m * (message + (crosses ? c.alpha_across : c.alpha)) : 0;
