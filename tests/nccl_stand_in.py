@@ -393,8 +393,11 @@ def register():
     torch._C._distributed_c10d.FakeProcessGroup.supports_coalescing = True
     without_work = set()  # of calls without async_op, and in a batch
 
+    nothing, unbox = object(), dist.Work.unbox  # nccl's box without a Work in it
+    dist.Work.unbox = staticmethod(lambda boxed: None if boxed is nothing else unbox(boxed))
+
     class Handle:
-        """Of one operation: gives None where nccl gives no Work. A kernel in Python cannot."""
+        """Of one operation: gives an empty box where nccl gives no Work. A kernel in Python cannot."""
 
         def __init__(self, handle):
             self.handle = handle
@@ -404,10 +407,10 @@ def register():
 
         def redispatch_boxed(self, *args, **kwargs):
             result = self.handle.redispatch_boxed(*args, **kwargs)
-            work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+            work = unbox(result[-1] if isinstance(result, tuple) else result)
             if id(work) not in without_work:
                 return result
-            return (*result[:-1], None) if isinstance(result, tuple) else None
+            return (*result[:-1], nothing) if isinstance(result, tuple) else nothing
 
     library = torch.library.Library("c10d", "IMPL")
     for name, kernel in {

@@ -6,7 +6,7 @@
 It needs torch with CUDA, and the packages of NEEDS. On a machine without a network they can be brought along:
 
     python -m pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
-        --dest FOLDER ipython cloudpickle numpy pytest
+        --dest FOLDER ipython cloudpickle ipywidgets numpy pytest
 
 Lessons run in copies, whose rank cells have `--device cuda`; the notebooks here stay as they are. The record holds
 what was measured, on which machine and when; `rankcell.figures.of_a_gpu` shows it.
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDS = ("torch", "IPython", "cloudpickle", "numpy", "pytest")
+NEEDS = ("torch", "IPython", "cloudpickle", "ipywidgets", "numpy", "pytest")
 LESSONS = ("02", "05", "06", "07", "08", "09")
 BUDGET = 20 * 60.0  # seconds for everything
 TESTS, FIGURES, LESSON = 420.0, 180.0, 240.0  # seconds for each part, for each lesson
@@ -122,6 +122,7 @@ def everything(environment: dict[str, str], folder: Path, began: float) -> int:
             "-m",
             "gpu",
             f"--junitxml={report}",
+            *marked(),
         ],
         environment,
         TESTS,
@@ -242,6 +243,7 @@ def run_lesson(notebook: Path, result: Path) -> int:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 
+    notebook, result = notebook.resolve(), result.resolve()
     os.chdir(notebook.parent)
     shell = InteractiveShell.instance()
     cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]

@@ -5,6 +5,7 @@ Nothing is changed, and no rank is started. torch is asked in a process of its o
 from a slow file system, or a GPU that does not answer, is a finding and not a wait.
 """
 
+import inspect
 import json
 import os
 import resource
@@ -27,6 +28,7 @@ from .engine.local import FILES_PER_RANK, MEMORY_PER_RANK
 from .engine.match import Board
 
 PROBE = 4.0  # seconds that torch gets to say what it sees
+GPU = 25.0  # ... where there is a GPU: the first program after a start of the machine waits for its driver
 QUICK = 1.0  # seconds for a command of the system
 SRUN = 60.0  # seconds for all nodes of an allocation
 GIB = 2**30
@@ -374,7 +376,9 @@ def _gpus(f: Facts) -> Iterator[Finding]:
     names = ", ".join(f"{t.gpus.count(n)} x {n}" for n in dict.fromkeys(t.gpus))
     nccl = ".".join(map(str, t.nccl)) or "none"
     yield Finding(
-        "works", f"{names}; CUDA {t.cuda}, nccl {nccl}. A world of {len(t.gpus)} ranks has a GPU for each."
+        "works",
+        f"{names}; CUDA {t.cuda}, nccl {nccl}. A world of {len(t.gpus)} rank{'s' * (len(t.gpus) > 1)} has a GPU for "
+        f"each.",
     )
     machine = devices.Machine(len(t.gpus), t.nccl, f.mps)
     choice = devices.choose(4, "cuda", machine)
@@ -470,7 +474,7 @@ def compare(nodes: Sequence[Facts]) -> list[Finding]:
 
 
 def gather() -> Facts:
-    """Look at this machine; takes at most about 5 s."""
+    """Look at this machine; takes at most about 5 s, with a GPU that is slow to start up to 25."""
     started = time.monotonic()
     probe = subprocess.Popen(
         [sys.executable, "-c", _PROBE],
@@ -481,6 +485,7 @@ def gather() -> Facts:
     )
     host = socket.gethostname()
     smi = shutil.which("nvidia-smi")
+    driver = _said(smi, "--query-gpu=name,driver_version", "--format=csv,noheader") if smi else ""
     temporary = os.environ.get("TMPDIR") or "/tmp"
     try:
         temporary = tempfile.gettempdir()
@@ -508,15 +513,17 @@ def gather() -> Facts:
         temporary=_folder(temporary),
         here=_folder(str(Path.cwd())),
         environment={name: os.environ[name] for name in WATCHED if name in os.environ},
-        driver=_said(smi, "--query-gpu=name,driver_version", "--format=csv,noheader") if smi else "",
+        driver=driver,
         links=_said(smi, "topo", "-m") if smi else "",
         mps=devices.look_for_mps(),
-        torch=_hear(probe, started + PROBE),
+        torch=_hear(probe, started + (GPU if driver else PROBE)),
     )
 
 
 # what torch is asked: GPUs last, as they may take long or never answer
-_PROBE = """
+_PROBE = (
+    inspect.getsource(devices.nccl_version)
+    + """
 import json, os, sys, time
 start = time.monotonic()
 import torch
@@ -541,7 +548,7 @@ try:
     if torch.cuda.is_available():
         n = torch.cuda.device_count()
         said["gpus"] = [torch.cuda.get_device_properties(i).name for i in range(n)]
-        said["nccl"] = list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else []
+        said["nccl"] = nccl_version()
         said["p2p"] = all(torch.cuda.can_device_access_peer(i, j) for i in range(n) for j in range(n) if i != j)
         print(json.dumps(said), flush=True)
         (torch.ones(8, device="cuda") * 2).sum().item()
@@ -549,6 +556,7 @@ except Exception as error:
     said["gpu_problem"] = str(error).strip().splitlines()[0][:200]
 print(json.dumps(said), flush=True)
 """
+)
 
 
 def _hear(probe: "subprocess.Popen[str]", deadline: float) -> Torch:
@@ -573,7 +581,7 @@ def heard(out: str, err: str, *, late: bool) -> Torch:
         return Torch(problem=f"`import torch` fails in this environment: {last}")
     said = json.loads(lines[-1])
     if late:
-        said["gpu_problem"] = f"it did not answer within {PROBE:.0f} s"
+        said["gpu_problem"] = f"it did not answer within {GPU:.0f} s"
     known = {f.name for f in fields(Torch)}
     return Torch(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items() if k in known})
 

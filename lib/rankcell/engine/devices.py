@@ -103,7 +103,8 @@ def _shared(world_size: int, machine: Machine) -> Choice:
         "cuda",
         "gloo",
         f"gloo on CUDA tensors, {which}: {why}, so what they send goes through the memory of the host",
-        better="With NCCL 2.30 or newer they would talk over nccl: `torch.cuda.nccl.version()` says which a torch has.",
+        better="With NCCL 2.30 or newer, ranks that share a GPU talk over nccl: `pip install 'nvidia-nccl-cu13>=2.30'` "
+        "(CUDA 12: nvidia-nccl-cu12) puts it in the place of an older one.",
         shared=shared,
     )
     if machine.nccl[:2] < SHARES:
@@ -141,10 +142,29 @@ def look(gpus: int | None = None, nodes: int = 1, *, mps: bool = True) -> Machin
     import torch
 
     count = torch.cuda.device_count() if gpus is None else gpus
-    nccl: tuple[int, ...] = ()
-    if count and torch.distributed.is_nccl_available():
-        nccl = tuple(n for n in torch.cuda.nccl.version() if isinstance(n, int))
-    return Machine(count, nccl, look_for_mps() if count and mps else Mps(), nodes)
+    return Machine(count, nccl_version() if count else (), look_for_mps() if count and mps else Mps(), nodes)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The NCCL that this process has loaded, (2, 30, 7); empty if torch has none.
+
+    `torch.cuda.nccl.version()` names the one that torch was built with, and another can have been installed since.
+    """
+    import ctypes
+    import os
+
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return ()
+    try:
+        said = ctypes.c_int()
+        loaded = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        if loaded.ncclGetVersion(ctypes.byref(said)) == 0 and said.value >= 20900:
+            return said.value // 10_000, said.value // 100 % 100, said.value % 100
+    except (OSError, AttributeError):  # it is part of torch's own library
+        pass
+    return tuple(n for n in torch.cuda.nccl.version() if isinstance(n, int))
 
 
 def look_for_mps() -> Mps:

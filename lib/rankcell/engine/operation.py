@@ -237,11 +237,21 @@ def caller(depth: int = 1) -> tuple[int, str, str]:
     """The line of the cell or script that led here, the public torch function it called, if any, and the file of the
     line ("" for a rank cell).
 
-    It is looked for from so many frames above the one that asks.
+    It is looked for from so many frames above the one that asks. On a GPU the backward runs in threads of C++, which
+    have no frame of the learner's: then the line is the one where the main thread stands.
     """
-    frame: FrameType | None = sys._getframe(depth + 1)
-    via = ""
-    while frame is not None:
+    frame: FrameType | None = sys._getframe()
+    for _ in range(depth + 1):
+        frame = frame.f_back if frame is not None else None
+    above = _main_frame() if threading.get_ident() != threading.main_thread().ident else None
+    via, last = "", frame
+    while True:
+        if frame is None:
+            if above is None or (
+                last is not None and last.f_code.co_name == "_bootstrap"
+            ):  # a thread of Python's
+                return 0, via, ""
+            frame, above = above, None
         code = frame.f_code
         try:
             kind = _codes[code]
@@ -255,8 +265,11 @@ def caller(depth: int = 1) -> tuple[int, str, str]:
             via = type(frame.f_locals.get("self")).__name__
         elif kind:
             via = kind
-        frame = frame.f_back
-    return 0, via, ""
+        last, frame = frame, frame.f_back
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def file_of(code: Any) -> str:

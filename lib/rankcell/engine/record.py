@@ -617,7 +617,8 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
             raise
         o.issued = recorder.clock()
         boxed = result[-1] if isinstance(result, tuple) else result
-        if boxed is None:  # nccl gives no Work for a call that does not ask for one
+        work = None if boxed is None else unbox_work(boxed)
+        if work is None:  # nccl's box is empty where a call does not ask for a Work
             if recorder.enqueues and recorder._batch is not None:
                 o.passed = _is_not_over
                 recorder._batch.append(o)
@@ -636,7 +637,6 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
                 c10d: Any = torch._C._distributed_c10d
                 recorder.no_work = c10d._create_work_from_future(nothing).boxed()
             return (*result[:-1], recorder.no_work) if isinstance(result, tuple) else recorder.no_work
-        work = unbox_work(boxed)
         o.work = work
         recorder._by_work[id(work)] = o
         if recorder.enqueues:  # its future is done when the work is enqueued: the work itself is asked
