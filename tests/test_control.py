@@ -19,7 +19,7 @@ class Thing:
 
 def test_asking_where_a_rank_stands_keeps_nothing_alive():
     rank = SimpleNamespace(
-        recorder=SimpleNamespace(cell="1", open={}, total=0, enqueues=False, status=lambda: ((), {})),
+        recorder=SimpleNamespace(cell="1", open={}, total=0, enqueues=frozenset(), status=lambda: ((), {})),
         stdio=SimpleNamespace(flush_from_another_thread=lambda: None),
         phase="running",
         main_thread=threading.get_ident(),

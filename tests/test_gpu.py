@@ -1,6 +1,6 @@
 """What only a GPU can show. `make gpu` runs these, and everything else that is marked gpu.
 
-Written where there was none: not one of them has run on a GPU so far.
+`notebooks/recorded` says on which GPU they ran last.
 """
 
 import time
@@ -177,6 +177,63 @@ def test_nccl_values_before_and_after(one):
     assert run.events[0].values.output_after == ((0.0, 1.0, 2.0),)
 
 
+# --- tensors on the CPU, in a world of GPUs ---
+
+
+def test_tensors_on_the_cpu_go_over_gloo(four):
+    source = """
+x, y, everybody = torch.ones(4) * rank, torch.ones(3, device=device), [None] * 4
+dist.all_reduce(x)
+dist.all_reduce(y)
+works = [dist.all_reduce(x, async_op=True), dist.isend(torch.ones(2) * rank, (rank + 1) % 4)]
+came = torch.empty(2)
+dist.recv(came, (rank - 1) % 4)
+for w in works: w.wait()
+dist.all_gather_object(everybody, rank)
+[x.tolist(), y.tolist(), came.tolist(), everybody]
+"""
+    run = four.run(source)
+    assert run.values == [[[24.0] * 4, [4.0] * 3, [float((r - 1) % 4)] * 2, [0, 1, 2, 3]] for r in range(4)]
+
+
+def test_a_hang_on_the_cpu_is_explained_and_mended(four):
+    with pytest.raises(Deadlock, match="rank 2 finished the cell without the all_reduce"):
+        four.run("if rank != 2:\n    dist.all_reduce(torch.ones(4))")
+    works(four)
+    assert four.run("x = torch.ones(2)\ndist.all_reduce(x)\nx.tolist()").values == [[4.0, 4.0]] * 4
+
+
+def test_a_tensor_on_the_cpu_does_not_match_one_on_a_gpu(four):
+    if four.backend != "nccl":
+        pytest.skip("gloo takes both")
+    with pytest.raises(rankcell.RankMismatch, match="a tensor on the CPU and one on a GPU"):
+        four.run("dist.all_reduce(torch.ones(4, device=device if rank else 'cpu'))")
+    works(four)
+
+
+def test_ranks_on_the_cpu_see_no_gpu():
+    """torch takes a GPU that it sees where no device is named, in fully_shard for example."""
+    with rankcell.Ranks(2, device="cpu") as ranks:
+        run = ranks.run(
+            "from torch.distributed.fsdp import fully_shard\nmodel = torch.nn.Linear(4, 4)\nfully_shard(model)\n"
+            "model(torch.ones(2, 4)).sum().backward()\n[torch.cuda.is_available(), model.weight.device.type]"
+        )
+    assert run.values == [[False, "cpu"]] * 2
+
+
+def test_a_tensor_in_parts_becomes_whole(four):
+    """By functional collectives, whose Work nobody in Python waits for."""
+    source = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+mesh = init_device_mesh(device.type, (4,))
+for _ in range(20):
+    whole = distribute_tensor(torch.arange(8.0, device=device), mesh, [Shard(0)]).full_tensor()
+whole.tolist()
+"""
+    assert four.run(source).values == [[float(i) for i in range(8)]] * 4
+
+
 # --- recorders ---
 
 
@@ -221,8 +278,9 @@ kinds = last.parameters + last.gradients + last.optimizer
 """
     states, kinds, total, allocated, peak, most = one.run(source).values[0]
     assert abs(kinds - states) < 0.02 * states
-    # the allocator hands out multiples of 512 bytes; workspaces of cuBLAS are its own affair
-    assert total <= allocated <= total + (64 << 20)
+    # the allocator hands out multiples of 512 bytes; workspaces of cuBLAS are its own affair: 32 MiB on an H100, one in
+    # the thread of the forward and one in that of the backward
+    assert total <= allocated <= total + (80 << 20)
     assert peak <= most <= peak + (128 << 20)
 
 

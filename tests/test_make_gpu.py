@@ -30,7 +30,9 @@ def test_what_is_missing_is_named(tmp_path):
         "import sys; sys.path[:] = [p for p in sys.path if 'site-pack' not in p]"
     )
     said = gpu.missing({**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert "make gpu needs torch, IPython, cloudpickle, numpy, pytest" in said and "wheels" in said
+    assert (
+        "make gpu needs torch, IPython, cloudpickle, ipywidgets, numpy, pytest" in said and "wheels" in said
+    )
     assert gpu.missing(dict(os.environ)) == ""
 
 
@@ -41,6 +43,8 @@ def test_what_is_missing_is_named(tmp_path):
         ("%%ranks 2", "%%ranks 2 --device cuda"),
         ("%%ranks 2 --device cpu\nx", "%%ranks 2 --device cpu\nx"),
         ("%%ranks 4 --nodes 2\nx", "%%ranks 4 --nodes 2\nx"),
+        ("%%ranks 1 of 1024 --on 128xh100x8\nx", "%%ranks 1 of 1024 --on 128xh100x8\nx"),
+        ("%%ranks 16 of 64\nx", "%%ranks 16 of 64\nx"),
         ("x = '%%ranks 4'\n%ranks stop", "x = '%%ranks 4'\n%ranks stop"),
     ],
 )

@@ -1,15 +1,19 @@
-"""In which order a device comes to what a rank has put into its queues."""
+"""In which order a device comes to what a rank has put into its queues, and whose line a call belongs to."""
+
+import ctypes
+import sys
 
 import pytest
 
-from rankcell.engine.operation import Operation, queued
+from rankcell.engine import match
+from rankcell.engine.operation import Operation, caller, queued
 
 
-def operation(start, *, group="0", awaited=None, via="all_reduce", is_async=False):
+def operation(start, *, group="0", awaited=None, via="all_reduce", is_async=False, enqueued=True):
     """A call at `start` that only enqueued; the rank waits for it since `awaited`."""
     o = Operation("all_reduce" if via == "all_reduce" else "send")
     o.start, o.issued, o.group, o.via, o.is_async, o.line = start, start + 0.1, group, via, is_async, 7
-    o.wait_start = awaited
+    o.wait_start, o.enqueued = awaited, enqueued
     o.passed = lambda: False
     return o
 
@@ -40,6 +44,10 @@ CASES = {
         ],
         [False, False, True],
     ),
+    "what the host does beside the device stands behind nothing": (
+        [operation(1), operation(2, enqueued=False), operation(3)],
+        [False, False, True],
+    ),
     "what C++ issues is waited for": (
         [operation(1, via="backward", is_async=True), operation(2, group="1", is_async=True)],
         [False, True],
@@ -58,3 +66,25 @@ def test_a_rank_waits_for_what_its_device_has_not_done():
     done.passed = lambda: True
     assert operation(1).waiting and not done.waiting and done.finished
     assert not operation(1, is_async=True).waiting and operation(1, is_async=True, awaited=2).waiting
+
+
+def test_a_call_from_a_thread_of_c_belongs_to_the_line_where_the_main_thread_stands():
+    """On a GPU, DDP's reducer calls from the threads of autograd, which have no frame of Python's below them."""
+    found, libc = [], ctypes.CDLL(None)
+    run = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: found.append(caller(1)))
+    thread = ctypes.c_ulong()
+    libc.pthread_create(ctypes.byref(thread), None, run, None)
+    libc.pthread_join(thread, None)
+    here = sys._getframe().f_lineno - 1
+    assert found == [(here, "", __file__)]
+
+
+def test_a_tensor_on_the_cpu_and_one_on_a_gpu_do_not_match():
+    on_gpu = match.Signature("all_reduce(float32[4])", "all_reduce", (("float32", 4),))
+    on_cpu = match.Signature(
+        "all_reduce(float32[4]) on the CPU", "all_reduce", (("float32", 4),), device="cpu"
+    )
+    said, mine, theirs = match.difference(on_gpu.packed(), on_cpu.packed(), (0, 1), 0, 1)
+    assert said == "a tensor on the CPU and one on a GPU"
+    assert (mine, theirs) == ("all_reduce(float32[4])", "all_reduce(float32[4]) on the CPU")
+    assert match.difference(on_cpu.packed(), on_cpu.packed(), (0, 1), 0, 1)[0] == ""

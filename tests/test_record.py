@@ -41,6 +41,27 @@ def test_every_collective_is_recorded_once(four):
     assert (peers["broadcast"], peers["reduce"], peers["scatter"], peers["gather"]) == (1, 2, 3, 3)
 
 
+def test_a_gather_that_crashes_gloo_on_a_gpu_goes_through_the_host(four):
+    """Here there is no GPU: the ranks are told that it crashes on the CPU, too."""
+    source = """
+    import torch.distributed._functional_collectives as collectives
+    from rankcell.engine import record
+
+    truth, seen = record._crashes, []
+    record._crashes = lambda name, tensor: seen.append(name) or name.startswith("allgather_into_tensor_coalesced")
+    try:
+        part = torch.full((2,), float(rank))
+        whole = collectives.wait_tensor(collectives.all_gather_tensor(part, 0, dist.group.WORLD))
+    finally:
+        record._crashes = truth
+    [whole.tolist(), seen, truth("allgather_into_tensor_coalesced_", part)]
+    """
+    run = four.run(textwrap.dedent(source))
+    everybody = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert run.values == [[everybody, ["allgather_into_tensor_coalesced_"], False]] * 4
+    assert operations(run) == ["all_gather"]
+
+
 def test_send_and_receive_know_their_peer_and_tag(four):
     run = four.run(
         "x = torch.ones(2)\nif rank == 0: dist.send(x, 3, tag=7)\nif rank == 3: dist.recv(x, 0, tag=7)"

@@ -207,8 +207,9 @@ def counts(report: Path) -> dict[str, Any]:
 def machine(environment: dict[str, str]) -> dict[str, Any]:
     """What the figures were measured on."""
     code = (
-        "import json, torch; n = torch.cuda.device_count(); print(json.dumps({'torch': torch.__version__, "
-        "'cuda': torch.version.cuda, 'nccl': '.'.join(map(str, torch.cuda.nccl.version())), "
+        "import json, torch; from rankcell.engine.devices import nccl_version; n = torch.cuda.device_count(); "
+        "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda, "
+        "'nccl': '.'.join(map(str, nccl_version())), "
         "'gpus': [torch.cuda.get_device_properties(i).name for i in range(n)], "
         "'memory': torch.cuda.get_device_properties(0).total_memory}))"
     )
@@ -222,7 +223,7 @@ def machine(environment: dict[str, str]) -> dict[str, Any]:
         **json.loads(said(environment, "-c", code)),
         "driver": driver,
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
     }
 
@@ -231,9 +232,9 @@ def machine(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def on_cuda(source: str) -> str:
-    """A cell as it runs here: a rank cell that names no device gets `--device cuda`."""
+    """A cell as it runs here: a rank cell that names no device, and is no rehearsal, gets `--device cuda`."""
     first, newline, rest = source.partition("\n")
-    if re.match(r"%%ranks\s+\d+", first) and "--device" not in first and "--nodes" not in first:
+    if re.match(r"%%ranks\s+\d+(?!\s+of\b|\d)", first) and "--device" not in first and "--nodes" not in first:
         first = f"{first} --device cuda"
     return first + newline + rest
 

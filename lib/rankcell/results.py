@@ -91,7 +91,8 @@ class Memory:
     """Bytes that one process held at one moment, by kind; each storage counts once.
 
     `activations` are what autograd keeps for backward, `rest` is all else that operations of torch have
-    touched. `allocated` is what CUDA's allocator has given out, then the sum of all kinds; None on the CPU.
+    touched. `allocated` is what CUDA's allocator has given out in all, also to other tensors and to libraries
+    for their own use; None on the CPU.
     """
 
     at: float  # seconds since the cell, or the measuring, began

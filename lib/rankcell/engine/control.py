@@ -106,7 +106,7 @@ def look(
     """What a rank is doing now, asked from another thread: one of `ours`, which never answer for the learner."""
     frame = _frames().get(main_thread)
     top, line, file, joins = "", 0, "", _waits_for_a_thread(frame)
-    synchronizes = recorder.enqueues and frame is not None and frame.f_code.co_name == "synchronize"
+    synchronizes = bool(recorder.enqueues) and frame is not None and frame.f_code.co_name == "synchronize"
     while frame is not None:
         name = frame.f_code.co_filename
         top = top or name

@@ -255,16 +255,18 @@ class Groups(GroupCalls):
     def close(self) -> None:
         """End whatever waits in the groups, here and at the other ends.
 
-        gloo: its connections are shut down, and whoever waits on one gets an error. Others have none that we could
-        shut: nccl's kernels spin on the GPU until their communicator is aborted, and then the host goes on.
+        gloo: its connections are shut down, and whoever waits on one gets an error. nccl's kernels spin on the GPU
+        until their communicator is aborted, and then the host goes on.
         """
-        if not self._birth.enqueues:
-            system.shut_down(self.connections)
-        elif not self.aborted:
+        if self._birth.enqueues and not self.aborted:
             self.aborted = True
             for group in list(dist.distributed_c10d._world.pg_map):
                 with contextlib.suppress(RuntimeError):  # it was aborted before
-                    group.abort()
+                    part = (
+                        group._get_backend(torch.device("cuda")) if self._birth.backend == "nccl" else group
+                    )
+                    part.abort()
+        system.shut_down(self.connections)
 
     def _store(self, name: str) -> Any:
         where = self._birth.store
@@ -284,7 +286,9 @@ class Groups(GroupCalls):
             options["device_id"] = torch.device("cuda", torch.cuda.current_device())
         if timeout is not None or birth.enqueues:
             options["timeout"] = timeout or PATIENCE
-        backend = "fake" if birth.played else birth.backend
+        # as torch itself does where no backend is named: tensors on the CPU have theirs beside nccl
+        both = "cpu:gloo,cuda:nccl" if birth.backend == "nccl" else birth.backend
+        backend = "fake" if birth.played else both
         self._init(backend, store=store, rank=birth.rank, world_size=birth.world_size, **options)
 
     @contextlib.contextmanager
@@ -297,8 +301,7 @@ class Groups(GroupCalls):
         try:
             yield
         finally:
-            if not self._birth.enqueues:  # nccl's own are for it alone
-                self.connections += system.duplicate(set(system.tcp_connections()) - before)
+            self.connections += system.duplicate(set(system.tcp_connections()) - before)
 
     def _let_go(self, sockets: list[socket.socket]) -> None:
         for s in list(sockets):

@@ -39,6 +39,7 @@ class Signature:
     sends: tuple[int, ...] = ()  # of an all_to_all: rows for each rank of the group
     expects: tuple[int, ...] = ()  # ... and rows from each
     members: tuple[int, ...] = ()
+    device: str = ""  # "cpu" where the world's own device is another: its backend is another, too
 
     def packed(self) -> bytes:
         """As bytes: equal for calls that match in all but words, and never cut."""
@@ -57,6 +58,7 @@ class Signature:
                 struct.pack(f"<{len(self.expects)}q", *self.expects),
                 self.members[:64],
                 zlib.crc32(repr(self.members).encode()) if self.members else 0,
+                self.device,
             )
         )
 
@@ -73,12 +75,14 @@ def difference(
 
 
 def _problem(a: Any, b: Any, ranks: Sequence[int], rank: int, peer: int) -> str:
-    _, op, tensors, reduce_op, root, sends, expects, members, whole = a
-    _, op_b, tensors_b, reduce_op_b, root_b, sends_b, expects_b, members_b, whole_b = b
+    _, op, tensors, reduce_op, root, sends, expects, members, whole, device = a
+    _, op_b, tensors_b, reduce_op_b, root_b, sends_b, expects_b, members_b, whole_b, device_b = b
     if op != op_b:
         return "different operations"
     if (members, whole) != (members_b, whole_b):
         return "different lists of ranks"
+    if device != device_b:
+        return "a tensor on the CPU and one on a GPU"
     if tensors != tensors_b:
         if [t[0] for t in tensors] != [t[0] for t in tensors_b]:
             return "different dtypes" if len(tensors) == len(tensors_b) else "different numbers of tensors"

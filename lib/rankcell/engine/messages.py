@@ -47,9 +47,9 @@ class Birth:
     environment: dict[str, str] = field(default_factory=dict)  # set where the rank is started
 
     @property
-    def enqueues(self) -> bool:
-        """Whether calls return when they are enqueued on a device, as nccl's do, and not when they are over."""
-        return self.backend not in ("gloo", "fake", "local")
+    def enqueues(self) -> frozenset[str]:
+        """The kinds of device whose calls return when they are enqueued, as nccl's do, and not when they are over."""
+        return frozenset() if self.backend in ("gloo", "fake", "local") else frozenset({self.device})
 
     @property
     def played(self) -> bool:

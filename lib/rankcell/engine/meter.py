@@ -118,12 +118,7 @@ class Meter:
             for number, size in changes.items():
                 held[self._kinds.get(number, "rest")] += size - sizes.get(number, 0)
                 sizes[number] = size
-            rest = held["rest"]
-            if allocated is not None:  # CUDA counts all there is, also what no operation has shown us
-                rest = max(0, allocated - sum(held[kind] for kind in _STATES))
-            yield Memory(
-                at=at - (self.began or 0.0), phase=phase, allocated=allocated, **{**held, "rest": rest}
-            )
+            yield Memory(at=at - (self.began or 0.0), phase=phase, allocated=allocated, **held)
 
     def _parameters(self) -> list[Tensor]:
         """The parameters and buffers that the owners show now. It is asked for after most operations."""

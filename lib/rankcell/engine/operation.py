@@ -56,6 +56,9 @@ class Operation:
         None  # of a call that only enqueues: whether the device is through with it
     )
     work_id = 0
+    enqueued: bool | None = (
+        None  # in a world whose device enqueues calls: whether this one is enqueued, or the host's
+    )
     batch: Sequence["Operation"] = ()  # operations that share its Work
     landing: Any = None  # a receive on a GPU over gloo: the tensor, and its buffer on the host
 
@@ -176,6 +179,9 @@ def queued(pending: Iterable[Operation]) -> list[tuple[Operation, bool]]:
     heads: dict[str, Operation] = {}  # the first of each group
     since: float | None = None  # when the rank began to wait for one of those before
     for o in pending:
+        if o.enqueued is False:
+            found.append((o, False))
+            continue
         head = heads.setdefault(o.group, o)
         waits_first = since is not None and o.start is not None and since <= o.start
         found.append((o, waits_first or not (head is o or _one_batch(head, o))))

@@ -118,8 +118,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.rank = 0
-        # the backend returns when a call is enqueued: it is over when the device says so
-        self.enqueues = False
+        # kinds of device whose calls return when they are enqueued: they are over when the device says so
+        self.enqueues: frozenset[str] = frozenset()
         # calls that the backend launches together, when all are there
         self._batch: list[Operation] | None = None
         self.no_work: Any = None  # a Work that is over, for calls that have none
@@ -260,7 +260,7 @@ class Recorder:
         """From now on there are ranks on other nodes than `near`'s, which are met in `store`."""
         self.matcher.far, self.matcher.near = StoreBoard(store, self.rank), frozenset(near)
 
-    def belong(self, rank: int, board: Board | None, *, enqueues: bool) -> None:
+    def belong(self, rank: int, board: Board | None, *, enqueues: frozenset[str]) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were forked."""
         self.rank = self.matcher.rank = rank
         self.enqueues = enqueues
@@ -412,7 +412,7 @@ class Recorder:
     def number(self, o: Operation) -> None:
         """Count an operation: which one it is of its group, or of its pair of ranks."""
         key: tuple[Any, ...]
-        if self.enqueues:
+        if o.enqueued:
             o.tag = 0  # nccl passes tags over
         if o.op == "send":
             key = (o.group, "p2p", self.rank, o.peer, o.tag, "send")
@@ -560,6 +560,8 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
         first = inputs[0] if inputs else outputs[0] if outputs else None
         if first is not None and compared:
             o.shape, o.dtype = tuple(first.shape), dtype_name(first)
+        if recorder.enqueues:
+            o.enqueued = first is None or first.device.type in recorder.enqueues
         if not is_barrier:
             for tensor in inputs:
                 o.nbytes += tensor.numel() * tensor.element_size()
@@ -575,6 +577,8 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
             o.tag = args[at_tag]
         if reduces:
             o.reduce_op = getattr(_here, "reduce_op", "")
+        if o.enqueued is False:
+            o.text = f"{o.describe()} on the CPU"  # in a world of GPUs this goes another way
         o.line, o.via, o.file = caller()
         if o.via in _ASYNC:
             o.is_async = True
@@ -605,9 +609,18 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
             if stage is not None:
                 result = stage.issue(o, returns, args[at_out], inputs, outputs)
             else:
-                if not public_wait and first is not None and first.is_cuda and not recorder.enqueues:
+                if not public_wait and first is not None and first.is_cuda and not o.enqueued:
                     args = _through_host(o, args, at_in, first)
-                result = redispatch(keyset.remove(key), *args, **kwargs)
+                if first is not None and not o.enqueued and _crashes(name, first):
+                    buffers = [torch.empty_like(t, device="cpu") for t in outputs]
+                    there: dict[int, Any] = {at_out: buffers, at_in: [t.detach().cpu() for t in inputs]}
+                    there_args = (there.get(i, a) for i, a in enumerate(args))
+                    result = redispatch(keyset.remove(key), *there_args, **kwargs)
+                    unbox_work(result).wait()  # nobody in Python waits for it, who could copy then
+                    for tensor, buffer in zip(outputs, buffers, strict=True):
+                        tensor.copy_(buffer)
+                else:
+                    result = redispatch(keyset.remove(key), *args, **kwargs)
         except BaseException as error:
             recorder.broken = (
                 recorder.broken or not compared
@@ -619,10 +632,10 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
         boxed = result[-1] if isinstance(result, tuple) else result
         work = None if boxed is None else unbox_work(boxed)
         if work is None:  # nccl's box is empty where a call does not ask for a Work
-            if recorder.enqueues and recorder._batch is not None:
+            if o.enqueued and recorder._batch is not None:
                 o.passed = _is_not_over
                 recorder._batch.append(o)
-            elif recorder.enqueues and not is_barrier:  # a barrier returns when the device is through with it
+            elif o.enqueued and not is_barrier:  # a barrier returns when the device is through with it
                 o.passed = streams.mark(first)
                 if o.before is not None:
                     o.after = numbers(o.outputs)
@@ -639,7 +652,7 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
             return (*result[:-1], recorder.no_work) if isinstance(result, tuple) else recorder.no_work
         o.work = work
         recorder._by_work[id(work)] = o
-        if recorder.enqueues:  # its future is done when the work is enqueued: the work itself is asked
+        if o.enqueued:  # its future is done when the work is enqueued: the work itself is asked
             o.passed, o.work_id = work.is_completed, id(work)
         elif stage is None and public_wait and o.is_async:
             try:
@@ -659,6 +672,11 @@ def _is_not_over() -> bool:
     return False
 
 
+def _crashes(name: str, tensor: torch.Tensor) -> bool:
+    """Whether torch's gloo ends the process in this operation: https://github.com/pytorch/pytorch/issues/152645."""
+    return name == "allgather_into_tensor_coalesced_" and tensor.is_cuda
+
+
 def _through_host(o: Operation, args: tuple[Any, ...], at: int, tensor: torch.Tensor) -> tuple[Any, ...]:
     """The arguments of a send or receive over gloo, which torch does not let it do on a GPU: by a copy on the host."""
     if o.op == "send":
@@ -674,30 +692,31 @@ _signatures: dict[Any, bytes] = {}  # of calls on one tensor: a program repeats 
 
 def _signature(o: Operation, inputs: list[Any], outputs: list[Any]) -> Signature | bytes:
     """What must be equal on all ranks that take part."""
+    device = "cpu" if o.enqueued is False else ""
     if o.op in ("send", "recv"):
         tensor = inputs[0] if inputs else outputs[0]
-        return Signature(o.describe(), "send to recv", ((dtype_name(tensor), tensor.numel()),))
+        return Signature(o.describe(), "send to recv", ((dtype_name(tensor), tensor.numel()),), device=device)
     tensors = outputs if o.op == "scatter" else inputs
     if o.op == "all_gather" and len(outputs) > 1 and len({t.numel() for t in outputs}) > 1:
         tensors = outputs  # nccl gathers pieces of different sizes: all must expect the same ones
     if o.op == "all_to_all":
         sends, expects = _pieces(o, inputs, outputs)
         dtypes = ((dtype_name(tensors[0]), 0),) if tensors else ()
-        return Signature(o.describe(), o.op, dtypes, sends=sends, expects=expects)
+        return Signature(o.describe(), o.op, dtypes, sends=sends, expects=expects, device=device)
     if len(inputs) > 1 or len(outputs) > 1:
-        return _plain_signature(o, tensors).packed()
-    key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None)
+        return _plain_signature(o, tensors, device).packed()
+    key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None, device)
     found = _signatures.get(key)
     if found is None:
         if len(_signatures) > 1000:
             _signatures.clear()
-        found = _signatures[key] = _plain_signature(o, tensors).packed()
+        found = _signatures[key] = _plain_signature(o, tensors, device).packed()
     return found
 
 
-def _plain_signature(o: Operation, tensors: list[Any]) -> Signature:
+def _plain_signature(o: Operation, tensors: list[Any], device: str) -> Signature:
     counts = () if o.op == "barrier" else tuple((dtype_name(t), t.numel()) for t in tensors)
-    return Signature(o.describe(), o.op, counts, o.reduce_op, o.peer)
+    return Signature(o.describe(), o.op, counts, o.reduce_op, o.peer, device=device)
 
 
 def _pieces(o: Operation, inputs: list[Any], outputs: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -194,7 +194,7 @@ class Member(Rank):
     def _meet_others(self, control_fd: int, board_fd: int) -> None:
         process, rank = self.process, self.birth.rank
         self.recorder = record.Recorder()
-        self.recorder.belong(rank, None, enqueues=False)
+        self.recorder.belong(rank, None, enqueues=frozenset())
         self.recorder.stage = process.meeting
         self.recorder.matcher.far = process.table.of(rank)  # type: ignore[assignment]
         self.seat = RankSeat(rank, self.recorder, self._leave, self._enter)

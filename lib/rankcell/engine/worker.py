@@ -87,7 +87,7 @@ class Rank:
         """Make what the notebook and the other ranks are met with: recorder, groups, control thread."""
         birth, self.recorder = self.birth, self.shell.recorder
         if birth.on:  # nobody else is there
-            self.recorder.belong(birth.rank, None, enqueues=False)
+            self.recorder.belong(birth.rank, None, enqueues=frozenset())
             self._set_stage()
         else:
             board = Board(board_fd, birth.rank, birth.world_size)
@@ -374,6 +374,10 @@ def settle(birth: Birth) -> None:
         MASTER_ADDR=address,
         MASTER_PORT=str(birth.port),
     )
+    if (
+        birth.device == "cpu"
+    ):  # torch takes a GPU that it sees where no device is named: in fully_shard, in a mesh
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if os.path.isdir(birth.folder):  # noqa: PTH112
         os.chdir(birth.folder)
     sys.path[:] = list(birth.path)

@@ -57,7 +57,7 @@ class Recording:
         self.recorder = Recorder()
         self.recorder.install()
         self._board_path = Path("/dev/shm") / f"rankcell-{token}"
-        self.recorder.belong(rank, _board(self._board_path, rank, world_size), enqueues=False)
+        self.recorder.belong(rank, _board(self._board_path, rank, world_size), enqueues=frozenset())
         self.recorder.begin("", began=clock(), values=False)
         self.recorder.join("job")
         self._epoch = time.time() - self.recorder.began
@@ -80,10 +80,10 @@ class Recording:
         """`init_process_group`, in which this rank waits for all others."""
         everybody = tuple(range(self.world_size))
         found = self._groups.waited_for("init_process_group", everybody, lambda: original(*args, **kwargs))
-        backends = {
-            each.rpartition(":")[2] for each in dist.get_backend_config().split(",")
-        }  # one for each device
-        self.recorder.enqueues = bool(backends & streams.ENQUEUE)  # known from here on
+        pairs = (each.partition(":") for each in dist.get_backend_config().split(","))
+        self.recorder.enqueues = frozenset(  # known from here on
+            device for device, _, backend in pairs if backend in streams.ENQUEUE
+        )
         here = near()
         if here is None:  # not all ranks are recorded: there is nobody to be compared with
             self.recorder.matcher.board = None
