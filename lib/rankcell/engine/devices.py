@@ -4,8 +4,8 @@
     fewer, NCCL 2.30 or newer    nccl, ranks share GPUs round-robin; CUDA MPS lets them compute side by side
     fewer, older NCCL            gloo on CUDA tensors, which go through the memory of the host
 
-Beside nccl, tensors on the CPU go over gloo. `notebooks/recorded` says on which GPU this ran last; several GPUs have not
-been tried.
+Beside nccl, tensors on the CPU go over gloo. `notebooks/recorded` says on which GPU this ran last; several GPUs have
+not been tried.
 """
 
 import os
