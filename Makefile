@@ -15,7 +15,8 @@ SITE_SOURCES := $(shell find site lib/rankcell tests/answers -name _build -prune
 # Where the course can be cloned and where its site will stand, for links and the sitemap; see site/conf.py.
 export COURSE_REPOSITORY COURSE_ADDRESS
 PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
-# Parts of the tests that run beside each other. Only one of them needs a cluster: two on one machine could meet.
+# Parts of the tests that run beside each other: some mostly wait, for a cluster or for something that hangs. Only one of
+# them needs a cluster: two on one machine could meet.
 CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
 CLUSTER_LESSONS := 16_jobs or 17_failures
 # Tests that train on four ranks.
@@ -61,8 +62,8 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
 test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
-	@$(MAKE) --jobs=3 --keep-going --output-sync=target --no-print-directory .lint .lessons .site-tests .cluster-tests \
-		.training-tests .other-tests
+	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .other-tests .lessons .cluster-tests \
+		.site-tests .training-tests
 
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \

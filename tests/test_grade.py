@@ -351,6 +351,23 @@ def test_what_was_judged_before_an_interrupt_is_kept(course, tmp_path, monkeypat
     assert "interrupted; what was not judged says so" in capsys.readouterr().err
 
 
+def test_a_stage_that_is_ended_while_an_answer_is_sent_to_it_is_not_started_anew(monkeypatch):
+    """As by Ctrl-C: the answer would have gone on until its time was over."""
+    process = grading.Stage()
+
+    class Gone:
+        def sendmsg(self, *_):
+            process._ended = True
+            raise BrokenPipeError
+
+        def close(self):
+            pass
+
+    process._asks = Gone()
+    monkeypatch.setattr(process, "start", lambda: pytest.fail("it was started anew"))
+    assert process.judge({})["lost"]
+
+
 def test_an_interrupt_before_the_first_judgement_writes_nothing(course, tmp_path, monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt

@@ -80,9 +80,19 @@ def test_a_cell_that_must_fail_and_does_not_stops_it(tmp_path):
     assert code == 1 and "no error came" in result["stopped"]
 
 
-def test_only_files_with_tests_for_a_gpu_are_opened():
-    names = {Path(name).name for name in gpu.marked()}
-    assert {"test_gpu.py", "test_failures.py", "test_world.py"} <= names and "test_planner.py" not in names
+def test_the_tests_for_a_gpu_need_nothing_but_what_is_asked_for(tmp_path):
+    """The command itself, where the packages of the other tests are missing."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('nbformat', 'nbclient', 'nbconvert', 'jupyter_client', 'playwright', 'ipykernel'):\n"
+        "    sys.modules[name] = None"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "lib")])
+    command = [*gpu.tests(tmp_path / "report.xml"), "--collect-only"]
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # of nbval
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    names = {line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line}
+    assert names == {"tests/test_failures.py", "tests/test_gpu.py", "tests/test_world.py"}
 
 
 def test_the_tests_are_counted(tmp_path):

@@ -110,23 +110,7 @@ def everything(environment: dict[str, str], folder: Path, began: float) -> int:
     record: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine(environment)}
     print("1 of 3: tests", flush=True)
     report = folder / "tests.xml"
-    code, seconds = timed(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "gpu",
-            f"--junitxml={report}",
-            *marked(),
-        ],
-        environment,
-        TESTS,
-    )
+    code, seconds = timed(tests(report), environment, TESTS)
     record["tests"] = {"status": code, "seconds": round(seconds), **counts(report)}
     print("2 of 3: figures", flush=True)
     run = subprocess.run(
@@ -170,9 +154,13 @@ def everything(environment: dict[str, str], folder: Path, began: float) -> int:
     return int(any(failed))
 
 
-def marked() -> list[str]:
-    """The files with tests for a GPU: others may import what this machine has not got."""
-    return [str(p) for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text("utf-8")]
+def tests(report: Path) -> list[str]:
+    """The command that runs the tests for a GPU. Other files are not opened: they may import what is missing here."""
+    marked = [
+        str(p) for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text("utf-8")
+    ]
+    words = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={report}"]
+    return [sys.executable, *words, *marked]
 
 
 def timed(command: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int, float]:

@@ -66,12 +66,12 @@ class Stage:
     def judge(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """What became of one order; `lost` is in it if its keeper was ended, by whomever."""
         lost = {"passed": False, "where": "answer", "error": "its judge was ended", "lost": True}
-        if self._ended:
-            return lost
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
                 for _ in range(2):
+                    if self._ended:  # perhaps just now: then nothing is started anew
+                        return lost
                     try:
                         if self._asks is None:
                             self.start()
@@ -92,7 +92,8 @@ class Stage:
     def close(self) -> None:
         """End it for good, and all that it has started."""
         self._ended = True
-        self._close()
+        with self._lock:  # no thread is about to start another one
+            self._close()
 
     def _close(self) -> None:
         if self._asks is not None:
