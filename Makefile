@@ -91,7 +91,7 @@ notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval
 	$(BIN)/python -m pytest -rs $(SAMPLED) $(addprefix --ignore=,$(CLUSTER) tests/test_site.py $(LESSONS) $(TRAINING))
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
-	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format --quiet $(or $(NB),$(NOTEBOOKS)))
+	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format $(or $(NB),$(NOTEBOOKS)) >/dev/null)
 	@$(BIN)/python tools/notebooks.py execute $(or $(NB),--stale $(NOTEBOOKS))
 
 check: $(INSTALLED) .lint ## format, lint, types and fast tests

@@ -1,5 +1,7 @@
 """On which device and over which backend a world talks: a table of machines, none of which needs to be here."""
 
+import ctypes
+import inspect
 import os
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rankcell.engine import devices
 from rankcell.engine.devices import Machine, Mps, MpsDaemon, choose
@@ -164,3 +167,20 @@ def test_it_ends_also_when_the_notebook_is_killed(mps):
 def test_whether_a_daemon_runs(mps, answers, running):
     mps(answers=answers)
     assert devices.look_for_mps() == Mps(installed=True, running=running)
+
+
+def test_the_version_of_nccl_is_that_of_the_loaded_library(monkeypatch):
+    """torch says with which one it was built; the function runs without its module, as the doctor's process has it."""
+
+    class Loaded:
+        def ncclGetVersion(self, said):
+            said._obj.value = 23102
+            return 0
+
+    scope = {}
+    exec(inspect.getsource(devices.nccl_version), scope)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: Loaded())
+    assert scope["nccl_version"]() == (2, 31, 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert scope["nccl_version"]() == ()

@@ -1,5 +1,6 @@
 """The notebooks are in order, executed, clean and well proportioned; so are their student copies."""
 
+import ast
 import json
 import re
 import subprocess
@@ -52,6 +53,51 @@ def test_title_is_the_lesson_s_number_and_name(path, loaded):
     lesson = next(lesson for lesson in LESSONS if lesson["notebook"] == path.stem)
     assert titles == [f"# {int(path.stem[:2])} {lesson['title']}"]
     assert loaded[path].cells[0].source.startswith(titles[0])
+
+
+@each_notebook
+def test_a_rank_cell_uses_no_name_of_the_ranks_on_another_device(path, loaded):
+    """Where there are GPUs, `--device cpu` and cells without it are two worlds, which share no names."""
+    problems = names_of_another_world(loaded[path].cells)
+    assert not problems, "\n".join(problems)
+
+
+def test_a_name_of_another_world_is_found():
+    given = new_code_cell("%%ranks 4 -o run\nfrom rankcell import models\ndef step(): ...")
+    used = new_code_cell("%%ranks 4 --device cpu\nx = models.text()\nstep()")
+    assert names_of_another_world([given, used]) == [
+        "`%%ranks 4 --device cpu` has no models, step: they are names of `%%ranks 4 -o run`"
+    ]
+    pushed = new_code_cell("%%ranks 4 --push step --device cpu\nfrom rankcell import models\nstep(models)")
+    assert names_of_another_world([given, pushed, used]) == []
+
+
+def names_of_another_world(cells):
+    """Names that a rank cell uses, and that only ranks on another device have: one line for each cell."""
+    known, problems = {}, []  # by number of ranks and device: {name: first line of its cell}
+    for cell in cells:
+        first, _, body = cell.source.partition("\n")
+        size = re.match(r"%%ranks (\d+)(?! of|\d)", first)
+        if cell.cell_type != "code" or not size or re.search(r"--(nodes|local|fresh)\b", first):
+            continue
+        tree = list(ast.walk(ast.parse(body)))
+        own = {n.id for n in tree if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        own |= {n.name for n in tree if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+        own |= {n.arg for n in tree if isinstance(n, ast.arg)}
+        own |= {(n.asname or n.name).partition(".")[0] for n in tree if isinstance(n, ast.alias)}
+        pushed = re.search(r"--push (\S+)", first)
+        own |= set(pushed[1].split(",")) if pushed else set()
+        used = {n.id for n in tree if isinstance(n, ast.Name)}
+        on_cpu = "--device cpu" in first
+        mine = known.setdefault((size[1], on_cpu), {})
+        others = known.get((size[1], not on_cpu), {})
+        foreign = sorted(n for n in used - own - set(mine) if n in others)
+        if foreign:
+            problems.append(
+                f"`{first}` has no {', '.join(foreign)}: they are names of `{others[foreign[0]]}`"
+            )
+        mine.update(dict.fromkeys(own, first))
+    return problems
 
 
 @each_notebook
@@ -343,7 +389,10 @@ def test_student_stub_keeps_the_magic_and_states_the_task(tmp_path, executed):
         ("%%ranks 4 -o run\n# Exercise 2: send the last shard first\ndist.send(x, 1)", "solution", "time"),
         "assert True",
     )
+    (tmp_path / "recorded").mkdir()
+    (tmp_path / "recorded" / "gpu.json").write_text("{}")
     assert notebooks.main(["student", "--to", str(tmp_path / "student"), str(path)]) == 0
+    assert (tmp_path / "student" / "recorded" / "gpu.json").read_text() == "{}"  # lessons show it
     copy = notebooks.read(tmp_path / "student" / "01_tiny.ipynb")
     assert [cell.source for cell in copy.cells[1:]] == [
         'raise NotImplementedError("Exercise 1: say \\"hello\\"")',

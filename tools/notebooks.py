@@ -37,6 +37,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -337,9 +338,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_student_copy(path: Path, folder: Path) -> None:
-    """Write the student copy of the notebook at `path` into `folder`; one that is there may hold answers and stays."""
+    """Write the student copy of the notebook at `path` into `folder`; one that is there may hold answers and stays.
+
+    What was recorded on GPUs goes along: lessons look for it beside them.
+    """
     copy = student_copy(read(path), str(path))
     folder.mkdir(parents=True, exist_ok=True)
+    for record in sorted((path.parent / "recorded").glob("*.json")):
+        (folder / "recorded").mkdir(exist_ok=True)
+        shutil.copyfile(record, folder / "recorded" / record.name)
     if (folder / path.name).exists():
         print(
             f"{folder / path.name}: kept, your answers may be in it; remove it for a fresh copy", flush=True

@@ -178,15 +178,15 @@ statistics.median(times)
         for numbers in (2**10, 2**18, 2**24):
             slowest = max(ranks.run(source.format(numbers=numbers), timeout=60).values)
             bus = 1.5 * 4 * numbers / slowest / 1e9
-            over = ranks.device_note.partition(". ")[0].partition(":")[
-                0
-            ]  # without why, and what would be better
+            # without why, and what would be better
+            over = ranks.device_note.partition(". ")[0].partition(":")[0]
             note(f"bus bandwidth, 4 ranks, {4 * numbers >> 10} KiB: {over}", bus, "GB/s")
 
 
 def _training(note: Note) -> None:
     """One process trains a small GPT in bf16: model FLOP/s, and the memory at its peak."""
     vocab, width, layers, length, batch = 32_000, 1024, 12, 1024, 8
+    torch.cuda.reset_peak_memory_stats()
     model = models.GPT(
         vocab, width, n_heads=16, n_layers=layers, context=length, device="cuda", dtype=torch.bfloat16
     )

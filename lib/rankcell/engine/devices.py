@@ -151,6 +151,7 @@ def nccl_version() -> tuple[int, ...]:
 
     `torch.cuda.nccl.version()` names the one that torch was built with, and another can have been installed since.
     """
+    # imports stand in here, as `rankcell doctor` runs the text of this function in a process without rankcell
     import ctypes
     import os
 

@@ -613,10 +613,10 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
                     args = _through_host(o, args, at_in, first)
                 if first is not None and not o.enqueued and _crashes(name, first):
                     buffers = [torch.empty_like(t, device="cpu") for t in outputs]
-                    there: dict[int, Any] = {at_out: buffers, at_in: [t.detach().cpu() for t in inputs]}
-                    there_args = (there.get(i, a) for i, a in enumerate(args))
-                    result = redispatch(keyset.remove(key), *there_args, **kwargs)
-                    unbox_work(result).wait()  # nobody in Python waits for it, who could copy then
+                    on_host = list(args)
+                    on_host[at_out], on_host[at_in] = buffers, [t.detach().cpu() for t in inputs]
+                    result = redispatch(keyset.remove(key), *on_host, **kwargs)
+                    unbox_work(result).wait()  # here, as nobody in Python waits for it who could copy then
                     for tensor, buffer in zip(outputs, buffers, strict=True):
                         tensor.copy_(buffer)
                 else:

@@ -374,9 +374,8 @@ def settle(birth: Birth) -> None:
         MASTER_ADDR=address,
         MASTER_PORT=str(birth.port),
     )
-    if (
-        birth.device == "cpu"
-    ):  # torch takes a GPU that it sees where no device is named: in fully_shard, in a mesh
+    if birth.device == "cpu":
+        # where no device is named torch takes a GPU that it sees: in fully_shard, in a mesh
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if os.path.isdir(birth.folder):  # noqa: PTH112
         os.chdir(birth.folder)
