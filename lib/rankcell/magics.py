@@ -5,6 +5,7 @@ instance that `%load_ext rankcell` makes.
 """
 
 import ast
+import gc
 import os
 import re
 import threading
@@ -487,11 +488,16 @@ def _dotted_word(line: str, context: Any) -> str:
 
 
 def _import_torch() -> None:
+    collects = gc.isenabled()
+    gc.disable()  # a quarter of the import's time is garbage collection, and imports leave no garbage
     try:
         import torch.multiprocessing  # noqa: F401
     except RuntimeError:
         if threading.main_thread().is_alive():  # else Python ends in the middle of the import
             raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 def unload(shell: Any, magics: RankMagics) -> None:
