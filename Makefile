@@ -19,6 +19,10 @@ PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 # them needs a cluster: two on one machine could meet.
 CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
 CLUSTER_LESSONS := 16_jobs or 17_failures
+# The other lessons are two parts, of about the same time.
+LATE_LESSONS := 09_ or 10_ or 11_ or 12_ or 13_ or 14_ or 15_ or 18_
+# Tests of ranks that hang, die or are interrupted.
+ENGINE := $(addprefix tests/test_,failures.py grade.py kernel.py nccl_half.py odd_programs.py run.py)
 # Tests that train on four ranks.
 TRAINING := $(addprefix tests/test_,against.py combining.py context.py ddp.py experts.py fsdp.py pipeline.py \
 	rehearse.py silent_bugs.py tensor.py together.py zero.py)
@@ -62,8 +66,8 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
 test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
-	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .other-tests .lessons .cluster-tests \
-		.site-tests .training-tests
+	@$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory .lint .cluster-tests .early-lessons \
+		.late-lessons .engine-tests .training-tests .other-tests .site-tests
 
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
@@ -81,14 +85,20 @@ notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval
 .site-tests:
 	$(BIN)/python -m pytest -rs $(SAMPLED) tests/test_site.py
 
-.lessons:
-	$(BIN)/python -m pytest -rx $(SAMPLED) $(LESSONS) -k "not ($(CLUSTER_LESSONS))"
+.early-lessons:
+	$(BIN)/python -m pytest -rx $(SAMPLED) $(LESSONS) -k "not ($(CLUSTER_LESSONS) or $(LATE_LESSONS))"
+
+.late-lessons:
+	$(BIN)/python -m pytest -rx $(SAMPLED) $(LESSONS) -k "$(LATE_LESSONS)"
+
+.engine-tests:
+	$(BIN)/python -m pytest -rs $(SAMPLED) $(ENGINE)
 
 .training-tests:
 	$(BIN)/python -m pytest -rs $(SAMPLED) $(TRAINING)
 
 .other-tests:
-	$(BIN)/python -m pytest -rs $(SAMPLED) $(addprefix --ignore=,$(CLUSTER) tests/test_site.py $(LESSONS) $(TRAINING))
+	$(BIN)/python -m pytest -rs $(SAMPLED) $(addprefix --ignore=,$(CLUSTER) tests/test_site.py $(LESSONS) $(TRAINING) $(ENGINE))
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format $(or $(NB),$(NOTEBOOKS)) >/dev/null)

@@ -219,7 +219,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.alike(2)
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_strategy_raises_no_alarm(four, name):
     make, backward, how = RIGHT[name]

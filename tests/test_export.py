@@ -194,6 +194,7 @@ def test_script_names_no_rankcell_and_copies_what_it_imports(tmp_path):
             compile(path.read_text(), path, "exec")
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)
 def test_every_lesson_with_rank_cells_becomes_a_script(path):
     """Or says in one sentence why not. Nothing is left out for want of a name."""

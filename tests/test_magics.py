@@ -272,3 +272,21 @@ def test_while_a_cell_runs_its_seconds_are_shown_once_each(monkeypatch):
     for seconds in (1.0, 1.2, 2.1):
         live.update(Run("x", (), seconds=seconds), "ranks 0-3 computing")
     assert shown == ["running for 1 s: ranks 0-3 computing", "running for 2 s: ranks 0-3 computing"]
+
+
+def test_a_first_cell_says_what_it_waits_for(monkeypatch):
+    shown, cleared = [], []
+    monkeypatch.setattr(magics, "display", lambda data, raw: shown.append(data["text/plain"]))
+    monkeypatch.setattr(magics, "clear_output", lambda wait: cleared.append(len(shown)))
+    monkeypatch.setattr(magics.world, "warm_up", lambda on_wait: [on_wait(s) for s in (1.0, 2.0, 3.1)])
+    magics.RankMagics._wait_for_torch(None, 4)
+    assert [text.split()[0] + text[-5:] for text in shown] == [
+        "starting(1 s)",
+        "starting(2 s)",
+        "starting(3 s)",
+    ]
+    assert "4 ranks" in shown[0] and cleared == [
+        1,
+        2,
+        3,
+    ]  # each takes the place of the one before, and then none stands

@@ -76,7 +76,8 @@ def test_a_call_from_a_thread_of_c_belongs_to_the_line_where_the_main_thread_sta
     libc.pthread_create(ctypes.byref(thread), None, run, None)
     libc.pthread_join(thread, None)
     here = sys._getframe().f_lineno - 1
-    assert found == [(here, "", __file__)]
+    # the thread may begin before the call that starts it has returned
+    assert found in [[(line, "", __file__)] for line in (here - 1, here)]
 
 
 def test_a_tensor_on_the_cpu_and_one_on_a_gpu_do_not_match():

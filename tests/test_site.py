@@ -371,7 +371,7 @@ def test_a_pale_colour_of_code_would_be_seen(open_page):
     page.context.close()
 
 
-@pytest.mark.alike(5)
+@pytest.mark.alike(7)
 def test_axe_finds_nothing_serious(opened, name):
     """In both colours, on a phone and on a desktop. What is the same for axe in two of the four is looked at once:
     only rules about colours depend on them, and a desktop shows the same article beside two sidebars. The modules of

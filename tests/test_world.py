@@ -324,3 +324,28 @@ def test_a_process_for_torch_that_ends_is_told_with_what_it_said(monkeypatch):
         with pytest.raises(errors.StartError, match=r"(?s)ended \(exit code 1\)\.\nno torch here"):
             server.fork([(None, [])])
         server.close()
+
+
+def test_who_waits_for_torch_hears_each_second_that_it_is_imported():
+    """The process says when it has imported torch; one that ends first keeps nobody waiting, `fork` says why."""
+    begin = (
+        "import json, socket, sys, time; sys.path[:] = json.loads(sys.argv[2]); "
+        "from rankcell.engine.channel import Channel; channel = Channel(socket.socket(fileno=int(sys.argv[1]))); "
+    )
+    for code, least in (
+        ("time.sleep(2.5); channel.send(('ready', 0, 0)); channel.receive()", 2),
+        ("time.sleep(1.5); sys.exit('no torch here')", 1),
+    ):
+        server, heard = forks.ForkServer(), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forks, "_CODE", begin + code)
+            server.wait(heard.append)
+            assert len(heard) >= least and heard == sorted(heard) and heard[0] >= 1
+            if "ready" in code:
+                del heard[:]
+                server.wait(heard.append)
+                assert heard == []
+            else:
+                with pytest.raises(errors.StartError, match="no torch here"):
+                    server.fork([(None, [])])
+        server.close()

@@ -189,6 +189,8 @@ class RankMagics(Magics):
             if options.fresh:
                 ranks.restart()
         else:
+            if nodes is None and not on and not options.local:
+                self._wait_for_torch(world_size)
             try:
                 ranks = world.Ranks(
                     world_size,
@@ -212,6 +214,15 @@ class RankMagics(Magics):
                 ranks.notes.append(said)
             self._warned = True
         return ranks
+
+    def _wait_for_torch(self, world_size: int) -> None:
+        """The first world of a notebook has to wait until torch is imported: say so, as a slow disk takes a minute."""
+        live = _Live()
+        what = f"starting {world_size} ranks: torch is being imported, once for all of this notebook"
+        try:
+            world.warm_up(lambda seconds: live.show("", "", f"{what} ({seconds:.0f} s)"))
+        finally:
+            live.end()
 
     def _tell(self, ranks: world.Ranks) -> None:
         """Print what the learner must know about the ranks; after the cell, whose live output wipes."""
@@ -375,17 +386,19 @@ class _Live:
     def update(self, run: Run, doing: str) -> None:
         """Called while the ranks run."""
         text = page.as_html(run) if any(r.stdout or r.stderr or r.displays for r in run.ran) else ""
-        doing = (
-            f"running for {run.seconds:.0f} s: {doing}"  # shown anew each second, which says that it lives
-        )
-        if self._last == (text, doing):
+        # shown anew each second, which says that it lives
+        self.show(text, f"{page.as_text(run)}\n", f"running for {run.seconds:.0f} s: {doing}")
+
+    def show(self, html: str, text: str, doing: str) -> None:
+        """Show the output so far, in two forms, and a line below that says what happens."""
+        if self._last == (html, doing):
             return
-        self._last = (text, doing)
+        self._last = (html, doing)
         if self.shown:
             clear_output(wait=True)
         self.shown = True
         line = f'<div style="font-size:0.85em;opacity:0.75">{doing}</div>'
-        display({"text/html": text + line, "text/plain": f"{page.as_text(run)}\n{doing}"}, raw=True)
+        display({"text/html": html + line, "text/plain": f"{text}{doing}"}, raw=True)
 
     def end(self) -> None:
         """Take the live output away."""

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import errors
@@ -76,6 +76,7 @@ class ForkServer:
         self._ended: dict[int, int] = {}  # process id -> exit code, until somebody has asked
         self._log = tempfile.TemporaryFile()  # what the process says: read if it ends
         self._births = 0
+        self._ready = False  # whether torch is imported
         self._folders: list[str] = []
         self._pid = 0  # of the process that has started it: a fork of that one leaves it alone
         atexit.register(self.close)
@@ -105,8 +106,26 @@ class ForkServer:
             self._channel = Channel(ours)
             self._pid = os.getpid()
             self._pids.clear()
+            self._ready = False
             for known in self._folders:
                 self._order(b"d", known)
+
+    def wait(self, on_wait: Callable[[float], None]) -> None:
+        """Return when torch is imported, or cannot be, which `fork` explains. `on_wait` hears each second how many
+        seconds that has taken so far.
+        """
+        with self._lock:
+            self.warm_up()
+            began = time.monotonic()
+            while not self._ready and self._channel is not None and time.monotonic() - began < START_TIMEOUT:
+                if system.wait_readable(self._channel.fileno(), 1.0):
+                    try:
+                        for message in self._channel.poll():
+                            self._hear(message)
+                    except (EOFError, OSError):
+                        return
+                else:
+                    on_wait(time.monotonic() - began)
 
     def adopt(self, pid: int, ours: socket.socket) -> None:
         """Use `pid`, a child of this process by fork, which runs `preload.main` at the other end of `ours`."""
@@ -237,6 +256,8 @@ class ForkServer:
         if what == "born":
             self._pids[key] = value
             self._ended.pop(value, None)  # of an older process with this number, for which nobody asked
+        elif what == "ready":
+            self._ready = True
         else:
             self._ended[key] = value
 

@@ -53,6 +53,7 @@ def main(fd: int) -> None:
     children: set[int] = set()
     folders: list[str] = []  # to be removed when the notebook is gone
     try:
+        channel.send(("ready", 0, 0))
         while os.getppid() == notebook:
             ready, _, _ = select.select([channel.fileno(), wake_read], [], [], _LOOK)
             if wake_read in ready:

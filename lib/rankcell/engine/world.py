@@ -562,9 +562,14 @@ def rehearse(
         return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout)
 
 
-def warm_up() -> None:
-    """Have torch imported for the ranks while the notebook goes on."""
-    forks.server.warm_up()
+def warm_up(on_wait: Callable[[float], None] | None = None) -> None:
+    """Have torch imported for the ranks while the notebook goes on; or wait for it, and have `on_wait` hear each
+    second how many seconds that has taken so far.
+    """
+    if on_wait is None:
+        forks.server.warm_up()
+    else:
+        forks.server.wait(on_wait)
 
 
 def _task(
