@@ -1,7 +1,9 @@
 """Who waits for whom: proofs and words from hand-written states, no processes."""
 
-from rankcell.engine.diagnose import State, diagnose, standings, summary, unmatched
-from rankcell.engine.messages import Wait
+from dataclasses import replace
+
+from rankcell.engine.diagnose import State, diagnose, from_status, standings, summary, unmatched
+from rankcell.engine.messages import Status, Wait
 
 WORLD = (0, 1, 2)
 
@@ -110,3 +112,16 @@ def test_a_sentence_on_a_missing_receive_names_no_rank_that_waits_for_a_send():
     """Of a ring of batches: rank 0 sends to the rank that has finished, rank 2 waits for what it sends."""
     states = [transfer(0, "send", 1), State(1, "finished", counts={}), transfer(2, "recv", 1)]
     assert diagnose(states).headline == "rank 1 finished without receiving what rank 0 sends."
+
+
+def test_a_thread_that_wakes_up_does_not_stand_still():
+    """Who waits for its turn in Python uses next to no CPU time, and leaves its core again and again."""
+    before = Status(0, "1", "running", in_torch=True, cpu=1.0, switches=70)
+    for later, still in (
+        (replace(before, cpu=1.00005), True),
+        (replace(before, cpu=1.2), False),
+        (replace(before, switches=72), False),
+        (replace(before, in_torch=False), False),
+    ):
+        assert from_status(later, before).blocked_in_torch is still
+    assert not from_status(before, None).blocked_in_torch

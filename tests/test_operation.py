@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rankcell.engine import match
-from rankcell.engine.operation import Operation, caller, queued
+from rankcell.engine.operation import HELD_UP, Operation, caller, clock, queued
 
 
 def operation(start, *, group="0", awaited=None, via="all_reduce", is_async=False, enqueued=True):
@@ -89,3 +89,20 @@ def test_a_tensor_on_the_cpu_and_one_on_a_gpu_do_not_match():
     assert said == "a tensor on the CPU and one on a GPU"
     assert (mine, theirs) == ("all_reduce(float32[4])", "all_reduce(float32[4]) on the CPU")
     assert match.difference(on_cpu.packed(), on_cpu.packed(), (0, 1), 0, 1)[0] == ""
+
+
+def test_a_call_that_only_begins_something_is_no_wait():
+    """Other programs may have the core in the middle of `irecv`: that its message is missing proves nothing."""
+    posted = Operation("recv")
+    assert not posted.waiting  # not even begun
+    posted.start = clock()
+    assert not posted.waiting
+    posted.start = clock() - HELD_UP - 0.1  # no call takes so long that does not wait
+    assert posted.waiting
+    posted.issued = clock()
+    assert not posted.waiting
+    posted.wait_start = clock()
+    assert posted.waiting
+    group = Operation("new_group")
+    group.start, group.blocks = clock(), True
+    assert group.waiting

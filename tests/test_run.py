@@ -99,6 +99,17 @@ print("rank", rank, "has", x.tolist(), flush=True)
 """
 
 
+def test_ranks_on_other_nodes_leave_no_folder_behind(tmp_path):
+    """One finishes, the other one is ended: what they wrote stacks into goes with both. (The nodes are pretended.)"""
+    apart = "from rankcell.jobs import inside\ninside.host = lambda: inside.os.environ['RANK']\n"
+    (tmp_path / "train.py").write_text(apart + SKIPS.replace("import sitecustomize\n", ""))
+    (tmp_path / "tmp").mkdir()
+    command = [*RUN, "--limit", "2", "--", *TORCHRUN, "--nproc-per-node=2", "train.py"]
+    done = started(command, tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert "rank 1 finished the script" in done.stderr, done.stderr
+    assert not list((tmp_path / "tmp").glob("rankcell-*"))
+
+
 def test_a_hang_where_calls_only_enqueue(tmp_path):
     """On the stand-in for nccl: rank 0 hangs where it reads the numbers, and is told of the call that is missed."""
     (tmp_path / "train.py").write_text(ENQUEUES)

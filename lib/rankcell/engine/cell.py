@@ -81,7 +81,7 @@ class Cell:
         self._mailbox, self._world, self._task, self._members = mailbox, world, task, members
         self._source, self._timeout, self._counts, self._on_update = source, timeout, counts, on_update
         self._with_threads = with_threads
-        self._cpu: dict[int, float | None] = {}
+        self._last: dict[int, Status] = {}  # what each rank answered last
         self._states: list[diagnose.State] = []  # at the last look
 
     def run(self, interrupted: Callable[[], bool]) -> Ending:
@@ -177,8 +177,8 @@ class Cell:
                     state = replace(state, other_threads=True)  # it did not answer: nobody knows
                 states.append(_with_threads(state, status))
             elif status is not None:
-                states.append(diagnose.from_status(status, self._cpu.get(rank)))
-                self._cpu[rank] = status.cpu
+                states.append(diagnose.from_status(status, self._last.get(rank)))
+                self._last[rank] = status
             else:  # it holds the interpreter in a long C call: busy, as far as anybody can tell
                 states.append(diagnose.State(rank, "running", counts=before))
         self._states = states
@@ -210,7 +210,7 @@ class Cell:
         for rank in running:
             parts[rank].freed = True
         began = time.monotonic()
-        cpu = dict(self._cpu)
+        cpu = {rank: status.cpu for rank, status in self._last.items()}
         mailbox.ask(running, about, wait=GRACE / 2)
         again = time.monotonic() + GRACE / 4
         silent: Counter[int] = Counter()  # how often a rank did not even answer

@@ -126,6 +126,7 @@ def look(
         joins=joins,
         synchronizes=synchronizes,
         cpu=system.thread_cpu_seconds(main_thread),
+        switches=system.thread_switches(main_thread),
         waits=waits,
         counts=counts,
         calls=recorder.total,

@@ -409,15 +409,21 @@ def summary(states: Sequence[State]) -> str:
     return ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in rows.items())
 
 
-def from_status(status: Status, previous_cpu: float | None) -> State:
-    """The state of a running rank from what its control thread answered.
+def from_status(status: Status, before: Status | None) -> State:
+    """The state of a running rank from what its control thread answered, now and the time before.
 
-    A rank stands still inside torch when its main thread used no CPU time since the last answer: measured, a
-    wait in C++ (DDP's reducer, a functional collective) uses none at all. On a busy machine a thread that only waits
-    for a core uses none either; `Status.in_torch` leaves that out.
+    A rank stands still inside torch when its main thread has not run since the answer before: measured, a wait in C++
+    (DDP's reducer, a functional collective) neither uses CPU time nor wakes up. On a busy machine a thread that only
+    waits for a core uses none either, which `Status.in_torch` leaves out; nor does one that waits for its turn in
+    Python, but that one wakes up.
     """
-    cpu = status.cpu
-    still = cpu is not None and previous_cpu is not None and cpu - previous_cpu < 1e-4
+    still = (
+        status.cpu is not None
+        and before is not None
+        and before.cpu is not None
+        and status.cpu - before.cpu < 1e-4
+        and status.switches == before.switches
+    )
     return State(
         rank=status.rank,
         phase="running" if status.phase in ("starting", "idle") else status.phase,

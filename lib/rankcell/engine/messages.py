@@ -198,6 +198,7 @@ class Status:
     joins: bool = False  # its main thread waits for another thread, without a time limit
     synchronizes: bool = False  # its main thread waits for its device
     cpu: float | None = None  # seconds that the main thread has used; None where nobody tells
+    switches: int | None = None  # how often the main thread has left its core; None where nobody tells
     waits: tuple[Wait, ...] = ()
     counts: Mapping[Any, int] = field(default_factory=dict)
     calls: int = 0

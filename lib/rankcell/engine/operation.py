@@ -18,6 +18,7 @@ clock = time.monotonic  # one clock for all processes of a machine
 
 ASKED_IN_VAIN = 10_000  # times, after which a program that polls is told that it will never see the end
 MAX_VALUES = 64  # numbers kept per tensor with `--values`
+HELD_UP = 1.0  # seconds after which a call that should only begin something is taken to stand still
 _KEEPS = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _TORCH = f"{Path(torch.__file__).parent}/"
 _LIBRARY = (_TORCH, "/rankcell/engine/", "/rankcell/jobs/", "/rankcell/rehearsal/", "<frozen")
@@ -43,6 +44,7 @@ class Operation:
     wait_end: float | None = None
     done: float | None = None
     gives_up = False  # the wait has a time limit of its own: it cannot be part of a deadlock
+    blocks = False  # the call itself waits for other ranks, as making a group does
     error: str | None = None
     work: Any = None
     inputs: Any = ()
@@ -83,6 +85,9 @@ class Operation:
             return False
         if self.passed is not None:
             return self.awaited is not None and not self.finished
+        if self.issued is None and not self.blocks:
+            # posting a receive takes microseconds; on a busy machine others may have the core in the middle of it
+            return self.start is not None and clock() - self.start > HELD_UP
         return self.issued is None or (self.wait_start is not None and self.wait_end is None)
 
     @property

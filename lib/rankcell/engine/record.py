@@ -404,6 +404,7 @@ class Recorder:
 
     def open_by_hand(self, o: Operation) -> None:
         """From now on this rank is in an operation that passes no dispatcher: making a group."""
+        o.blocks = True
         with self._lock:
             self.number(o)
             self.open[id(o)] = o
@@ -601,6 +602,7 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
             recorder.open[id(o)] = o
         o.start = recorder.clock()
         stage = recorder.stage
+        o.blocks = stage is not None
         try:
             if at_splits is not None:
                 o.splits = (args[at_splits[0]], args[at_splits[1]])

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -64,6 +65,7 @@ class Inside:
         self._channel = channel.Channel(sock)
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._folder = os.environ.get("RANKCELL_STACKS") or stacks.new_folder()
+        self._made_folder = "RANKCELL_STACKS" not in os.environ
         # what this process starts is no rank, unless it joins a process group
         os.environ.update(RANKCELL_CLAIMED=str(rank), RANKCELL_STACKS=self._folder)
         stacks.answer(self._folder)
@@ -75,6 +77,7 @@ class Inside:
             )
         )  # fmt: skip
         os.register_at_fork(after_in_child=self._leave)
+        atexit.register(self._remove_folder)  # after `end`: what is registered last comes first
         atexit.register(self.end)
         before = sys.excepthook
 
@@ -125,6 +128,7 @@ class Inside:
             for pid in stacks.children(self.pid):  # a worker that hangs would outlive us
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
+            self._remove_folder()
             os._exit(1)
         return None
 
@@ -203,6 +207,11 @@ class Inside:
             return
         self.phase = "finished"
         self._say(None)
+
+    def _remove_folder(self) -> None:
+        """On another node than the runner's nobody else would. (What a crash leaves in it is read before it goes.)"""
+        if self._made_folder and os.getpid() == self.pid:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _say(self, failure: RankFailure | None) -> None:
         self._ended = True

@@ -49,7 +49,6 @@ class Known:
     arrival: Arrival
     channel: channel.Channel
     status: Status | None = None
-    cpu_before: float | None = None  # of its main thread, at the look before
     blocked: bool = False
     ended: Record | None = None  # its last word
     lost: Record | None = None
@@ -282,8 +281,8 @@ class Job:
     def _take(self, known: Known, look: Look, now: float) -> None:
         if look.status is not None:
             status = look.status
-            state = diagnose.from_status(status, known.cpu_before)
-            known.cpu_before, known.blocked, known.status = status.cpu, state.blocked_in_torch, status
+            state = diagnose.from_status(status, known.status)
+            known.blocked, known.status = state.blocked_in_torch, status
             known.stack = ()
             if status.calls != known.calls:
                 known.calls, known.called, known.moved = status.calls, now, now
