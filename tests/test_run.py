@@ -123,12 +123,20 @@ def test_a_hang_where_calls_only_enqueue(tmp_path):
 
 
 def test_a_rank_whose_connection_broke_is_shown_where_it_waited(tmp_path):
-    """Who has left may be gone before the verdict: then the others' operation fails, and they wait no more."""
+    """Who has left may be gone before the verdict: then the others' operation fails, and they wait no more.
+
+    How it ended is known until torchrun has asked the kernel for it, which on a busy machine may come first.
+    """
     (tmp_path / "train.py").write_text(SKIPS.replace("    sys.exit()", "    import os; os._exit(0)"))
     (tmp_path / "sitecustomize.py").write_text("ran = True")
     done = started([*RUN, "--", *TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path)
     verdict = done.stderr.partition("rankcell: ")[2].partition("[rank0]")[0]  # without torch's own traceback
-    assert "rank 1 finished the script without the all_reduce that rank 0 waits in." in verdict
+    assert verdict.startswith(
+        (
+            "rank 1 finished the script without the all_reduce that rank 0 waits in.",
+            "rank 1 of 2 ended without a word: it was killed, or called os._exit, and rank 0 waits in all_reduce.",
+        )
+    ), verdict
     assert "rank 0:\n  File" in verdict and "line 13, in <module>\n    dist.all_reduce(x)" in verdict
 
 

@@ -212,7 +212,8 @@ class Job:
         if here:
             how = _how_it_ended(arrival.pid) or how
             if how == FINISHED:
-                return replace(self._state(known), phase="finished", waits=(), at=time.time())
+                # it may not have answered the last question, and has no thread any more that could
+                return replace(self._state(known), phase="finished", waits=(), threads=False, at=time.time())
             text = stacks.last(arrival.pid, arrival.folder)
         else:
             near = [
