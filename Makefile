@@ -66,7 +66,7 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
 test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
-	@$(MAKE) --jobs=5 --keep-going --output-sync=target --no-print-directory .lint .cluster-tests .early-lessons \
+	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .cluster-tests .early-lessons \
 		.late-lessons .engine-tests .training-tests .other-tests .site-tests
 
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb

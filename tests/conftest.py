@@ -1,7 +1,7 @@
 """What the tests share: one world of four ranks, one bare IPython shell with the extension loaded, a throw-away Slurm.
 
 With `--sampled`, as in `make test`, a test that is marked `alike(n)` runs one in n of its cases only, and an
-exercise with two of its wrong answers. `make test SAMPLED=` and pytest itself leave nothing out.
+exercise with one of its wrong answers. `make test SAMPLED=` and pytest itself leave nothing out.
 """
 
 import math

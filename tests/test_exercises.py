@@ -2,7 +2,7 @@
 
     python -m pytest -s tests/test_exercises.py -k 05    # one notebook, with what the learner sees for each answer
 
-(With `--sampled`, as in `make test`, of each exercise's wrong answers the first two only.)
+(With `--sampled`, as in `make test`, of each exercise's wrong answers the first one only.)
 
 At an exercise the kernel first gets the student's stub, then each wrong answer of `tests/answers/<notebook>.md`, each
 followed by the cells that check it; each must fail, with feedback that says why. Then it gets the solution, which must
@@ -53,7 +53,7 @@ def test_exercises_can_be_failed_and_solved(path, pytestconfig):
     answers = path.parent.parent / "tests" / "answers" / f"{path.stem}.md"
     wrong = read_answers(answers.read_text("utf-8")) if answers.exists() else None
     if wrong and pytestconfig.getoption("--sampled"):
-        wrong = {exercise: found[:2] for exercise, found in wrong.items()}
+        wrong = {exercise: found[:1] for exercise, found in wrong.items()}
     problems = judge(path, wrong)
     assert not problems, "\n\n".join([f"{path.stem}: {len(problems)} problems", *problems])
     if not answers.exists():
