@@ -52,9 +52,7 @@ pytestmark = pytest.mark.slow
 def test_exercises_can_be_failed_and_solved(path, pytestconfig):
     answers = path.parent.parent / "tests" / "answers" / f"{path.stem}.md"
     wrong = read_answers(answers.read_text("utf-8")) if answers.exists() else None
-    if wrong and pytestconfig.getoption("--sampled"):
-        wrong = {exercise: found[:1] for exercise, found in wrong.items()}
-    problems = judge(path, wrong)
+    problems = judge(path, wrong, most=1 if pytestconfig.getoption("--sampled") else None)
     assert not problems, "\n\n".join([f"{path.stem}: {len(problems)} problems", *problems])
     if not answers.exists():
         pytest.xfail(f"tests/answers/{path.stem}.md is not written yet: only stubs and solutions were tried")
@@ -82,14 +80,14 @@ def read_answers(text):
     return found
 
 
-def judge(path, answers=None, *, timeout=600):
+def judge(path, answers=None, *, timeout=600, most=None):
     """What is wrong with the notebook at `path` and its exercises: one text each, none where all is well.
 
     `answers` comes from `read_answers`; None tries the stubs and the solutions only. `timeout` is the limit of one
-    cell in seconds.
+    cell in seconds. Of each exercise at most `most` wrong answers are tried.
     """
     notebook = notebooks.read(path)
-    run = Judgement(path, notebook, timeout)
+    run = Judgement(path, notebook, timeout, most)
     try:
         run.all_cells(answers)
     except (CellTimeoutError, DeadKernelError) as error:
@@ -106,6 +104,7 @@ class Judgement:
     path: Path
     notebook: nbformat.NotebookNode
     timeout: float
+    most: int | None = None  # wrong answers of each exercise that are tried
     problems: list = field(default_factory=list)
     done: list = field(default_factory=list)  # the cells that are in the kernel
     what: str = "the first cell"  # what runs now, for messages
@@ -147,7 +146,7 @@ class Judgement:
                 text = exercises.exercise_text(cell)
                 headings = [h for h in answers or () if text.startswith(h if ":" in h else f"{h}:")]
                 wrong = [answer for h in headings for answer in answers[h]]
-                self.exercise(cell, [cells[i] for i in exercises.checks_of(cells, index)], wrong)
+                self.exercise(cell, [cells[i] for i in exercises.checks_of(cells, index)], wrong[: self.most])
                 if answers is not None and len(wrong) < 2:
                     self.problems.append(f"{text}: {len(wrong)} wrong answers, at least 2 are needed")
                 for heading in headings:
