@@ -67,7 +67,7 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 
 test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
 	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .cluster-tests .early-lessons \
-		.late-lessons .engine-tests .training-tests .other-tests .site-tests
+		.late-lessons .engine-tests .site-tests .training-tests .other-tests
 
 notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
 	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \

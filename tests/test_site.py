@@ -281,6 +281,7 @@ def set_folds(page, *, opened):
     )
 
 
+@pytest.mark.alike(2)
 def test_page_asks_no_other_host_and_reports_no_error(opened):
     assert_on_its_own(opened())
 
