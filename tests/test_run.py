@@ -104,7 +104,7 @@ def test_ranks_on_other_nodes_leave_no_folder_behind(tmp_path):
     apart = "from rankcell.jobs import inside\ninside.host = lambda: inside.os.environ['RANK']\n"
     (tmp_path / "train.py").write_text(apart + SKIPS.replace("import sitecustomize\n", ""))
     (tmp_path / "tmp").mkdir()
-    command = [*RUN, "--limit", "2", "--", *TORCHRUN, "--nproc-per-node=2", "train.py"]
+    command = [*RUN, "--", *TORCHRUN, "--nproc-per-node=2", "train.py"]
     done = started(command, tmp_path, TMPDIR=str(tmp_path / "tmp"))
     assert "rank 1 finished the script" in done.stderr, done.stderr
     assert not list((tmp_path / "tmp").glob("rankcell-*"))
