@@ -100,8 +100,23 @@ print("rank", rank, "has", x.tolist(), flush=True)
 
 
 def test_ranks_on_other_nodes_leave_no_folder_behind(tmp_path):
-    """One finishes, the other one is ended: what they wrote stacks into goes with both. (The nodes are pretended.)"""
-    apart = "from rankcell.jobs import inside\ninside.host = lambda: inside.os.environ['RANK']\n"
+    """One finishes, the other one is ended: what they wrote stacks into goes with both. (The nodes are pretended.)
+
+    Rank 1 is slow to go, so that the runner ends it, and rank 0 is slow to end, so that torchrun ends it before.
+    """
+    apart = (
+        "import time\n"
+        "from rankcell.jobs import inside\n"
+        "inside.host = lambda: inside.os.environ['RANK']\n"
+        "if inside.os.environ['RANK'] == '0':\n"
+        "    answer = inside.Inside._answer\n"
+        "    def slowly(self, question):\n"
+        "        time.sleep(5 * (question.about == 'end'))\n"
+        "        return answer(self, question)\n"
+        "    inside.Inside._answer = slowly\n"
+        "else:\n"
+        "    end, inside.Inside.end = inside.Inside.end, lambda self: end(self) or time.sleep(20)\n"
+    )
     (tmp_path / "train.py").write_text(apart + SKIPS.replace("import sitecustomize\n", ""))
     (tmp_path / "tmp").mkdir()
     command = [*RUN, "--", *TORCHRUN, "--nproc-per-node=2", "train.py"]

@@ -124,6 +124,8 @@ class Inside:
             self._told.set()
         elif question.about == "go":
             self._freed.set()
+        elif question.about == "leave":
+            self._remove_folder()
         elif question.about == "end":
             for pid in stacks.children(self.pid):  # a worker that hangs would outlive us
                 with contextlib.suppress(OSError):

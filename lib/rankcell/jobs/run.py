@@ -33,6 +33,7 @@ from .talk import Arrival, Ended, Look
 
 POLL = 0.5  # seconds between two questions
 ANSWER = 0.4  # seconds to wait for the answers
+LEAVES = 3.0  # seconds that ranks on other nodes have to remove what they have written
 SETTLE = 0.7  # seconds after a rank has failed in which others may say that they did, too
 SILENT = (
     3.0  # seconds without an answer after which a rank is looked at from outside: it holds the interpreter
@@ -466,6 +467,19 @@ class Job:
 
     def end(self) -> None:
         """End the processes of all ranks that can still hear us."""
+        # On other nodes they remove their folders first, all of them: once one of them has ended, the launcher ends
+        # the others, and does not wait until they are done.
+        told = {
+            rank: self._tell(rank, "leave")
+            for rank, known in self.ranks.items()
+            if known.lost is None and known.arrival.host != self._host
+        }
+        limit = time.monotonic() + LEAVES
+        while time.monotonic() < limit and any(
+            (known := self.ranks.get(rank)) is not None and known.lost is None and number not in known.answers
+            for rank, number in told.items()
+        ):
+            self.pump(0.05)
         for rank, known in self.ranks.items():
             if known.lost is None:
                 self._tell(rank, "end")
