@@ -66,6 +66,7 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
 test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
+	@$(BIN)/python -m compileall -q lib # or each process would, where Python is told to write no bytecode
 	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .cluster-tests .early-lessons \
 		.late-lessons .engine-tests .site-tests .training-tests .other-tests
 
@@ -129,7 +130,8 @@ $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || { echo "Creating $(VENV) ..."; $(PYTHON) -m venv $(VENV); } || { \
 		rm -rf $(VENV); echo "$(PYTHON) cannot make virtual environments here (Debian: apt-get install python3-venv)."; exit 1; }
 	@echo "Installing what pyproject.toml lists; the first time takes a few minutes ..."
-	@$(BIN)/python -m pip install --quiet -e '.[lab,test,site]' 'torch==$(TORCH)'
+	@$(BIN)/python -m pip install --quiet --no-compile -e '.[lab,test,site]' 'torch==$(TORCH)'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # on all cores, where pip would take one
 	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (rankcell)" >/dev/null
 	@$(if $(NOTEBOOKS),$(BIN)/jupyter trust $(NOTEBOOKS) >/dev/null)
 	@touch $@
