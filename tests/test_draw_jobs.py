@@ -54,7 +54,7 @@ def test_alt_and_twin_say_the_finding():
         "Sweep. 4 tasks, at most 2 at a time, done after 2 s: task 2 killed, task 3 exit 1."
     )
     assert "task 2  ##############################            killed" in repr(figure)
-    assert {"waits", "runs", "failed", "killed", "exit 1", "task 4", "seconds since sbatch"} <= {
+    assert {"waits", "runs", "failed", "killed", "exit 1", "task 4", "seconds since the first began"} <= {
         *texts(figure)
     }
 

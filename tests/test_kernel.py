@@ -18,9 +18,9 @@ LINUX_ONLY = pytest.mark.skipif(not system.LINUX, reason="reads /proc")
 class Kernel:
     """A kernel with rankcell loaded; `run` returns all text of a cell, `errors` what it raised."""
 
-    def __init__(self):
+    def __init__(self, first="%load_ext rankcell"):
         self.manager, self.client = start_new_kernel(kernel_name="python3")
-        self.run("%load_ext rankcell")
+        self.run(first)
 
     @property
     def pid(self):
@@ -56,6 +56,20 @@ def kernel():
     kernel = Kernel()
     yield kernel
     kernel.close()
+
+
+def test_torch_is_imported_while_no_cell_runs():
+    """A cell may import parts of it at any time, and two threads that do so at once may end in Python's error."""
+    kernel = Kernel("import sys, time")
+    try:
+        during = kernel.run("%load_ext rankcell\ntime.sleep(3)\nprint('torch' in sys.modules)")
+        end = time.monotonic() + 60
+        while "True" not in (after := kernel.run("print('torch.multiprocessing' in sys.modules)")):
+            assert time.monotonic() < end, after
+            time.sleep(0.2)
+    finally:
+        kernel.close()
+    assert "False" in during
 
 
 def family(pid):

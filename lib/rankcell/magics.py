@@ -5,10 +5,13 @@ instance that `%load_ext rankcell` makes.
 """
 
 import ast
+import asyncio
+import contextlib
 import gc
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -217,11 +220,17 @@ class RankMagics(Magics):
 
     def _wait_for_torch(self, world_size: int) -> None:
         """The first world of a notebook has to wait until torch is imported: say so, as a slow disk takes a minute."""
-        live = _Live()
+        live, begin = _Live(), time.monotonic()
         what = f"starting {world_size} ranks: torch is being imported, once for all of this notebook"
+        here = threading.Thread(target=_import_torch, name="rankcell import", daemon=True)
+        here.start()  # as the fork server does: this process needs it for what the ranks send
         try:
             world.warm_up(lambda seconds: live.show("", "", f"{what} ({seconds:.0f} s)"))
+            while here.is_alive():
+                here.join(1.0)
+                live.show("", "", f"{what} ({time.monotonic() - begin:.0f} s)")
         finally:
+            here.join()
             live.end()
 
     def _tell(self, ranks: world.Ranks) -> None:
@@ -470,9 +479,10 @@ def load(shell: Any) -> RankMagics:
     # Threads of OpenMP spin while they wait for the next product, and take the cores from the ranks: on two busy cores
     # a small training of one process takes 20 times as long. Asleep they cost some microseconds.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # torch takes over a second to import: the fork server does it meanwhile, and so does this process
+    # torch takes over a second to import: the fork server does it meanwhile, and so does this process when it is idle
     world.warm_up()
-    threading.Thread(target=_import_torch, name="rankcell import", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # there is no event loop in a terminal
+        asyncio.get_running_loop().call_later(0.2, _import_torch)
     return magics
 
 
@@ -501,13 +511,15 @@ def _dotted_word(line: str, context: Any) -> str:
 
 
 def _import_torch() -> None:
+    """Only while no cell runs or the one that runs waits for us: two threads that import parts of torch at once may
+    each hold a lock that the other one needs, and Python then raises in one of them.
+    """
     collects = gc.isenabled()
     gc.disable()  # a quarter of the import's time is garbage collection, and imports leave no garbage
     try:
         import torch.multiprocessing  # noqa: F401
-    except RuntimeError:
-        if threading.main_thread().is_alive():  # else Python ends in the middle of the import
-            raise
+    except Exception:  # noqa: BLE001, S110 - whoever needs it meets the error
+        pass
     finally:
         if collects:
             gc.enable()

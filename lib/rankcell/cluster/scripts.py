@@ -339,7 +339,7 @@ def _rendezvous(host: str, port: str) -> list[Line]:
 def _threads(count: str) -> Line:
     return Line(
         f"export OMP_NUM_THREADS={count}",
-        "As many threads as cores. Else each rank starts one for every core of the node.",
+        "As many threads as cores. Left out, a rank starts one for every core that it may use; under torchrun, one.",
     )
 
 

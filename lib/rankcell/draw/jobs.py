@@ -65,7 +65,9 @@ def schedule(tasks: Sequence[Task], *, title: str = "") -> Figure:
     for t in round_ticks(0.0, end, most=6):
         marks.append(line(x(t), _TOP, x(t), bottom + 5, stroke=LINE))
         marks.append(label(x(t), bottom + 26, f"{t:g}", anchor="middle", fill=MUTED))
-    marks.append(label((_LEFT + WIDTH) / 2, bottom + 54, "seconds since sbatch", anchor="middle", fill=MUTED))
+    marks.append(
+        label((_LEFT + WIDTH) / 2, bottom + 54, "seconds since the first began", anchor="middle", fill=MUTED)
+    )
     for k, task in enumerate(tasks):
         y, begin, finish = _TOP + _ROW * k + 4, x(task.start - zero), x(task.end - zero)
         told = f"task {task.number}: {task.state} after {format_seconds(task.end - task.start)}"
