@@ -121,6 +121,7 @@ FOLDER = "(world,) = get_ipython()._rankcell.worlds.values()\nprint(world._host.
 
 @LINUX_ONLY
 @pytest.mark.slow
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("state", STATES)
 def test_a_killed_kernel_leaves_no_process_and_no_file(kernel, state):
     kernel.run("%%ranks 4\ndist.barrier()")
