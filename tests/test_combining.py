@@ -130,7 +130,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.alike(2)
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_gradients_norms_and_weights_are_those_of_the_dense_run(four, layout):
     axes, options = LAYOUTS[layout]

@@ -218,7 +218,7 @@ def worlds(request, four):
             yield real, rehearsed
 
 
-@pytest.mark.alike(3)
+@pytest.mark.alike(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_every_operation_and_byte_is_that_of_a_real_run(worlds, case):
     real, rehearsed = worlds

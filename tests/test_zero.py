@@ -171,7 +171,7 @@ def largest_difference(stage, name, dtype, size, clip=None, steps=10):
 STAGES = (1, 2, 3, "fully_shard")
 
 
-@pytest.mark.alike(2)
+@pytest.mark.alike(4)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 @pytest.mark.parametrize("stage", STAGES)
