@@ -49,7 +49,9 @@ def test_conda_has_the_name_of_the_package():
 
 def test_make_installs_the_same_and_asks_for_the_same_python():
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert f"install --quiet --no-compile {INSTALL.replace('.[', chr(39) + '.[')}' 'torch==$(TORCH)'" in makefile
+    assert (
+        f"install --quiet --no-compile {INSTALL.replace('.[', chr(39) + '.[')}' 'torch==$(TORCH)'" in makefile
+    )
     major, minor = PROJECT["requires-python"].removeprefix(">=").split(".")
     assert f"sys.version_info < ({major}, {minor})" in makefile
 
