@@ -183,6 +183,7 @@ def assert_equal_to(dense, by_rank, atol):
 # The same answer as one process
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("bucket_size_mb", [0, 0.001, None])
 @pytest.mark.parametrize("name", ["MLP", "GPT"])
 def test_float64_equals_one_process(world, name, bucket_size_mb):

@@ -215,6 +215,7 @@ def test_a_rank_that_dies_is_named_and_replaced(four, how):
     assert four.run("'kept' in globals()").values == [True, False, True, True]
 
 
+@pytest.mark.alike(5)
 @pytest.mark.parametrize("what", STUCK)
 def test_an_interrupt_ends_the_cell(four, what):
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -233,6 +234,7 @@ def test_a_timeout_says_where_every_rank_was(four):
     ]
 
 
+@pytest.mark.alike(5)
 @pytest.mark.parametrize("what", SLOW)
 def test_slow_is_not_stuck(four, what):
     four.run(SLOW[what])

@@ -376,6 +376,7 @@ def eight():
         yield ranks
 
 
+@pytest.mark.alike(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda f: f.__name__)
 def test_a_strategy_trains_as_one_process_does(eight, strategy):
     run = eight.run(strategy, timeout=120)
@@ -396,6 +397,7 @@ def our_experts():
     assert max(worst.values()) < 1e-9
 
 
+@pytest.mark.alike(3)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, our_experts], ids=lambda f: f.__name__)
 def test_its_operations_are_those_of_ranks_that_are_processes(few, four, strategy):
     mine, theirs = few.run(strategy, timeout=120), four.run(strategy, timeout=120)
