@@ -131,7 +131,7 @@ $(INSTALLED): pyproject.toml
 		rm -rf $(VENV); echo "$(PYTHON) cannot make virtual environments here (Debian: apt-get install python3-venv)."; exit 1; }
 	@echo "Installing what pyproject.toml lists; the first time takes a few minutes ..."
 	@$(BIN)/python -m pip install --quiet --no-compile -e '.[lab,test,site]' 'torch==$(TORCH)'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # on all cores, where pip would take one
+	@$(BIN)/python -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)' # on all cores; pip takes one
 	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (rankcell)" >/dev/null
 	@$(if $(NOTEBOOKS),$(BIN)/jupyter trust $(NOTEBOOKS) >/dev/null)
 	@touch $@

@@ -2,8 +2,8 @@
 
 A rank says `Arrival` first, and `Ended` when its program is over or has raised. The runner asks by `Question` (of the
 engine's messages), and the rank's own thread answers: about "look" a `Look`, about "report" a `Record`, about "peek" a
-`Look` of another process of its node. "near" tells a rank which others are on its node, "go" lets it end, "end" ends
-it, "last" asks for what a process that crashed has left.
+`Look` of another process of its node. "near" tells a rank which others are on its node, "go" lets it end, "leave"
+has it remove what it has written, "end" ends it, "last" asks for what a process that crashed has left.
 """
 
 from dataclasses import dataclass
