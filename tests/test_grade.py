@@ -368,6 +368,25 @@ def test_a_stage_that_is_ended_while_an_answer_is_sent_to_it_is_not_started_anew
     assert process.judge({})["lost"]
 
 
+@LINUX_ONLY
+@pytest.mark.slow
+def test_an_answer_that_hangs_is_given_up_when_its_stage_is_ended():
+    """As by Ctrl-C: neither the grader nor a core waits for the hundreds of seconds that the answer still has."""
+    process, verdicts = grading.Stage(), []
+    order = {"context": [], "deliberate": [], "answer": [HARM["hang"]], "checks": [], "solution": "", "binds": []}
+    order |= {"seconds": 900.0, "limits": vars(sandbox.Limits())}
+    before = processes()
+    process.start()
+    asks = threading.Thread(target=lambda: verdicts.append(process.judge(order)))
+    asks.start()
+    while not process._waiting or len(sandbox.descendants(process._process.pid)) < 3:
+        assert asks.is_alive()
+    process.close()
+    asks.join(300)
+    assert verdicts[0]["lost"]
+    assert set(processes()) <= set(before)
+
+
 def test_an_interrupt_before_the_first_judgement_writes_nothing(course, tmp_path, monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt

@@ -5,6 +5,7 @@ The course's own solution of each exercise is judged first, in the same way: whe
 cells that define what the exercise uses are enough, or those that change it, or all cells above, must run before.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -42,6 +43,7 @@ class Stage:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._asks: socket.socket | None = None
+        self._waiting: set[socket.socket] = set()  # one for each answer that is being judged
         self._ended = False
         self.sealing = sandbox.Sealing(False, False)
 
@@ -77,22 +79,30 @@ class Stage:
                             self.start()
                         assert self._asks is not None
                         socket.send_fds(self._asks, [b"j"], [theirs.fileno()])
+                        self._waiting.add(ours)
                         break
                     except OSError:
                         self._close()
             try:
                 ours.sendall(json.dumps(order).encode() + b"\n")
-                line = ours.makefile("rb").readline()
+                with ours.makefile("rb") as file:
+                    line = file.readline()
+                    file.read()  # until its keeper is gone, too
             except OSError:
                 line = b""
+            with self._lock:
+                self._waiting.discard(ours)
         if not line:
             return lost
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """End it for good, and all that it has started."""
+        """End it for good. Answers that are being judged are given up: each is `lost` as soon as it is ended."""
         self._ended = True
         with self._lock:  # no thread is about to start another one
+            for one in self._waiting:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_WR)  # its keeper sees that, ends the answer, and says so
             self._close()
 
     def _close(self) -> None:

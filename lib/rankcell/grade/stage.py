@@ -217,7 +217,7 @@ def _watch(
             return _failed("answer", f"did not end within {order['seconds']:g} s", limit, now - began)
         ready, _, _ = select.select([hear, asker.fileno()], [], [], min(_LOOK, deadline - now))
         if asker.fileno() in ready:  # nobody waits for the verdict any more
-            return _failed("answer", "given up")
+            return {**_failed("answer", "given up"), "lost": True}
         if hear in ready:
             part = os.read(hear, 1 << 16)
             said = (said + part)[-_ROOM:]
