@@ -1,11 +1,14 @@
 """`rankcell grade`: right answers pass, wrong ones fail, and what is meant to do harm harms only its own student."""
 
 import csv
+import itertools
 import json
 import os
 import signal
+import socket
 import sys
 import threading
+import types
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -368,12 +371,38 @@ def test_a_stage_that_is_ended_while_an_answer_is_sent_to_it_is_not_started_anew
     assert process.judge({})["lost"]
 
 
+@pytest.mark.parametrize(("had_no_core", "least", "most"), [(True, 60, 70), (False, 10, 20)])
+def test_only_an_answer_that_gets_no_core_may_take_longer(monkeypatch, had_no_core, least, most):
+    """Four ranks that spin keep each other waiting: that is no reason to wait for them."""
+    ticks = itertools.count()
+    monkeypatch.setattr(stage, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(stage, "_LOOK", 0.0)
+    monkeypatch.setattr(sandbox, "descendants", lambda _: [1])
+    monkeypatch.setattr(sandbox, "waited_for_a_core", lambda _: next(ticks) - 1.0)
+    monkeypatch.setattr(sandbox, "core_seconds", lambda _: 0.0 if had_no_core else float(next(ticks)))
+    hear, tell = os.pipe()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, os.fdopen(hear), os.fdopen(tell, "w") as out:
+        out.write(json.dumps({"what": "ready"}) + "\n")
+        out.flush()
+        verdict = stage._watch({"seconds": 10.0}, sandbox.Limits(), hear, theirs)
+    assert verdict["limit"] == "time"
+    assert least <= verdict["seconds"] <= most
+
+
 @LINUX_ONLY
 @pytest.mark.slow
 def test_an_answer_that_hangs_is_given_up_when_its_stage_is_ended():
     """As by Ctrl-C: neither the grader nor a core waits for the hundreds of seconds that the answer still has."""
     process, verdicts = grading.Stage(), []
-    order = {"context": [], "deliberate": [], "answer": [HARM["hang"]], "checks": [], "solution": "", "binds": []}
+    order = {
+        "context": [],
+        "deliberate": [],
+        "answer": [HARM["hang"]],
+        "checks": [],
+        "solution": "",
+        "binds": [],
+    }
     order |= {"seconds": 900.0, "limits": vars(sandbox.Limits())}
     before = processes()
     process.start()

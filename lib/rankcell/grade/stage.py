@@ -30,6 +30,7 @@ from . import sandbox
 
 _LOOK = 0.1  # seconds between two looks at the processes of an answer
 _BUSY = 6  # times the limit, at most, that an answer gets on a machine that has no core for it
+_MORE = 0.5  # seconds that it gets at a time then
 _CONTEXT = 240.0  # seconds for the course's own cells: generous, they are known to end
 _ROOM = 1 << 20  # bytes that an answer can tell its keeper
 _CROWD = 24  # processes: more than any answer of the course needs
@@ -200,13 +201,15 @@ def _watch(
     deadline, began, said, looked = time.monotonic() + _CONTEXT, 0.0, b"", 0.0
     own = sandbox.private_memory(os.getpid())  # what all forks of the stage share
     before: dict[int, float] = {}  # what each process had waited for a core when the answer began
+    had = 0.0  # core seconds that they had had together
     while True:
         now = time.monotonic()
         if began and now > deadline and now < began + _BUSY * order["seconds"]:
-            # on a busy machine an answer that gets no core is not slow
+            # on a busy machine an answer that gets no core is not slow; ranks that wait for each other's core are
             pids = sandbox.descendants(os.getpid())
             starved = max((sandbox.waited_for_a_core(p) - before.get(p, 0.0) for p in pids), default=0.0)
-            deadline = max(deadline, began + order["seconds"] + starved)
+            if sum(map(sandbox.core_seconds, pids)) - had < order["seconds"]:
+                deadline = max(deadline, min(began + order["seconds"] + starved, now + _MORE))
         if now > deadline:
             if not began:
                 return _failed(
@@ -228,7 +231,9 @@ def _watch(
                 if what == "ready" and not began:
                     began = time.monotonic()
                     deadline = began + order["seconds"]
-                    before = {p: sandbox.waited_for_a_core(p) for p in sandbox.descendants(os.getpid())}
+                    pids = sandbox.descendants(os.getpid())
+                    before = {p: sandbox.waited_for_a_core(p) for p in pids}
+                    had = sum(map(sandbox.core_seconds, pids))
                 elif what == "over":
                     return _verdict(message, time.monotonic() - began if began else 0.0)
                 elif what == "ended":
