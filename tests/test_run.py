@@ -376,3 +376,38 @@ def test_attach_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(attach.Unseen, match="`pip install py-spy`, or rankcell with its extra `attach`"):
         attach.spy()
+
+
+def test_what_the_nodes_of_a_job_say_arrives_whole_or_is_asked_for_again(tmp_path, monkeypatch):
+    """srun may mix the lines of two nodes, or write what is no text between them."""
+    told = [{"records": [], "said": [f"node {n}: " + "x" * 2000]} for n in range(2)]
+    one, two = (attach._lines(each, str(n)) for n, each in enumerate(told))
+    assert max(map(len, one)) < 600
+    mixed = [line for pair in zip(one, two, strict=True) for line in pair]
+    assert attach._told("\n".join(["a line of srun", *mixed])) == told
+    for damaged in (mixed[:-1], [line.replace("eHh4", "e\ufffdh4") for line in mixed]):
+        with pytest.raises(ValueError):
+            attach._told("\n".join(damaged))
+    asked = tmp_path / "asked"
+    for name, lines in (
+        ("squeue", ["echo 7 RUNNING 2"]),
+        (
+            "srun",
+            [
+                f"echo x >> {asked}",
+                f'[ "$(wc -l < {asked})" = 1 ] && printf "\\255\\n"',
+                f"cat {tmp_path}/$?",
+            ],
+        ),
+    ):
+        (tmp_path / name).write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "0").write_text("\n".join(mixed[:-1]))  # when it is asked first
+    (tmp_path / "1").write_text("\n".join(mixed))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(attach.Unseen, match="nothing of job 7 can be seen: node 0"):
+        attach.of_job("7")
+    assert asked.read_text() == "x\nx\n"
+    (tmp_path / "1").write_text("\n".join(mixed[:-1]))
+    with pytest.raises(attach.Unseen, match="arrived damaged 3 times"):
+        attach.of_job("7")

@@ -24,7 +24,11 @@ from .records import Record
 
 WATCHED = 1.0  # seconds in which the use of CPU is measured
 COMPUTES = 0.1  # of a core: a process that uses more computes
-MARK = "rankcell attach:"  # before what a node's step prints for us
+MARK = "rankcell attach:"  # before each line that a node's step prints for us
+_LINE = (
+    500  # characters of such a line: srun may put the lines of two nodes into each other where they are long
+)
+_TIMES = 3  # how often a job's nodes are asked where their answers arrive damaged
 _PIPES = ("TORCH_FR_DUMP_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -105,7 +109,12 @@ def spy() -> str:
 def stack_of(pid: int) -> stacks.Process:
     """The stack of a process, by py-spy. Raises Unseen, with what would help, if it may not be read."""
     done = subprocess.run(
-        [spy(), "dump", "--json", "--pid", str(pid)], capture_output=True, text=True, timeout=60, check=False
+        [spy(), "dump", "--json", "--pid", str(pid)],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=60,
+        check=False,
     )
     if done.returncode == 0:
         found = stacks.py_spy_json(json.loads(done.stdout))
@@ -212,25 +221,53 @@ def of_job(job: str) -> tuple[list[Record], list[str]]:
     try:
         nodes = _nodes_of(job)
         command[3:3] = [f"--nodes={nodes}", f"--ntasks={nodes}"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
+        for _ in range(_TIMES):
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=120,
+                check=False,
+                env=environment,
+            )
+            try:
+                told = _told(done.stdout)
+                break
+            except ValueError:
+                continue
+        else:
+            raise Unseen(f"the answers of the nodes of job {job} arrived damaged {_TIMES} times. Try again.")
     except subprocess.TimeoutExpired:
         raise Unseen(f"Slurm did not answer in time, or a node of job {job} does not.") from None
     except FileNotFoundError:
         raise Unseen("there is no srun here: run this where Slurm's commands are.") from None
-    found: list[Record] = []
-    said: list[str] = []
-    for line in done.stdout.splitlines():
-        _, mark, rest = line.partition(MARK)
-        if mark:
-            told = json.loads(base64.b64decode(rest))
-            found += [records.unpack(r) for r in told["records"]]
-            said += told["said"]
+    found = [records.unpack(r) for node in told for r in node["records"]]
+    said = [sentence for node in told for sentence in node["said"]]
     if not found:
         reason = said[0] if said else " ".join(done.stderr.split())[:300]
         raise Unseen(f"nothing of job {job} can be seen: {reason}")
     return sorted(found, key=lambda r: r.rank), list(dict.fromkeys(said))
+
+
+def _lines(told: dict[str, Any], node: str) -> list[str]:
+    """What one node's step prints: JSON in base64, in lines that say whose they are, and a last one without content."""
+    data = base64.b64encode(json.dumps(told).encode()).decode()
+    pieces = [data[i : i + _LINE] for i in range(0, len(data), _LINE)]
+    return [f"{MARK}{node}:{piece}" for piece in [*pieces, ""]]
+
+
+def _told(text: str) -> list[dict[str, Any]]:
+    """What the nodes' steps have printed, among whatever else there is. Raises ValueError if a part is damaged."""
+    pieces: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        _, mark, rest = line.partition(MARK)
+        if mark:
+            node, _, piece = rest.partition(":")
+            pieces.setdefault(node, []).append(piece)
+    if any(each[-1] for each in pieces.values()):
+        raise ValueError("the end of an answer is missing")
+    return [dict(json.loads(base64.b64decode("".join(each), validate=True))) for each in pieces.values()]
 
 
 def _nodes_of(job: str) -> int:
@@ -238,7 +275,8 @@ def _nodes_of(job: str) -> int:
     done = subprocess.run(
         ["squeue", "--noheader", "--format=%i %T %D", "--jobs", job],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         timeout=30,
         check=False,
     )
@@ -285,8 +323,9 @@ def on_node(job: str) -> None:
         found, said = look(ranks_among(pids)) if pids else ([], [])
     except Unseen as error:
         found, said = [], [str(error)]
-    told = json.dumps({"records": [records.pack(r) for r in found], "said": said}).encode()
-    print(f"{MARK}{base64.b64encode(told).decode()}", flush=True)
+    told = {"records": [records.pack(r) for r in found], "said": said}
+    for line in _lines(told, os.environ.get("SLURM_PROCID", "0")):  # the step has one task on each node
+        print(line, flush=True)
 
 
 # --- the command
