@@ -239,7 +239,7 @@ def test_table_of_links_says_both_directions_and_where_it_is_from():
     table = charts.speeds([hw.PCIE[5], hw.PCIE[7]])
     assert table.header == ("", "each way", "both ways", "arithmetic", "note", "source")
     assert table.rows[0][:3] == ("PCIe 5 x16", "63 GB/s", "126 GB/s")
-    assert table.rows[1][4] == "no GPU of this table has it"
+    assert table.rows[1][4] == "newer than the servers of these GPUs"
     assert re.search(
         r'<a href="https://[^"]+">ml-engineering, network \(read 2026-11-21\)</a>', table._repr_html_()
     )

@@ -130,7 +130,7 @@ def pcie(generation: int, lanes: int = 16) -> Speed:
         generation=str(generation),
         lanes=lanes,
         arithmetic=f"{transfers[generation]} GT/s x {lanes} lanes x {payload}/{total} / 8 bits",
-        note="no GPU of this table has it" if generation >= 6 else "",
+        note="newer than the servers of these GPUs" if generation >= 6 else "",
     )
 
 

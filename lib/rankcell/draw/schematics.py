@@ -129,7 +129,7 @@ def fat_tree(*, leaves: int, down: int, ups: Sequence[int]) -> Figure:
             marks.append(rect(sx - spread / 2, spine_y, spread, 30, fill=PAPER, stroke=INK, radius=6))
             if text_width("spine", _SMALL) < spread:
                 marks.append(label(sx, spine_y + 21, "spine", anchor="middle", size=_SMALL))
-        marks.append(line(middle, leaf_y - 14, middle, host_y + 30, stroke="#d55e00", width=3, dash="7 5"))
+        marks.append(line(middle, spine_y + 34, middle, host_y + 30, stroke="#d55e00", width=3, dash="7 5"))
         twin.append(title)
         y = host_y + 44
     marks.append(label(EDGE, y + 14, "Squares: hosts. Dashed line: cuts them into halves.", fill=MUTED))
