@@ -78,7 +78,7 @@ def test_it_says_nothing_of_what_is_to_blame():
         ("the same on all", "fits", "same on all"),
         ("part of the batch", "fits", "parts"),
         ("sharded on dim 1, strided", "fits", "parts"),
-        ("each rank another multiple of it", "none", "multiple"),
+        ("each rank another multiple of it", "none", "another multiple on each"),
         ("1.92 times it", "none", "multiple"),
         ("partial over ranks 0-3", "none", "partial sum"),
         ("each its own part of the batch (over ranks 0-3)", "partial", "its own on each"),

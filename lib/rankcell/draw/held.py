@@ -22,6 +22,7 @@ LOOKS = {
     "same on all": ("#0072b2", "="),
     "parts": ("#56b4e9", "#"),
     "multiple": ("#f0e442", "x"),
+    "another multiple on each": ("#5d3a9b", "*"),
     "partial sum": ("#e69f00", "+"),
     "its own on each": ("#cc79a7", "o"),
     "something else": ("#d55e00", "!"),
@@ -60,6 +61,8 @@ def look(row: Row) -> str:
         return "same on all"
     if row.layout.startswith("partial over"):
         return "partial sum"
+    if "another multiple" in row.layout:
+        return "another multiple on each"
     if row.status == "scaled" or row.layout.endswith("times it") or "multiple" in row.layout:
         return "multiple"
     if row.layout.startswith("each its own"):
