@@ -158,7 +158,7 @@ def _explain(
         )
     elif len({w.group for w in waits.values()}) > 1:
         head = f"{who} take their process groups in different order, and each waits for the other."
-        advice = "Call the collectives of two groups in the same order on every rank that is in both."
+        advice = "Take the groups in one order that holds for all ranks, say all rows before all columns."
         turns = [f"rank {r} takes {_name(w)} first" for r, w in sorted(waits.items())]
         lines = (*lines, *turns)
     else:
