@@ -73,7 +73,7 @@ HANGS = {
         "for group in (a, b) if rank == 0 else (b, a):\n    if rank < 2: dist.all_reduce(x, group=group)",
         "ranks 0, 1 take their process groups in different order, and each waits for the other.",
         "rank 0  waits in all_reduce(float32[4]) (call 1 of the group of ranks 0, 1, line 4)",
-        "Call the collectives of two groups in the same order",
+        "Take the groups in one order that holds for all ranks",
     ),
     "DDP built on 3 of 4 ranks": (
         "from torch.nn.parallel import DistributedDataParallel\nm = torch.nn.Linear(4, 4)\n"
