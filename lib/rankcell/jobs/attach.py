@@ -25,9 +25,7 @@ from .records import Record
 WATCHED = 1.0  # seconds in which the use of CPU is measured
 COMPUTES = 0.1  # of a core: a process that uses more computes
 MARK = "rankcell attach:"  # before each line that a node's step prints for us
-_LINE = (
-    500  # characters of such a line: srun may put the lines of two nodes into each other where they are long
-)
+_LINE = 500  # characters of such a line: srun may mix long lines of two nodes
 _TIMES = 3  # how often a job's nodes are asked where their answers arrive damaged
 _PIPES = ("TORCH_FR_DUMP_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
