@@ -150,6 +150,33 @@ def test_a_group_with_a_limit_of_its_own_ends_its_waits_itself(two):
     assert run.values == [True, False]
 
 
+@pytest.mark.parametrize("kind", ["isend", "batch_isend_irecv"])
+def test_to_wait_twice_for_a_send_or_receive_is_refused(two, kind):
+    """Gloo's second `wait()` waits for a completion that has been handed out: it would stand still for ever."""
+    source = """
+x, y, peer = torch.full((3,), float(rank)), torch.zeros(3), 1 - rank
+works = (
+    [dist.isend(x, peer), dist.irecv(y, peer)]
+    if kind == "isend"
+    else dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y, peer)])
+)
+for work in works * TIMES:
+    work.wait()
+y.tolist()
+""".replace("kind", repr(kind), 1)
+    assert runs(two, source.replace("TIMES", "1")).values == [[1.0] * 3, [0.0] * 3]
+    said = str(fails(two, source.replace("TIMES", "2")))
+    assert "wait() of send(float32[3] to rank 1) was called a second time" in said
+    assert "call it once for each Work" in said
+
+
+def test_to_wait_twice_for_a_collective_is_fine(two):
+    source = (
+        "x = torch.ones(3)\nwork = dist.all_reduce(x, async_op=True)\nwork.wait()\nwork.wait()\nx.tolist()"
+    )
+    assert runs(two, source).values == [[2.0] * 3] * 2
+
+
 # --- calls that match, and calls that do not ---
 
 

@@ -15,6 +15,7 @@ not draw, and it decides nothing about hangs: `diagnose.py` does. Calls of the b
 import contextlib
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -104,6 +105,10 @@ POLLED = (
     "is_completed() of {} was asked 10,000 times. On gloo a send or receive is completed only by `wait()`: "
     "call `work.wait()` when you need its result."
 )
+TWICE = (
+    "wait() of {} was called a second time. On gloo the second wait() of a send or receive never returns: call it once "
+    "for each Work, for instance by emptying the list of Works that you have waited for."
+)
 
 # what the Python side of a call knows and the dispatcher does not: the reduce op
 _here = threading.local()
@@ -151,6 +156,8 @@ class Recorder:
         self._array: torch.Tensor | None = None  # that `watch` looks at
         self._watching: Operation | None = None  # the last operation seen by it
         self._by_work: dict[int, Operation] = {}
+        # sends and receives of gloo that were waited for, and what they were: see TWICE
+        self._waited: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._libraries: list[torch.library.Library] = []
         self._originals: list[tuple[Any, str, Any]] = []
@@ -175,6 +182,8 @@ class Recorder:
             recorder = current()
             operation = recorder._by_work.pop(id(work), None)
             if operation is None:
+                if work in recorder._waited:
+                    raise RuntimeError(TWICE.format(recorder._waited[work]))
                 return original_wait(work, *args, **kwargs)
             operation.wait_start = recorder.clock()
             for other in operation.batch:
@@ -193,6 +202,12 @@ class Recorder:
                 if operation.error is None:
                     if operation.op == "recv" and operation.peer is None:
                         operation.peer = operation.ranks[work._source_rank()]
+                    if (
+                        operation.op in ("send", "recv")
+                        and operation.passed is None
+                        and recorder.stage is None
+                    ):
+                        recorder._waited[work] = operation.describe()
                     if operation.landing is not None:
                         tensor, buffer = operation.landing
                         tensor.copy_(buffer)
