@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rankcell import check
+from rankcell.against import Row
 from rankcell.results import Event, RankResult, Run
 
 NAN = math.nan
@@ -224,3 +225,27 @@ def test_calls_says_who_made_which():
     )
     assert message(check.calls, run, []) == "expected nothing on every rank; rank 0 sent all_reduce."
     assert message(check.calls, Run("", ()), []) == "no rank ran, so there is nothing to compare."
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "missing"),
+    [
+        ("grad", "multiple", "a division"),
+        ("grad", "its own on each", "some weights in the average"),
+        ("grad_output", "partial sum", "an all-reduce in the backward"),
+        ("grad", "partial sum", "an all-reduce after the backward"),
+    ],
+)
+def test_diagnosed(kind, held, missing):
+    first = Row("up", kind, 0, "in some way", "none", (0, 1))
+    said = {"kind": kind, "held": held, "missing": missing}
+    assert check.diagnosed(first, held, said).text.count("\n") == 2
+    others = {"kind": "output", "held": "parts", "missing": "an all-reduce in the forward"}
+    for name, other in others.items():
+        assert repr(other) in message(check.diagnosed, first, held, said | {name: other})
+    assert message(check.diagnosed, first, held, {}).endswith("is of the kind None.")
+
+
+def test_diagnosed_knows_four_cases_only():
+    with pytest.raises(KeyError):
+        check.diagnosed(Row("up", "output", 0, "in some way", "none", (0, 1)), "parts", {})

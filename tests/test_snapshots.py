@@ -1,6 +1,9 @@
 """A training that goes on from a snapshot gives the bits of one that never stopped."""
 
+import io
+import os
 import random
+import time
 
 import pytest
 import torch
@@ -106,6 +109,36 @@ def test_a_write_that_fails_leaves_the_old_snapshot(tmp_path, monkeypatch):
         snapshots.save(path, 2, **training.parts)
     assert str(error.value) == "The snapshot was not saved: No space left on device"
     assert snapshots.load(path, **training.parts) == 1
+
+
+def test_watching_sees_what_becomes_of_the_old_file(tmp_path):
+    path, new = tmp_path / "snapshot.pt", tmp_path / "snapshot.pt.new"
+    training = Training()
+    with snapshots.watching(path, seconds=0) as seen:
+        snapshots.save(path, 1, **training.parts)
+        snapshots.save(path, 2, **training.parts)
+    assert (seen.writes, seen.gaps) == ([True, True], [])
+    assert snapshots.load(path, **training.parts) == 2
+    save_file, unlink = torch.save, os.unlink
+    with snapshots.watching(path, seconds=0) as seen:
+        torch.save(3, path)
+        torch.save(4, io.BytesIO())  # to no file
+        torch.save(5, new)
+        path.unlink()
+        new.rename(path)
+        path.rename(new)
+        new.unlink()
+    assert (seen.writes, seen.gaps) == ([False, True], ["os.unlink", "os.rename"])
+    assert torch.save is save_file and os.unlink is unlink
+
+
+def test_watching_makes_renaming_slow(tmp_path):
+    path, new = tmp_path / "snapshot.pt", tmp_path / "snapshot.pt.new"
+    torch.save(1, new)
+    began = time.monotonic()
+    with snapshots.watching(path, seconds=0.2):
+        new.replace(path)
+    assert time.monotonic() - began >= 0.2
 
 
 def test_a_missing_part_is_named(tmp_path):

@@ -18,9 +18,16 @@ from .errors import Told
 from .results import Run, name_ranks
 
 if TYPE_CHECKING:
-    from .against import Comparison
+    from .against import Comparison, Row
 
 _SHOWN = 8  # numbers of a value that a verdict spells out
+# What is missing in a training whose first wrong tensor is of this kind and held so.
+_MISSING = {
+    ("grad", "multiple"): "a division",
+    ("grad", "its own on each"): "some weights in the average",
+    ("grad", "partial sum"): "an all-reduce after the backward",
+    ("grad_output", "partial sum"): "an all-reduce in the backward",
+}
 
 
 class CheckFailed(Told, AssertionError):
@@ -205,6 +212,26 @@ def against(
     from .against import compare  # numpy only when it is asked for
 
     return compare(run, one, mesh=mesh, names=names, rtol=rtol)
+
+
+def diagnosed(first: "Row", held: str, said: Mapping[str, str]) -> Verdict:
+    """That `said` is right about the first wrong tensor of a training: its "kind", how it is "held", what is "missing".
+
+    check.diagnosed(case.first, look(case.first), {"kind": "output", "held": "parts", "missing": "a division"})
+
+    `case` is what `against` gave back, and `held` how the ranks hold the tensor, in the words of `draw.held.look`. The
+    words for what is missing are those of the first four cases of lesson 15.
+
+    Raises:
+        KeyError: in none of the four cases a tensor of this kind, held so, is the first wrong one.
+    """
+    missing = _MISSING[first.kind, held]
+    yours = [said.get(name) for name in ("kind", "held", "missing")]
+    return every(
+        that(yours[0] == first.kind, f"the first that is not as it should be is of the kind {yours[0]!r}"),
+        that(yours[1] == held, f"the ranks hold it as {yours[1]!r}"),
+        that(yours[2] == missing, f"what is missing is {yours[2]!r}"),
+    )
 
 
 def _fail(sentence: str) -> NoReturn:

@@ -3,13 +3,18 @@
 Global rank 0 writes one file, under a new name that then takes the place of the old one: a job that is killed
 while it writes leaves the old snapshot whole. The file holds the state of model, optimizer, scheduler and
 sampler, the step, and the random state of every rank. It must lie where all nodes see it. Models that are
-sharded over ranks (FSDP) are not covered: see torch.distributed.checkpoint.
+sharded over ranks (FSDP) are not covered: see torch.distributed.checkpoint. `watching` judges how somebody else's
+`save` treats the old file.
 """
 
+import contextlib
+import io
 import os
 import random
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +109,59 @@ def load(path: str | Path, **parts: Stateful) -> int:
     if len(snapshot["random"]) == world_size:
         _set_random_state(snapshot["random"][rank])
     return snapshot["step"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What `watching` saw of the file at its path, on this rank.
+
+    `writes` has an entry for each file that `torch.save` wrote: whether the one at the path was as before when it was
+    done. `gaps` names the calls that left no file where there had been one, such as "os.remove".
+    """
+
+    writes: list[bool] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watching(path: str | Path, seconds: float = 0.3) -> Iterator[Seen]:
+    """Watch what this rank does to the file at `path`, and see it in what comes back.
+
+    Renaming takes `seconds` more, so that a rank that does not wait for the new file meets the old one.
+    """
+    path, seen, save_file = Path(path), Seen(), torch.save
+
+    def content() -> bytes | None:
+        return path.read_bytes() if path.exists() else None
+
+    def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        before = content()
+        save_file(obj, f, *args, **kwargs)
+        if not isinstance(f, io.BytesIO):  # a tensor on its way to another rank, not to the disk
+            seen.writes.append(content() == before)
+
+    def called(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def and_looked(*args: Any, **kwargs: Any) -> None:
+            before = path.exists()
+            if name in ("rename", "replace"):
+                time.sleep(seconds)
+            call(*args, **kwargs)
+            if before and not path.exists():
+                seen.gaps.append(f"os.{name}")
+
+        return and_looked
+
+    calls = {name: getattr(os, name) for name in ("remove", "unlink", "rename", "replace")}
+    watched: list[tuple[Any, str, Any]] = [(torch, "save", saved)]
+    watched += [(os, name, called(name, call)) for name, call in calls.items()]
+    as_before = [(where, name, getattr(where, name)) for where, name, _ in watched]
+    try:
+        for where, name, call in watched:
+            setattr(where, name, call)
+        yield seen
+    finally:
+        for where, name, call in as_before:
+            setattr(where, name, call)
 
 
 def _replace(path: Path, content: Any) -> None:
