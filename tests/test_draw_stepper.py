@@ -46,6 +46,13 @@ def test_a_marker_stands_at_each_ranks_line():
     assert figure.svg.count("<rect") >= 6 and "x = rank" in figure.svg and "rank 0 at line 2" in figure.alt
 
 
+def test_the_lines_have_the_numbers_of_the_cell_and_those_with_ranks_are_dark():
+    number = r'text-anchor="end"[^>]*>(\d)</text><text[^>]*fill="(#\w+)"[^>]*>([^<]+)<'
+    written = re.findall(number, stepper(two_ranks()).figures[1].svg)
+    pale, dark = "#5a5a5a", "#1a1a1a"
+    assert written == [("2", pale, "x = rank"), ("3", dark, "dist.all_reduce(x)"), ("4", pale, "y = x")]
+
+
 def test_a_line_passed_often_is_shown_at_first_and_at_last():
     steps = [Step(0, float(i), 2 + i % 2) for i in range(100)]
     assert [s.at for s in fold(steps)] == [0.0, 1.0, 2.0, 3.0, 98.0, 99.0]

@@ -398,6 +398,23 @@ def test_ranks_that_run_different_units_are_told(four):
         )
 
 
+@KINDS
+def test_all_ranks_begin_with_the_weights_of_rank_0(four, kind):
+    def run(kind):
+        torch.manual_seed(dist.get_rank())
+        layer = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D))
+        layer[1].running_mean += dist.get_rank()
+        own = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        dist.broadcast_object_list(first := [own])
+        full = kind(layer).full_state_dict()
+        return [not torch.equal(own[k], v) for k, v in first[0].items()], [
+            torch.equal(full[k], v) for k, v in first[0].items()
+        ]
+
+    for rank, (differed, equal) in enumerate(four.run(run, args=(kind,)).values):
+        assert any(differed) == (rank > 0) and all(equal)
+
+
 # Parts as an optimizer sees them
 
 

@@ -70,6 +70,17 @@ def test_send_and_receive_know_their_peer_and_tag(four):
     assert (sent.op, sent.peer, sent.tag) == ("send", 3, 7) and (received.op, received.peer) == ("recv", 0)
 
 
+def test_a_receive_from_anyone_learns_whose_message_came(four):
+    """By the rank of the world, also in a group in which that rank has another number."""
+    source = """
+    pair, x = dist.new_group([1, 3]), torch.ones(2)
+    if rank == 1: dist.isend(x, 3, group=pair).wait()
+    if rank == 3: dist.irecv(x, group=pair).wait()
+    """
+    (received,) = (e for e in four.run(textwrap.dedent(source)).ranks[3].events if e.op == "recv")
+    assert received.peer == 1
+
+
 def test_an_async_operation_ends_when_it_is_done(four):
     run = four.run("w = dist.all_reduce(torch.ones(1 << 20), async_op=True)\nw.wait()")
     (event,) = run.ranks[0].events
