@@ -436,6 +436,28 @@ x = total(x)
 x"""
 
 
+def test_in_a_student_copy_cells_that_build_on_an_answer_do_not_hold_up_run_all(tmp_path):
+    """On the ranks, too, and where what they made of it is used; what is made anew does not count."""
+    cells = [
+        new_code_cell(
+            "# Exercise 1: double\ndef double(x):\n    return 2 * x", metadata={"tags": ["solution"]}
+        ),
+        new_markdown_cell("## Later"),
+        new_code_cell("a = double(1)"),
+        new_code_cell("b = 3"),
+        new_code_cell("%%ranks 2 --push double -o run\nc = double(rank)"),
+        new_code_cell("%%ranks 2\nd = c + 1"),
+        new_code_cell("run.values"),
+        new_code_cell("a = b"),
+        new_code_cell("a + b"),
+    ]
+    copy = notebooks.student_copy(new_notebook(cells=cells), "01_tiny")
+    held_up = [
+        cell.source for cell in copy.cells[2:] if "raises-exception" not in cell.metadata.get("tags", [])
+    ]
+    assert held_up == ["b = 3", "a = b", "a + b"]
+
+
 def test_student_stub_keeps_what_is_not_marked_as_solution():
     error = 'raise NotImplementedError("Exercise 3: \\"add\\" up")'
     assert exercises.stub(new_code_cell(HOLES)) == (

@@ -53,7 +53,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from rankcell.exercises import CHECK, ExerciseError, checks_of, exercise_text, is_code, stub, tags
+from rankcell.exercises import CHECK, ExerciseError, checks_of, dependents, exercise_text, is_code, stub, tags
 
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {
@@ -296,6 +296,9 @@ def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
             cell.source = source
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+    for place in dependents(notebook.cells):  # nor does a later cell that builds on an answer
+        if "raises-exception" not in tags(copy.cells[place]):
+            copy.cells[place].metadata["tags"] = [*tags(copy.cells[place]), "raises-exception"]
     return copy
 
 

@@ -123,6 +123,22 @@ def checks_of(cells: Sequence[Cell], index: int) -> list[int]:
     return found
 
 
+def dependents(cells: Sequence[Cell]) -> list[int]:
+    """The places of the code cells that use what an exercise defines, or what such a cell has made of it."""
+    found: list[int] = []
+    names: set[str] = set()
+    for place, cell in enumerate(cells):
+        effects = _effects(cell["source"]) if is_code(cell) else []
+        uses = any((s.uses | s.later) & names for s in effects)
+        if uses and not is_exercise(cell):
+            found.append(place)
+        if uses or is_exercise(cell):
+            names |= {name for s in effects for name in s.binds}
+        else:
+            names -= {name for s in effects if isinstance(s.node, _DEFINITE) for name in s.binds}
+    return found
+
+
 @dataclass(frozen=True)
 class Exercise:
     """One exercise of a lesson: the place of its solution in the lesson's cells, and those of its checks."""
