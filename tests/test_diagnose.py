@@ -50,6 +50,15 @@ def test_a_cycle_of_sends():
     assert found.headline == "ranks 0, 1 all send first, and nobody receives."
 
 
+def test_a_send_whose_receive_has_just_come_goes_on():
+    assert diagnose([transfer(0, "send", 1), transfer(1, "recv", 0), State(2, "finished")]) is None
+    second = transfer(0, "send", 1, seq=2)
+    assert diagnose([second, transfer(1, "recv", 0, seq=2), State(2, "finished")]) is None
+    once = replace(transfer(1, "recv", 0), phase="finished", waits=())
+    assert diagnose([transfer(0, "send", 1), once, State(2, "finished")]) is None
+    assert diagnose([second, once, State(2, "finished")]).blame == 1
+
+
 def test_a_receive_from_anyone_needs_only_one_free_rank():
     assert diagnose([transfer(0, "recv", None), State(1, "running"), State(2, "finished")]) is None
     assert diagnose([transfer(0, "recv", None), State(1, "finished"), State(2, "finished")]) is not None

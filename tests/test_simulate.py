@@ -478,3 +478,10 @@ def test_time_in_which_two_of_a_kind_run_counts_once():
     message = Event(0, "all_reduce", 2.0, 6.0)
     assert busy_together([*two, message], "compute", "comm") == 2.0
     assert busy_together([*two, message], "comm", "compute") == 2.0
+
+
+def test_a_short_event_inside_a_long_one_does_not_end_it():
+    of = [
+        Event(0, kind, start, end, kind=kind) for kind, start, end in (("compute", 0, 10), ("compute", 1, 2))
+    ]
+    assert busy_together([*of, Event(0, "send", 3, 5, kind="comm")], "compute", "comm") == 2.0
