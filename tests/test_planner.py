@@ -410,6 +410,11 @@ def test_what_predict_gives():
     assert set(found) == {"tokens_per_s_per_gpu", "step_s", "memory_gb", "memory_gb_by_stage", "fits"}
     assert len(found["memory_gb_by_stage"]) == 2 and found["memory_gb"] == max(found["memory_gb_by_stage"])
     assert found["step_s"] * found["tokens_per_s_per_gpu"] * 8 == pytest.approx(128 * 8192)
+    by_stage = [
+        predict(r) for r in fit_planner.rows_of() if (r["source"], r["pp"]) == ("nanotron_playbook", "2")
+    ][::7]
+    assert all(f["memory_gb"] == max(f["memory_gb_by_stage"]) for f in by_stage)
+    assert any(f["memory_gb"] > f["memory_gb_by_stage"][0] for f in by_stage)  # the last one has the head
 
 
 def test_every_row_of_the_tables_is_understood():
@@ -693,8 +698,12 @@ def test_a_layer_takes_its_operations_and_bytes():
 
 def test_adam_reads_and_writes_34_bytes_for_each_parameter_of_a_rank():
     params = 10 * (ATTENTION + MLP) + 2 * TABLE
-    for zero, shards in ((0, 1), (1, 8)):
-        found = seconds.optimizer_seconds(small(), Layout(tp=2, dp=8, zero=zero))
+    for layout, shards in (
+        (Layout(tp=2, dp=8, zero=0), 1),
+        (Layout(tp=2, dp=8, zero=1), 8),
+        (Layout(tp=2, dp=4, cp=2, zero=1), 8),  # the ranks of a sequence share them, too
+    ):
+        found = seconds.optimizer_seconds(small(), layout)
         assert float(found) == pytest.approx(34 * params / 2 / shards / 3.35e12)
 
 
