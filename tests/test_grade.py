@@ -518,6 +518,14 @@ def test_a_github_workflow_gets_its_output(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "c.json").read_text())["status"] == "pass"
 
 
+def test_what_could_not_be_judged_counts_neither_way():
+    statuses = (results.PASSED, results.PASSED, results.FAILED, results.NOT_JUDGED)
+    assert results.score([Judgement("ada", "01", f"Exercise {k}", s) for k, s in enumerate(statuses)]) == (
+        2,
+        3,
+    )
+
+
 def test_text_that_xml_does_not_have_is_left_out(tmp_path):
     results.as_junit(
         [Judgement("a\x00", "04", "Exercise 1", results.FAILED, "\x1b[1m \ud800")], tmp_path / "j.xml"
