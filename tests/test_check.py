@@ -247,5 +247,7 @@ def test_diagnosed(kind, held, missing):
 
 
 def test_diagnosed_knows_four_cases_only():
-    with pytest.raises(KeyError):
+    with pytest.raises(
+        ValueError, match="No case of lesson 15 begins with a `output` that the ranks hold as 'parts'"
+    ):
         check.diagnosed(Row("up", "output", 0, "in some way", "none", (0, 1)), "parts", {})

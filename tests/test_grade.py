@@ -520,10 +520,8 @@ def test_a_github_workflow_gets_its_output(tmp_path, monkeypatch):
 
 def test_what_could_not_be_judged_counts_neither_way():
     statuses = (results.PASSED, results.PASSED, results.FAILED, results.NOT_JUDGED)
-    assert results.score([Judgement("ada", "01", f"Exercise {k}", s) for k, s in enumerate(statuses)]) == (
-        2,
-        3,
-    )
+    judgements = [Judgement("ada", "01", f"Exercise {k}", status) for k, status in enumerate(statuses)]
+    assert results.score(judgements) == (2, 3)
 
 
 def test_text_that_xml_does_not_have_is_left_out(tmp_path):

@@ -160,12 +160,12 @@ works = (
     if kind == "isend"
     else dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y, peer)])
 )
-for work in works * TIMES:
+for work in works * times:
     work.wait()
 y.tolist()
-""".replace("kind", repr(kind), 1)
-    assert runs(two, source.replace("TIMES", "1")).values == [[1.0] * 3, [0.0] * 3]
-    said = str(fails(two, source.replace("TIMES", "2")))
+"""
+    assert runs(two, f"kind, times = {kind!r}, 1{source}").values == [[1.0] * 3, [0.0] * 3]
+    said = str(fails(two, f"kind, times = {kind!r}, 2{source}"))
     assert "wait() of send(float32[3] to rank 1) was called a second time" in said
     assert "call it once for each Work" in said
 

@@ -481,7 +481,5 @@ def test_time_in_which_two_of_a_kind_run_counts_once():
 
 
 def test_a_short_event_inside_a_long_one_does_not_end_it():
-    of = [
-        Event(0, kind, start, end, kind=kind) for kind, start, end in (("compute", 0, 10), ("compute", 1, 2))
-    ]
-    assert busy_together([*of, Event(0, "send", 3, 5, kind="comm")], "compute", "comm") == 2.0
+    long, short = Event(0, "a", 0.0, 10.0, kind="compute"), Event(0, "b", 1.0, 2.0, kind="compute")
+    assert busy_together([long, short, Event(0, "send", 3.0, 5.0)], "compute", "comm") == 2.0

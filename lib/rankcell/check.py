@@ -223,9 +223,13 @@ def diagnosed(first: "Row", held: str, said: Mapping[str, str]) -> Verdict:
     words for what is missing are those of the first four cases of lesson 15.
 
     Raises:
-        KeyError: in none of the four cases a tensor of this kind, held so, is the first wrong one.
+        ValueError: none of the four cases begins with a tensor of this kind, held so.
     """
-    missing = _MISSING[first.kind, held]
+    if (missing := _MISSING.get((first.kind, held))) is None:
+        raise ValueError(
+            f"No case of lesson 15 begins with a `{first.kind}` that the ranks hold as {held!r}: "
+            "run the cell that makes the case again, as it stands in the lesson."
+        )
     yours = [said.get(name) for name in ("kind", "held", "missing")]
     return every(
         that(yours[0] == first.kind, f"the first that is not as it should be is of the kind {yours[0]!r}"),
