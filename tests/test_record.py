@@ -196,21 +196,25 @@ def test_many_spans_are_summed_up_too_under_a_limited_number_of_names(four):
 
 
 def test_memory_of_the_recorder_is_bounded_however_long_a_cell_runs(four):
-    """Blocks that Python holds after 20,000 further calls in one cell: the same as before them."""
+    """Blocks that Python holds after 11,000 further calls in one cell: as many as before them, but for the calls that
+    are over and not yet swept up (at most 256, of some eight blocks each). One block a call would be 5,000 or more.
+    """
     source = """
-    import gc, sys
+    import gc, sys, time
     x, alone = torch.ones(1), dist.new_group([0])
     held = []
     if rank == 0:
         for _ in range(3):
-            for _ in range(10_000): dist.all_reduce(x, group=alone)
-            for _ in range(1_000): dist.all_reduce(x, group=alone, async_op=True)  # nobody waits
+            for _ in range(5_000): dist.all_reduce(x, group=alone)
+            works = [dist.all_reduce(x, group=alone, async_op=True) for _ in range(6_000)]  # nobody waits
+            while not all(work.is_completed() for work in works): time.sleep(0.01)  # gloo holds what it has not done
+            del works
             gc.collect()
             held.append(sys.getallocatedblocks())
     held
     """
     _, second, third = four.run(textwrap.dedent(source)).values[0]
-    assert third - second < 2_000
+    assert third - second < 4_000
 
 
 WIRE = {  # bytes each rank sends, as a fraction of the buffer of S bytes; the formula, and gloo's exception
