@@ -889,6 +889,18 @@ def test_half_the_error_of_a_constant_mfu():
     assert ours <= constant / 2
 
 
+def test_every_model_is_found_by_its_own_name():
+    """1.3b is not 13b."""
+    assert {name: shapes.find(name).name for name in shapes.MODELS} == {name: name for name in shapes.MODELS}
+
+
+def test_a_fit_without_a_stacks_runs_knows_nothing_that_was_set_with_them_in_view():
+    rows = [r for r in ROWS if r["source"] == "megatron21_table1"]
+    found, default = fit_planner.fit(rows).stacks["nanotron"], stacks.Stack("today")
+    assert (found["floor_tp"], found["network"]) == (default.floor_tp, default.network)
+    assert found["floor_tp"] != fit_planner.DECLARED["nanotron"]["floor_tp"]
+
+
 @pytest.mark.slow
 def test_the_constants_are_those_of_the_fit():
     """The tool finds again what is stored: every number within 3 %, or within what moves no error."""

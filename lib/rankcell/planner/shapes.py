@@ -215,7 +215,7 @@ def plain(name: str) -> str:
     text = re.sub(r"\(.*?\)|\bcut to\b.*|pretrain|instruct|\bmeta\b", "", name.lower())
     text = re.sub(r"llama-?_? ?3[._p]?1\b|llama31(?=\D)|llama3[.]?1(?=[ _-])", "llama3", text)
     text = text.replace("llama-3.3", "llama3").replace("llama3.3", "llama3").replace("llama 3.3", "llama3")
-    return re.sub(r"[^a-z0-9]", "", text)
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", text))  # 1.3b is not 13b
 
 
 def look_up(name: str) -> Shape | None:
