@@ -52,6 +52,14 @@ def test_halving_and_doubling_step_by_step(n):
     assert costs.halving_doubling_all_reduce(MIB, n, LINK) == pytest.approx(2 * sum(map(LINK.send, parts)))
 
 
+@pytest.mark.parametrize(
+    "f", [costs.doubling_all_reduce, costs.doubling_all_gather, costs.halving_reduce_scatter]
+)
+def test_doubling_needs_a_power_of_two(f):
+    with pytest.raises(ValueError, match=r"need 2, 4, 8, \.\.\. ranks, not 6"):
+        f(MIB, 6, LINK)
+
+
 def test_one_rank_costs_nothing():
     for f in (
         costs.ring_all_reduce, costs.ring_all_gather, costs.ring_reduce_scatter, costs.tree_all_reduce,

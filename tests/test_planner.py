@@ -230,11 +230,42 @@ def test_trees_and_switches_save_steps_and_switches_bytes():
     seconds_of = lambda way, nbytes: float(communication.all_reduce(job(), nbytes, 1024, 1, way))
     assert seconds_of("ring", short) > 3 * seconds_of("hierarchical", short) > 5 * seconds_of("tree", short)
     assert seconds_of("tree", short) > seconds_of("in-switch", short)
+    steps, part = (
+        2 * (np.log2(128) - 1) * job().chip.alpha_across,
+        short / 8 / (job().chip.network * communication.PORT),
+    )
+    assert seconds_of("tree", short) - seconds_of("in-switch", short) == pytest.approx(steps + part)
     # of many bytes a ring and trees send about the same through a port, switches half
     inside = float(communication.all_reduce(job(), long, 8, 1))
     port = long / 8 / (job().chip.network * communication.PORT)
     assert seconds_of("hierarchical", long) - inside == pytest.approx(2 * port, rel=0.02)
     assert seconds_of("in-switch", long) - inside == pytest.approx(port, rel=0.02)
+
+
+@pytest.mark.parametrize("ep", [2, 8])
+def test_an_exchange_of_tokens_starts_four_times_per_layer_and_micro_batch(ep):
+    of = job("mixtral-8x7b", n_gpus=8, batch=32)
+    layout = Layout(dp=8, ep=ep, micro_batch=2)
+    slower = dataclasses.replace(of, chip=dataclasses.replace(of.chip, alpha=of.chip.alpha + 1e-3))
+    more = communication.expert(slower, layout).seconds - communication.expert(of, layout).seconds
+    assert float(more) == pytest.approx(1e-3 * 4 * of.shape.moe_layers * int(layout.microbatches(of)))
+
+
+def test_a_pipeline_stalls_where_it_crosses_nodes():
+    of, layout = job(n_gpus=64, batch=64), Layout(pp=8, dp=8)
+    inside = job(n_gpus=8, batch=8), Layout(pp=8)
+    for each, ways, lost in ((of, layout, 8 * 0.5), (*inside, 0)):
+        stalls = dataclasses.replace(each, stack=dataclasses.replace(each.stack, stall=0.5))
+        more = seconds.step(stalls, ways).pipeline - seconds.step(each, ways).pipeline
+        assert float(more) == pytest.approx(lost)
+
+
+def test_the_search_tries_these_degrees():
+    found = layouts(job(n_gpus=8))
+    assert {*found.micro_batch.tolist()} == {1, 2, 4, 8} and {*found.zero.tolist()} == {0, 1, 2, 3}
+    assert {*found.chunks.tolist()} == {1, 2, 4} and {*found.pp[found.chunks > 1].tolist()} == {2, 4, 8}
+    assert {*found.zero[found.pp > 1].tolist()} == {0, 1}
+    assert {*layouts(job(n_gpus=1)).zero.tolist()} == {1}  # nothing to shard with: one of four
 
 
 def test_a_stack_says_how_gradients_are_summed():
