@@ -145,7 +145,10 @@ def by_srun(
     """
     _check_counts(nodes=nodes, ranks_per_node=ranks_per_node, cpus_per_rank=cpus_per_rank)
     where = f" --partition={partition}" if partition else ""
-    inside = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec " + command
+    inside = (
+        "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+        f"LOCAL_WORLD_SIZE={ranks_per_node}; exec {command}"
+    )
     # the first rank to leave with status 75 is no failure that the others must be ended for at once
     end = "--wait=30" if signal_seconds else "--kill-on-bad-exit=1"
     start = f"srun --cpus-per-task=$SLURM_CPUS_PER_TASK {end} \\\n    bash -c {shlex.quote(inside)}"
@@ -172,8 +175,8 @@ def by_srun(
         Line(
             start,
             "srun starts every rank. RANK and LOCAL_RANK are set inside the task: above srun they would be "
-            "read once, on the first node, and all ranks would be rank 0. srun does not take "
-            "`--cpus-per-task` over from sbatch (Slurm 22.05 and later), so it is said again. "
+            "read once, on the first node, and all ranks would be rank 0. In Slurm 22.05 and 23.02 srun does not "
+            "take `--cpus-per-task` over from sbatch, so it is said again. "
             + (
                 "When one rank ends, the others have 30 s to end too: time to save."
                 if signal_seconds
