@@ -27,7 +27,7 @@ def test_a_tree_stands_with_its_root_above():
     figure = routes.trees({"one": {1: 0, 2: 0}, "other": {0: 1, 2: 1}})
     assert (
         figure.alt
-        == "one: ranks 0 pass on, ranks 1, 2 are leaves; other: ranks 1 pass on, ranks 0, 2 are leaves."
+        == "one: ranks 0 take in, ranks 1, 2 are leaves; other: ranks 1 take in, ranks 0, 2 are leaves."
     )
     assert figure.svg.count("<circle") == 6
     assert figure.svg.count("<polygon") == 4

@@ -7,7 +7,9 @@
 At an exercise the kernel first gets the student's stub, then each wrong answer of `tests/answers/<notebook>.md`, each
 followed by the cells that check it; each must fail, with feedback that says why. Then it gets the solution, which must
 pass, as must all other cells: one that is tagged `raises-exception` has to raise what it raised when it was stored,
-and one with the line `# NBVAL_CHECK_OUTPUT` has to show what it showed. A check of the clock (in a cell that is tagged
+one with the line `# NBVAL_CHECK_OUTPUT` has to show what it showed, and pictures and tables
+have to show the numbers that they showed, within 2 % (other machines round otherwise), but for those of cells tagged
+`time` or `machine`. A check of the clock (in a cell that is tagged
 `time`) may measure three times: other work may have had the cores. (Where there is no Slurm the cells that need
 one are skipped, and the answers that they would judge are not judged.) A file of answers looks like this:
 
@@ -24,6 +26,7 @@ heading goes on like their comments: `## Exercise 2: mend the order`.
 """
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +45,7 @@ PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SANITIZE = get_sanitize_patterns((Path(__file__).parent / "sanitize.cfg").read_text("utf-8"))
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")  # colours
 NAMES_GONE = re.compile(r"names (defined there )?are gone|made with new_group were closed")
+NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
 DRAWINGS = {"image/png", "image/jpeg", notebooks.WIDGET_VIEW}
 
 
@@ -183,6 +187,13 @@ class Judgement:
             before, after = shown(cell.outputs), shown(outputs)
             if before != after:
                 self.problems.append(f"{self.what} shows other things than were stored:\n{before}\n{after}")
+        before, after = pictured(cell.outputs), pictured(outputs)
+        if (
+            not {"time", "machine"} & {*exercises.tags(cell)}
+            and not skipped(outputs)
+            and not alike(before, after)
+        ):
+            self.problems.append(f"{self.what} draws other numbers than were stored:\n{before}\n{after}")
         return True
 
     def measured_again(self, cell):
@@ -204,7 +215,7 @@ class Judgement:
         for answer in [stub, *wrong]:
             self.what = f"{number}, {answer.name!r}"
             seen, outputs = self.feedback(answer.source, checks)
-            if seen is None and any(o.get("text", "").startswith("Skipped: ") for o in outputs):
+            if seen is None and skipped(outputs):
                 print(f"  {answer.name}: not judged, a `%%slurm` cell was skipped")
                 continue
             print(f"  {answer.name}\n" + indented(seen if seen is not None else "PASSES"))
@@ -249,6 +260,33 @@ def shown(outputs):
     for pattern, replacement in SANITIZE:
         parts = [(kind, re.sub(pattern, replacement, text)) for kind, text in parts]
     return parts
+
+
+def skipped(outputs):
+    """Whether a cell that needs a Slurm said that there is none."""
+    return any(o.get("text", "").startswith("Skipped: ") for o in outputs)
+
+
+def pictured(outputs):
+    """The texts of the pictures and tables among the outputs of a cell: each has one that says what it draws."""
+    drawn = [
+        o.data
+        for o in outputs
+        if "<figure" in (html := str(o.get("data", {}).get("text/html"))) or "<table" in html
+    ]
+    return [str(data.get("text/plain")) for data in drawn]
+
+
+def alike(before, after):
+    """Whether texts are the same but for numbers that differ by 2 % at most."""
+    told = [[NUMBER.sub("#", text) for text in texts] for texts in (before, after)]
+    numbers = [
+        [float(n.replace(",", "")) for text in texts for n in NUMBER.findall(text)]
+        for texts in (before, after)
+    ]
+    return told[0] == told[1] and all(
+        math.isclose(a, b, rel_tol=0.02, abs_tol=1e-9) for a, b in zip(*numbers, strict=True)
+    )
 
 
 def title(source):
@@ -391,6 +429,19 @@ def test_outputs_that_must_not_change_are_compared_without_times(tmp_path):
     assert judge(changed(path, 1, marked.replace("3 ms", "4.5 s"))) == []
     (problem,) = judge(changed(path, 1, marked.replace("[1, 2]", "[1, 3]")))
     assert problem.startswith("the cell `# NBVAL_CHECK_OUTPUT` shows other things than were stored")
+
+
+def test_a_picture_that_must_not_change_is_compared_by_what_it_draws(tmp_path):
+    source = "from rankcell.draw import bars\nbars.bars({{'a': {}, 'b': 2.0}}, unit='GB')"
+    path = tiny(tmp_path, source.format(1.0))
+    assert judge(changed(path, 1, source.format(1.01))) == []
+    (problem,) = judge(changed(path, 1, source.format(1.1)))
+    assert problem.startswith(
+        "the cell `from rankcell.draw import bars` draws other numbers than were stored"
+    )
+    assert len(judge(changed(path, 1, source.format(1.0).replace("'b'", "'c'")))) == 1
+    path = tiny(tmp_path, (source.format(1.0), "machine"))
+    assert judge(changed(path, 1, source.format(1.1))) == []
 
 
 def test_a_cell_that_takes_too_long_is_named(tmp_path):

@@ -7,6 +7,7 @@ them.
 
 import os
 import signal
+import textwrap
 import threading
 import time
 
@@ -190,6 +191,20 @@ def test_calls_that_do_not_match_send_nothing(four, name):
     error = fails(four, source, RankMismatch)
     assert headline in str(error).splitlines()[0] and "stopped before it sent anything" in str(error)
     assert four.pids == pids  # gloo alone would have aborted a process, or returned garbage
+
+
+def test_uneven_parts_that_fit_together_in_a_group_are_no_mismatch(four):
+    """The splits count places in the group, not ranks of the world."""
+    source = """
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    place, group = rank % 2, groups[rank // 2]
+    sent, received = [[1, 3], [2, 4]][place], [[1, 2], [3, 4]][place]
+    out = torch.zeros(sum(received))
+    dist.all_to_all_single(out, torch.full((sum(sent),), float(rank)), received, sent, group=group)
+    out.tolist()
+    """
+    values = four.run(textwrap.dedent(source)).values
+    assert values[2:] == [[2.0, 3.0, 3.0], [2.0] * 3 + [3.0] * 4]
 
 
 def test_a_mismatch_is_worded_alike_whoever_notices_first(four):

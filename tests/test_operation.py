@@ -106,3 +106,11 @@ def test_a_call_that_only_begins_something_is_no_wait():
     group = Operation("new_group")
     group.start, group.blocks = clock(), True
     assert group.waiting
+
+
+@pytest.mark.parametrize(("done", "end"), [(None, 5.0), (3.0, 5.0), (6.0, 6.0)])
+def test_an_operation_that_is_waited_for_is_over_with_the_wait_or_later(done, end):
+    """However early the device was done: the program went on when its wait was over."""
+    o = operation(1.0, is_async=True, awaited=4.0)
+    o.wait_end, o.done = 5.0, done
+    assert o.end == end

@@ -273,7 +273,9 @@ def fit(rows: Iterable[Row]) -> Constants:
             }
     packed = bundles(timed)
     used = {b.job.stack.name for b in packed}
-    for name in set(FREE) - used:  # where a fit begins was set with the stack's runs in view: without them, forget it
+    for name in (
+        set(FREE) - used
+    ):  # where a fit begins was set with the stack's runs in view: without them, forget it
         start.stacks[name] |= {n: getattr(default, n) or 1.0 for n in FREE[name]}
     seen = {(b.job.chip.family, b.job.number_format) for b in packed}
     keys = [("stacks", name, n) for name, names in FREE.items() if name in used for n in names]

@@ -158,7 +158,7 @@ def link_matrix(topology: Topology) -> Figure:
     near = used[0] if used else path_kind("X")
     far = used[-1] if used else near
     alt = (
-        f"Paths between {len(topology.gpus)} GPUs and {len(topology.nics)} network cards: "
+        f"Paths between {len(topology.gpus)} GPUs and {len(topology.nics)} network card{'s' * (len(topology.nics) != 1)}: "
         f"the nearest are {near.code} ({near.meaning}), the farthest {far.code} ({far.meaning})."
     )
     return drawing(WIDTH, y + 8, *marks, alt=alt, text=repr(topology))

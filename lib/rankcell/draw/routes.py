@@ -90,7 +90,7 @@ def trees(parents: Mapping[str, Mapping[int, int]], *, title: str = "") -> Figur
         bottom = max([bottom, *(y for _, y in places.values())])
         inner = sorted(set(parent.values()))
         leaves = [r for r in ranks if r not in inner]
-        told.append(f"{name}: ranks {_listed(inner)} pass on, ranks {_listed(leaves)} are leaves")
+        told.append(f"{name}: ranks {_listed(inner)} take in, ranks {_listed(leaves)} are leaves")
     return _figure(bottom + 34, marks, title, told)
 
 
