@@ -157,8 +157,9 @@ def link_matrix(topology: Topology) -> Figure:
         y += 30
     near = used[0] if used else path_kind("X")
     far = used[-1] if used else near
+    cards = "card" if len(topology.nics) == 1 else "cards"
     alt = (
-        f"Paths between {len(topology.gpus)} GPUs and {len(topology.nics)} network card{'s' * (len(topology.nics) != 1)}: "
+        f"Paths between {len(topology.gpus)} GPUs and {len(topology.nics)} network {cards}: "
         f"the nearest are {near.code} ({near.meaning}), the farthest {far.code} ({far.meaning})."
     )
     return drawing(WIDTH, y + 8, *marks, alt=alt, text=repr(topology))
