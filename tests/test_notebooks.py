@@ -360,6 +360,28 @@ def test_solutions_are_folded_in_jupyterlab():
     assert [cell.metadata for cell in notebook.cells] == [{"tags": ["solution"], "jupyter": folded}, {}]
 
 
+def test_long_checks_are_folded_in_jupyterlab():
+    """A verdict stays in sight; so do short checks, code that a reader is to read, and ranks at work."""
+    check = "check.every(\n" + "    check.that(True, 'yes'),\n" * 6 + ")"
+    code = "a = 1\n" * 9
+    cells = [
+        check,
+        check.replace("    check.that(True, 'yes'),\n", "", 1),  # short
+        code + check,  # more than half of it is no check
+        check + "\na",  # shows something
+        "def f():\n    pass\n\n" + check,
+        "%%ranks 4\n" + check,
+        "!ls\n" + check,
+        code + "check.that(a, 'one')",
+    ]
+    notebook = new_notebook(cells=[new_code_cell(source) for source in cells])
+    notebook.cells[5:5] = [new_code_cell("# Exercise 1: three", metadata={"tags": ["solution"]})]
+    notebook.cells.insert(5, new_markdown_cell("## Your turn"))
+    notebooks.clean(notebook)
+    folded = [i for i, c in enumerate(notebook.cells) if c.metadata.get("jupyter") == {"source_hidden": True}]
+    assert folded == [0, 9]  # the last one judges an exercise
+
+
 def test_clean_keeps_tags_and_drops_the_rest():
     cell = new_code_cell("1", metadata={"tags": ["time"], "collapsed": True})
     twin = new_code_cell("2")

@@ -711,6 +711,14 @@ def test_code_that_only_draws_is_folded(text):
     assert not any("check." in html.unescape(re.sub("<[^>]+>", "", fold)) for fold in folds)
 
 
+def test_long_checks_are_folded_and_their_verdicts_are_not(text):
+    page = text("notebooks/05_bandwidth.html")
+    folds = re.findall(r"(?s)<details[^>]*>(?:(?!</details>).)*Show the code of the check.*?</details>", page)
+    assert len(folds) > 5
+    assert all("check." in html.unescape(re.sub("<[^>]+>", "", fold)) for fold in folds)
+    assert not any("✓" in fold for fold in folds)
+
+
 def test_dark_mode_is_dark_and_its_figures_do_not_glare(open_page):
     background = r"getComputedStyle(document.body).backgroundColor.match(/\d+/g).slice(0, 3).map(Number)"
     shine = "getComputedStyle(document.querySelector('figure.rankcell img')).filter"

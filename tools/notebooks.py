@@ -53,7 +53,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from rankcell.exercises import CHECK, ExerciseError, checks_of, dependents, exercise_text, is_code, stub, tags
+from rankcell.exercises import CHECK, ExerciseError, checks_of, dependents, exercise_text, is_code, only_check, stub, tags
 
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {
@@ -176,6 +176,7 @@ def clean(notebook: NotebookNode) -> None:
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     seen: set[str] = set()
     uses_widgets = False
+    folded = only_check(notebook.cells)
     for index, cell in enumerate(notebook.cells):
         if not cell.get("id") or cell["id"] in seen:
             cell["id"] = hashlib.sha256(f"{index} {cell.source}".encode()).hexdigest()[:8]
@@ -184,6 +185,8 @@ def clean(notebook: NotebookNode) -> None:
         cell.metadata = NotebookNode({"tags": kept} if kept else {})
         if "solution" in kept:  # JupyterLab shows it, and what came of it, when the reader unfolds it
             cell.metadata["jupyter"] = {"outputs_hidden": True, "source_hidden": True}
+        elif index in folded:
+            cell.metadata["jupyter"] = {"source_hidden": True}
         for output in cell.get("outputs", []):
             if "metadata" in output:
                 output.metadata = NotebookNode()

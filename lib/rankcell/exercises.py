@@ -25,6 +25,7 @@ EXERCISE = re.compile(r"^#\s*(Exercise (\d+): \S.*)$")
 BEGIN, END = "# BEGIN SOLUTION", "# END SOLUTION"
 # In a student's copy a cell that judges an answer says so: there it may fail without holding up "Run All".
 CHECK = "check"
+LONG = 8  # lines of a cell, from which on what is no part of the lesson is folded away
 
 Cell = Mapping[str, Any]
 
@@ -121,6 +122,31 @@ def checks_of(cells: Sequence[Cell], index: int) -> list[int]:
                 break
             found.append(place)
     return found
+
+
+def only_check(cells: Sequence[Cell]) -> list[int]:
+    """The places of the long cells in which a reader would look for the verdict alone, so that their code is folded.
+
+    They end in a check, and are for the most part checks, or judge an exercise.
+    """
+    judges = {place for index, cell in enumerate(cells) if is_exercise(cell) for place in checks_of(cells, index)}
+    return [place for place, cell in enumerate(cells) if _only_checks(cell, judges=place in judges)]
+
+
+def _only_checks(cell: Cell, *, judges: bool) -> bool:
+    lines = cell["source"].count("\n") + 1
+    if not is_code(cell) or is_exercise(cell) or lines < LONG or cell["source"].startswith("%"):
+        return False
+    try:
+        body = ast.parse(cell["source"]).body
+    except SyntaxError:  # a line that begins with ! or %
+        return False
+    in_checks = [node for node in body if "check." in ast.unparse(node)]
+    if not body or body[-1] not in in_checks:
+        return False
+    defines = any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in body)
+    checked = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in in_checks)
+    return judges or (not defines and 2 * checked >= lines)
 
 
 def dependents(cells: Sequence[Cell]) -> list[int]:
