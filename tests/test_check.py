@@ -251,3 +251,23 @@ def test_diagnosed_knows_four_cases_only():
         ValueError, match="No case of lesson 15 begins with a `output` that the ranks hold as 'parts'"
     ):
         check.diagnosed(Row("up", "output", 0, "in some way", "none", (0, 1)), "parts", {})
+
+
+def test_numbers_with_a_name_say_what_they_are():
+    assert str(check.close_to([256, 128], [256, 128], name="bytes sent")) == "✓ bytes sent: [256, 128]"
+    held = check.equals_dense(torch.ones(3), torch.ones(3), name="the weights")
+    assert str(held).startswith("✓ the weights: 3 numbers equal those of one process")
+    for wrong, sentence in (
+        (
+            [256, 127],
+            "bytes sent: 1 of 2 numbers differs. The largest difference is at [1]: expected 128, got 127.",
+        ),
+        ([256], "bytes sent: The shapes differ: expected (2,), got (1,)."),
+        ({"a": 1}, "bytes sent: Expected [256, 128], got {'a': 1}."),
+        (["a", "b"], "bytes sent: Expected [256, 128], got ['a', 'b']."),
+    ):
+        with pytest.raises(check.CheckFailed) as caught:
+            check.close_to(wrong, [256, 128], name="bytes sent")
+        assert str(caught.value).startswith(sentence), str(caught.value)
+    with pytest.raises(check.CheckFailed, match=r"^the weights: The shapes differ: one process has"):
+        check.equals_dense(torch.ones(2), torch.ones(3), name="the weights")

@@ -53,7 +53,17 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from rankcell.exercises import CHECK, ExerciseError, checks_of, dependents, exercise_text, is_code, only_check, stub, tags
+from rankcell.exercises import (
+    CHECK,
+    ExerciseError,
+    checks_of,
+    dependents,
+    exercise_text,
+    is_code,
+    only_check,
+    stub,
+    tags,
+)
 
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {

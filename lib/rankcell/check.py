@@ -73,19 +73,27 @@ def every(*verdicts: Verdict) -> Verdict:
     return Verdict("\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()), measured)
 
 
-def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0) -> Verdict:
-    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected."""
-    worst, count = _compare(actual, expected, rtol, atol)
+def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0, name: str = "") -> Verdict:
+    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected.
+
+    `name` says what they are, "bytes that rank 0 sent", in the verdict and to a wrong answer.
+    """
+    worst, count = _compare(actual, expected, rtol, atol, of=name)
+    if name:
+        return Verdict(f"{name}: {_show(actual)}{_within(worst)}")
     if count == 1:
         return Verdict(f"as expected: {_show(actual)}{_within(worst)}")
     return Verdict(f"{count:,} numbers as expected: {_show(actual)}{_within(worst)}")
 
 
-def equals_dense(parallel: Any, dense: Any, *, atol: float = 1e-6, rtol: float = 0.0) -> Verdict:
-    """`parallel` (tensors, or a list or dictionary of them) equals what one process computed."""
-    worst, count = _compare(parallel, dense, rtol, atol, "one process has", "the parallel run has")
+def equals_dense(
+    parallel: Any, dense: Any, *, atol: float = 1e-6, rtol: float = 0.0, name: str = ""
+) -> Verdict:
+    """`parallel` (tensors, or a list or dictionary of them) equals what one process computed; `name` says what."""
+    worst, count = _compare(parallel, dense, rtol, atol, "one process has", "the parallel run has", of=name)
+    of = f"{name}: " if name else ""
     return Verdict(
-        f"{count:,} numbers equal those of one process (largest difference {worst:.2g}, allowed {atol:.2g})"
+        f"{of}{count:,} numbers equal those of one process (largest difference {worst:.2g}, allowed {atol:.2g})"
     )
 
 
@@ -265,25 +273,35 @@ def _leaves(value: Any, name: str = "") -> dict[str, np.ndarray]:
 
 
 def _compare(
-    actual: Any, expected: Any, rtol: float, atol: float, owner: str = "expected", other: str = "got"
+    actual: Any,
+    expected: Any,
+    rtol: float,
+    atol: float,
+    owner: str = "expected",
+    other: str = "got",
+    *,
+    of: str = "",
 ) -> tuple[float, int]:
     """Largest difference and how many numbers were compared; raises where one is beyond the tolerance."""
+    of = f"{of}: " if of else ""
     mine, theirs = _leaves(actual), _leaves(expected)
     if mine.keys() != theirs.keys():
+        if "" in mine or "" in theirs:  # one of them has no entries, but is itself an array
+            _fail(f"{of}{owner[0].upper()}{owner[1:]} {_show(expected)}, {other} {_show(actual)}.")
         missing, extra = [*(theirs.keys() - mine.keys())], [*(mine.keys() - theirs.keys())]
         parts = [f"missing {', '.join(sorted(missing))}"] if missing else []
         parts += [f"not expected {', '.join(sorted(extra))}"] if extra else []
-        _fail(f"The entries differ: {'; '.join(parts)}.")
+        _fail(f"{of}The entries differ: {'; '.join(parts)}.")
     worst, worst_at, wrong, count = 0.0, None, 0, 0
     for name, x in mine.items():
         y = theirs[name]
         at = f" at {name}" if name else ""
         if x.shape != y.shape:
-            _fail(f"The shapes differ{at}: {owner} {_shape(y)}, {other} {_shape(x)}.")
+            _fail(f"{of}The shapes differ{at}: {owner} {_shape(y)}, {other} {_shape(x)}.")
         count += x.size
         if x.dtype.kind not in "biuf" or y.dtype.kind not in "biuf":
             if not np.array_equal(x, y):
-                _fail(f"The values differ{at}: {owner} {_show(y.tolist())}, {other} {_show(x.tolist())}.")
+                _fail(f"{of}The values differ{at}: {owner} {_show(y.tolist())}, {other} {_show(x.tolist())}.")
             continue
         x, y = x.astype(np.float64), y.astype(np.float64)
         nan = np.isnan(x) & np.isnan(y)
@@ -308,7 +326,7 @@ def _compare(
         parts.append(
             "One of them is NaN." if np.isnan(x) != np.isnan(y) else f"The difference is {_number(worst)}."
         )
-        _fail(" ".join([*parts, f"Allowed: {_allowed(rtol, atol)}."]))
+        _fail(of + " ".join([*parts, f"Allowed: {_allowed(rtol, atol)}."]))
     return worst, count
 
 

@@ -129,7 +129,9 @@ def only_check(cells: Sequence[Cell]) -> list[int]:
 
     They end in a check, and are for the most part checks, or judge an exercise.
     """
-    judges = {place for index, cell in enumerate(cells) if is_exercise(cell) for place in checks_of(cells, index)}
+    judges = {
+        place for index, cell in enumerate(cells) if is_exercise(cell) for place in checks_of(cells, index)
+    }
     return [place for place, cell in enumerate(cells) if _only_checks(cell, judges=place in judges)]
 
 
