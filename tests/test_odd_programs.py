@@ -742,6 +742,22 @@ def test_what_held_an_earlier_group_says_so(two):
     assert "must be made anew" in str(error) and "127.0.0.1" not in str(error)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.all_reduce(torch.ones(1), group=old)",
+        "dist.broadcast(torch.ones(1), 0, group=old)",
+        "dist.get_rank(old)",
+    ],
+)
+def test_an_earlier_group_says_so_on_all_ranks_alike(two, call):
+    two.run("old = dist.new_group([0, 1])")
+    fails(two, "if rank == 0: dist.barrier()", Deadlock)
+    said = str(fails(two, call))
+    assert said.startswith("ranks 0, 1 of 2 failed alike: ValueError: ")
+    assert "must be made anew" in said and " at 0x" not in said and "while handling" not in said
+
+
 LIKE_BEFORE = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

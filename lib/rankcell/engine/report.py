@@ -64,7 +64,11 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|Socket closed|gloo/transport", re.IGNORECASE)
 _STALE = re.compile(
     r"not initialized in the world group map|Could not resolve the process group|Invalid process group"
+    r"|Group <.*> is not registered"
 )
+_ADDRESS = re.compile(
+    r" <[\w.]+ object at 0x[0-9a-f]+>"
+)  # differs from rank to rank, and tells nobody anything
 
 
 def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
@@ -75,14 +79,15 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
     closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)
     if not closed and not _STALE.search(found.message):
         return found
-    message = "a connection to another rank is closed" if closed else found.message
+    message = "a connection to another rank is closed" if closed else _ADDRESS.sub("", found.message)
     note = (
         "The process groups of earlier cells were closed when a cell failed. What holds one (a group, a model in "
         "DDP or FSDP, a device mesh) must be made anew: run the cells that make them again."
         if renewed
         else "Another rank has left: it destroyed its process group, gave up an operation, or failed."
     )
-    return replace(found, message=message, notes=(*found.notes, note))
+    # what torch handled meanwhile is the same once more, in the words of its backend
+    return replace(found, message=message, notes=(*found.notes, note), causes=())
 
 
 def _causes(error: BaseException, depth: int) -> list[tuple[str, RankFailure]]:
