@@ -33,7 +33,7 @@ def test_lengths_are_proportional_and_parts_follow_each_other():
 def test_the_limit_stands_at_its_value_in_every_row():
     figure = bars(NEEDS, unit="GB", limit=("it has", 70))
     lines = ElementTree.fromstring(figure.svg).iter(f"{SVG}line")
-    at = [float(x.get("x1")) for x in lines if x.get("stroke") == "#d55e00"][1:]  # after the key
+    at = [float(x.get("x1")) for x in lines if x.get("stroke") == "#1a1a1a"][1:]  # after the key
     assert at == [pytest.approx((WIDTH) / 2, abs=0.1)] * 2
     assert "| it has: 70" in repr(figure)
 

@@ -377,9 +377,10 @@ def test_long_checks_are_folded_in_jupyterlab():
     notebook = new_notebook(cells=[new_code_cell(source) for source in cells])
     notebook.cells[5:5] = [new_code_cell("# Exercise 1: three", metadata={"tags": ["solution"]})]
     notebook.cells.insert(5, new_markdown_cell("## Your turn"))
+    notebook.cells.append(new_code_cell("%%slurm net\n" + check))
     notebooks.clean(notebook)
     folded = [i for i, c in enumerate(notebook.cells) if c.metadata.get("jupyter") == {"source_hidden": True}]
-    assert folded == [0, 9]  # the last one judges an exercise
+    assert folded == [0, 9, 10]  # the last but one judges an exercise
 
 
 def test_clean_keeps_tags_and_drops_the_rest():

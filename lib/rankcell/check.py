@@ -20,6 +20,7 @@ from .results import Run, name_ranks
 if TYPE_CHECKING:
     from .against import Comparison, Row
 
+ROUNDING = 1e-12  # of the largest number: a difference below it is that of float64 and says nothing
 _SHOWN = 8  # numbers of a value that a verdict spells out
 # What is missing in a training whose first wrong tensor is of this kind and held so.
 _MISSING = {
@@ -80,10 +81,10 @@ def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.
     """
     worst, count = _compare(actual, expected, rtol, atol, of=name)
     if name:
-        return Verdict(f"{name}: {_show(actual)}{_within(worst)}")
+        return Verdict(f"{name}: {_show(actual)}{_within(worst, expected)}")
     if count == 1:
-        return Verdict(f"as expected: {_show(actual)}{_within(worst)}")
-    return Verdict(f"{count:,} numbers as expected: {_show(actual)}{_within(worst)}")
+        return Verdict(f"as expected: {_show(actual)}{_within(worst, expected)}")
+    return Verdict(f"{count:,} numbers as expected: {_show(actual)}{_within(worst, expected)}")
 
 
 def equals_dense(
@@ -335,8 +336,11 @@ def _allowed(rtol: float, atol: float) -> str:
     return " + ".join(parts + ([f"{rtol:g} of the expected number"] if rtol else []))
 
 
-def _within(worst: float) -> str:
-    return f" (largest difference {worst:.2g})" if worst else ""
+def _within(worst: float, expected: Any) -> str:
+    sizes = [
+        np.abs(x[np.isfinite(x)]).max(initial=0) for x in _leaves(expected).values() if x.dtype.kind in "iuf"
+    ]
+    return f" (largest difference {worst:.2g})" if worst > ROUNDING * max(sizes, default=0) else ""
 
 
 def _shape(array: np.ndarray) -> str:

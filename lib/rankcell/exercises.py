@@ -25,6 +25,7 @@ EXERCISE = re.compile(r"^#\s*(Exercise (\d+): \S.*)$")
 BEGIN, END = "# BEGIN SOLUTION", "# END SOLUTION"
 # In a student's copy a cell that judges an answer says so: there it may fail without holding up "Run All".
 CHECK = "check"
+_SLURM = re.compile(r"\A%%slurm\b.*\n")
 LONG = 8  # lines of a cell, from which on what is no part of the lesson is folded away
 
 Cell = Mapping[str, Any]
@@ -136,11 +137,12 @@ def only_check(cells: Sequence[Cell]) -> list[int]:
 
 
 def _only_checks(cell: Cell, *, judges: bool) -> bool:
-    lines = cell["source"].count("\n") + 1
-    if not is_code(cell) or is_exercise(cell) or lines < LONG or cell["source"].startswith("%"):
+    source = _SLURM.sub("", cell["source"])  # such a cell is Python of the notebook, where there is a cluster
+    lines = source.count("\n") + 1
+    if not is_code(cell) or is_exercise(cell) or lines < LONG or source.startswith("%"):
         return False
     try:
-        body = ast.parse(cell["source"]).body
+        body = ast.parse(source).body
     except SyntaxError:  # a line that begins with ! or %
         return False
     in_checks = [node for node in body if "check." in ast.unparse(node)]

@@ -10,7 +10,7 @@ from .memory import colour_of
 from .parts import EDGE, WIDTH, key, pale, round_ticks, swatch, text_width
 from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, label, line, rect
 
-_LIMIT = "#d55e00"
+_LIMIT = INK  # no bar has it
 _ROW, _BAR = 60, 22  # px
 
 

@@ -64,7 +64,9 @@ def losses(
         marks.append(label(x, bottom + 26, text, anchor="middle", fill=MUTED))
     for name, value in levels.items():
         marks.append(line(left, py(value), right, py(value), stroke=INK, width=2, dash="2 5"))
-        marks.append(label(right, py(value) - 7, name, anchor="end", fill=INK))
+        ends = [of[-1] for of in curves.values() if len(of) and math.isfinite(of[-1])]
+        above = any(0 <= py(value) - py(end) < 32 for end in ends)  # there the curves end: below it is free
+        marks.append(label(right, py(value) + (22 if above else -7), name, anchor="end", fill=INK))
     for k, (name, values) in enumerate(curves.items()):
         colour, width, opacity = _style(k, len(curves))
         for piece in _pieces(values, strides[name]):

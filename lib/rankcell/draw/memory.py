@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from ..results import KINDS, Memory
-from .parts import EDGE, WIDTH, key, swatch, text_width
+from .parts import EDGE, WIDTH, key, round_ticks, swatch, text_width
 from .svg import INK, MUTED, PAPER, RANK_COLOURS, Figure, drawing, format_bytes, label, line, rect
 
 # From the bottom of the pile to its top.
@@ -97,6 +97,11 @@ def over_time(
             marks.append(line(px(begin), y - 16, px(begin), bottom, stroke=MUTED, dash="2 4"))
         if name:
             marks.append(label(x, y, name, fill=MUTED))
+    if by == "time":
+        for tick in round_ticks(low, high, most=5):
+            marks.append(line(px(tick), bottom, px(tick), bottom + 5, stroke=MUTED))
+            x = min(px(tick), WIDTH - 4 - text_width(f"{tick:g}") / 2)
+            marks.append(label(x, bottom + 26, f"{tick:g}", anchor="middle", fill=MUTED))
     marks.append(line(left, bottom, right, bottom, stroke=MUTED))
     marks.append(label((left + right) / 2, height - 14, x_label, anchor="middle", fill=MUTED))
     where = _phase_at(phases, places[peak])

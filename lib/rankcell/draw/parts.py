@@ -100,19 +100,24 @@ def key_of_lines(names: Sequence[str]) -> list[tuple[float, int]]:
 
 
 def point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
-    """A point of series number `kind`: circle, square, diamond or triangle, so that colour is never alone."""
+    """A point of series number `kind`: circle, square, diamond or a triangle, so that colour is never alone.
+
+    Five kinds: with the eight colours no two series are alike in one and nearly so in the other.
+    """
     tip = f"<title>{html.escape(title)}</title>"
     corners: tuple[tuple[float, float], ...]
     style = f'fill="{colour if filled else PAPER}" stroke="{colour}" stroke-width="2.5"'
-    match kind % 4:
+    match kind % 5:
         case 0:
             return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="6" {style}>{tip}</circle>'
         case 1:
             corners = ((-5.5, -5.5), (5.5, -5.5), (5.5, 5.5), (-5.5, 5.5))
         case 2:
             corners = ((0, -7.5), (7.5, 0), (0, 7.5), (-7.5, 0))
-        case _:
+        case 3:
             corners = ((0, -7), (7, 6), (-7, 6))
+        case _:
+            corners = ((0, 7), (7, -6), (-7, -6))
     points = " ".join(f"{x + dx:.2f},{y + dy:.2f}" for dx, dy in corners)
     return f'<polygon points="{points}" {style}>{tip}</polygon>'
 

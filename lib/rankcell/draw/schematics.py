@@ -137,13 +137,13 @@ def fat_tree(*, leaves: int, down: int, ups: Sequence[int]) -> Figure:
     return drawing(WIDTH, y + 28, *marks, alt=alt, text="\n".join(twin))
 
 
-def paths(rows: Mapping[str, Sequence[str]]) -> Figure:
+def paths(rows: Mapping[str, Sequence[str]], *, alt: str = "") -> Figure:
     """Rows of boxes with arrows between them: the ways that a byte can take.
 
         paths({"pinned": ["pinned memory", "the GPU reads it", "GPU memory"]})
 
     Of each row the first, third, fifth ... entry is a box, and what stands between two of them is written at
-    the arrow. At most four boxes find room.
+    the arrow. At most four boxes find room. Without `alt` the alternative text tells all rows.
 
     Raises:
         ValueError: a row does not end with a box, or has more than four.
@@ -178,7 +178,7 @@ def paths(rows: Mapping[str, Sequence[str]]) -> Figure:
                 marks.append(label(*at, part, anchor="middle", size=_SMALL, fill=MUTED))
         twin.append(f"{name}: " + " ".join(w if i % 2 == 0 else f"--({w})->" for i, w in enumerate(row)))
         y = top + tall + 14 + _STEP * below + 8
-    return drawing(WIDTH, y + 4, *marks, alt="; ".join(twin) + ".", text="\n".join(twin))
+    return drawing(WIDTH, y + 4, *marks, alt=alt or "; ".join(twin) + ".", text="\n".join(twin))
 
 
 def _ratio(down: int, up: int) -> str:

@@ -211,10 +211,12 @@ def strips(
         said = ", ".join(f"{name} {length:,.0f}" for name, length in lengths.items())
         raise ValueError(f"All strips cut the same row of {unit}, but their lengths differ: {said}.")
     scale = (WIDTH - 2 * _EDGE) / next(iter(lengths.values()))
-    marks, dashed, twin, y = [], [], [], 8.0
+    marks, dashed, names, twin, y = [], [], [], [], 8.0
     first_top = y + 34
     for name, pieces in cuts.items():
-        marks.append(label(_EDGE, y + 22, name, bold=True))
+        if across and y > 8:  # paper under the name, where cuts go through its row
+            names.append(rect(_EDGE, y + 5, min(1.1 * text_width(name), WIDTH - 2 * _EDGE), 22, fill=PAPER))
+        names.append(label(_EDGE, y + 22, name, bold=True))
         top, x = y + 34, float(_EDGE)
         for index, (words, length) in enumerate(pieces):
             fill, tip = _colour_of(words, index), f"{words}: {length:,.0f} {unit}"
@@ -229,7 +231,7 @@ def strips(
         y = top + _STRIP + 8
     counts = "; ".join(f"{name}: {len(pieces)} pieces" for name, pieces in cuts.items())
     said = alt or f"{counts}, to one scale."
-    return drawing(WIDTH, y + 4, *marks, *dashed, alt=said, text="\n".join(twin))
+    return drawing(WIDTH, y + 4, *marks, *dashed, *names, alt=said, text="\n".join(twin))
 
 
 def _colour_of(words: str, index: int) -> str:
