@@ -95,15 +95,22 @@ def _about(name: str) -> str:
 
 
 def number_the_figures(body: str, lesson: int) -> str:
-    """Each figure gets its number and an id, and a figure without a slider the finding that its alt text states."""
+    """Each figure gets its number, an id and a caption: the finding that its alt text states.
+
+    Of a slider it is what the texts of all its pictures begin with.
+    """
     count = 0
 
     def captioned(match: re.Match[str]) -> str:
         nonlocal count
         count += 1
         name = f"Figure {lesson}.{count}"
-        still = "<script" not in match["rest"]
-        finding = f" {course.first_sentence(match['alt'])}" if still else ""
+        frames = re.search(r'(?s)<script type="application/json">(.*?)</script>', match["rest"])
+        if frames:
+            titles = {alt.partition(". ")[0] for alt in json.loads(frames[1])["alts"]}
+            finding = f" {escape(titles.pop())}." if len(titles) == 1 else ""
+        else:
+            finding = f" {course.first_sentence(match['alt'])}"
         return (
             f'<figure class="rankcell" id="figure-{count}"{match["style"]}>{match["img"]}{match["rest"]}'
             f'<figcaption class="number"><b>{name}.</b><span aria-hidden="true">{finding}</span></figcaption></figure>'

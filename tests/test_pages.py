@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from rankcell import costs, source
+from rankcell.draw.svg import Frames, drawing
 
 pytest.importorskip("myst_parser", reason="the site's packages are not installed here")
 import cheatsheet
@@ -269,3 +270,14 @@ def test_the_citation_is_of_this_package():
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert f"version: {project['version']}" in citation and citation.startswith("cff-version: 1.2.0")
+
+
+def test_figures_get_captions_and_sliders_what_all_their_pictures_are():
+    still = drawing(10, 10, alt="It rises. Then it falls.")
+    alike = Frames(
+        (drawing(10, 10, alt="Ring. Step 1: a."), drawing(10, 10, alt="Ring. Step 2: b.")), ("1", "2")
+    )
+    other = Frames((drawing(10, 10, alt="1 rank: fast."), drawing(10, 10, alt="2 ranks: slow.")), ("1", "2"))
+    page = finishing.number_the_figures("".join(f._repr_html_() for f in (still, alike, other)), 7)
+    captions = re.findall(r'class="number"><b>(.*?)</b><span aria-hidden="true">(.*?)</span>', page)
+    assert captions == [("Figure 7.1.", " It rises."), ("Figure 7.2.", " Ring."), ("Figure 7.3.", "")]

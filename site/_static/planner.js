@@ -265,7 +265,8 @@ if (typeof document !== "undefined") document.querySelectorAll("div.planner").fo
     return element("div", {className: "planner-bar"}, words, strip);
   }
   function described(l) {
-    const kinds = ["dp", "tp", "pp", "cp", "ep", "chunks"].filter((k) => l[k] > 1).map((k) => `${k} ${l[k]}`);
+    const kinds = ["dp", "tp", "pp", "cp", "ep"].filter((k) => l[k] > 1).map((k) => `${k} ${l[k]}`);
+    if (l.chunks > 1) kinds.push(`${l.chunks} chunks`);
     return [...kinds, `micro-batch ${l.micro_batch}`, `ZeRO-${l.zero}`, ...(l.recompute ? ["recompute"] : [])].join(", ");
   }
   function show() {
