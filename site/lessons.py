@@ -7,7 +7,6 @@ from typing import Any
 
 import course
 import pages
-
 from rankcell import exercises
 
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -257,6 +257,7 @@ def test_numbers_with_a_name_say_what_they_are():
     assert str(check.close_to([256, 128], [256, 128], name="bytes sent")) == "✓ bytes sent: [256, 128]"
     held = check.equals_dense(torch.ones(3), torch.ones(3), name="the weights")
     assert str(held).startswith("✓ the weights: 3 numbers equal those of one process")
+    assert str(check.equals_dense(1.0, 1.0)).startswith("✓ 1 number equals that of one process")
     for wrong, sentence in (
         (
             [256, 127],

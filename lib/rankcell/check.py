@@ -93,9 +93,8 @@ def equals_dense(
     """`parallel` (tensors, or a list or dictionary of them) equals what one process computed; `name` says what."""
     worst, count = _compare(parallel, dense, rtol, atol, "one process has", "the parallel run has", of=name)
     of = f"{name}: " if name else ""
-    return Verdict(
-        f"{of}{count:,} numbers equal those of one process (largest difference {worst:.2g}, allowed {atol:.2g})"
-    )
+    equal = "1 number equals that" if count == 1 else f"{count:,} numbers equal those"
+    return Verdict(f"{of}{equal} of one process (largest difference {worst:.2g}, allowed {atol:.2g})")
 
 
 def same_on_all_ranks(values: Any, *, atol: float = 0.0) -> Verdict:
