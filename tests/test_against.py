@@ -229,6 +229,7 @@ def test_a_right_strategy_raises_no_alarm(four, name):
     kinds = {row.kind for row in verdict.rows if row.status != "skipped"}
     assert kinds >= {"output", "grad", "parameter"}
     assert {row.step for row in verdict.rows} == {0, 1, 2}
+    assert {row.kind for row in verdict._shown()} == {row.kind for row in verdict.rows}
 
 
 def test_expert_parallel_raises_no_alarm(four):

@@ -46,8 +46,8 @@ def test_a_box_for_each_tensor_in_order():
         "a run: outputs #+  their gradients =  weights' gradients x!\n(= same on all, # parts,"
     )
     assert figure.alt == (
-        "a run: outputs 1 parts, 1 partial sum; their gradients 1 same on all; "
-        "weights' gradients 1 multiple, 1 something else."
+        "a run: outputs 1 in parts, 1 as partial sums; their gradients 1 the same on all; "
+        "weights' gradients 1 a multiple of it, 1 something else."
     )
 
 

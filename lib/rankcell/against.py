@@ -90,9 +90,15 @@ class Comparison:
         return f"the ranks' tensors make up those of one process: {what}"
 
     def _shown(self) -> Sequence[Row]:
-        """The rows around the first wrong one; of a right comparison those that hold the most."""
+        """The rows around the first wrong one; of a right comparison the first of each kind."""
         if self.first is None:
-            return self.rows[:SHOWN]
+            kinds = {r.kind: 0 for r in self.rows}
+            shown = []
+            for row in self.rows:
+                kinds[row.kind] += 1
+                if kinds[row.kind] <= SHOWN // len(kinds):
+                    shown.append(row)
+            return shown
         at = next((i for i, r in enumerate(self.rows) if (r.name, r.kind, r.step) == _key(self.first)), 0)
         start = max(0, min(at - SHOWN // 2, len(self.rows) - SHOWN))
         return self.rows[start : start + SHOWN]

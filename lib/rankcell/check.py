@@ -60,7 +60,7 @@ class Verdict:
 def that(condition: Any, sentence: str) -> Verdict:
     """`sentence`, if `condition` holds."""
     if not bool(condition):
-        _fail(f"This does not hold: {sentence}.")
+        _fail(f"This does not hold: {sentence.rstrip('.')}.")
     return Verdict(sentence)
 
 

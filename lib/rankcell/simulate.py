@@ -20,6 +20,7 @@ and slower memory while copies run. Recording an event and waiting for one cost 
 copy holds the host until it is done; a real driver may return a little earlier, when all is staged.
 """
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,7 +55,8 @@ class Race:
     def __str__(self) -> str:
         return self.text
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return textwrap.fill(self.text, 90)
 
 
 @dataclass(frozen=True)

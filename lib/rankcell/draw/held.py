@@ -28,6 +28,17 @@ LOOKS = {
     "something else": ("#d55e00", "!"),
     "not compared": ("#e3e3e3", "."),
 }
+# How a count goes on: "4 in parts".
+_COUNTED = {
+    "same on all": "the same on all",
+    "parts": "in parts",
+    "multiple": "a multiple of it",
+    "another multiple on each": "another multiple on each",
+    "partial sum": "as partial sums",
+    "its own on each": "its own on each",
+    "something else": "something else",
+    "not compared": "not compared",
+}
 _TALL, _STRIP, _GAP = 26, 66, 10  # px of a box, from one strip to the next, between two groups
 
 
@@ -116,6 +127,8 @@ def _finding(strips: Mapping[str, Sequence[Row]]) -> str:
         groups = []
         for kind, of in groupby(rows, key=lambda r: r.kind):
             looks = [look(r) for r in of]
-            groups.append(f"{GROUPS[kind]} {', '.join(f'{looks.count(n)} {n}' for n in LOOKS if n in looks)}")
+            groups.append(
+                f"{GROUPS[kind]} {', '.join(f'{looks.count(n)} {_COUNTED[n]}' for n in LOOKS if n in looks)}"
+            )
         parts.append(f"{name}: {'; '.join(groups)}.")
     return " ".join(parts)

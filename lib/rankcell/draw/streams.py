@@ -56,9 +56,10 @@ def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
     for figure in figures:
         marks.append(figure.svg.replace("<svg ", f'<svg y="{y:g}" ', 1))
         y += float(figure.svg.split('viewBox="', 1)[1].split('"', 1)[0].split()[-1])
-    return drawing(
-        WIDTH, y, *marks, alt=" ".join(f.alt for f in figures), text="\n\n".join(f.text for f in figures)
-    )
+    found = " ".join(
+        f.alt.replace(". ", ": ", 1) for f in figures
+    )  # "1 buffer: computing takes ... 2 buffers: ..."
+    return drawing(WIDTH, y, *marks, alt=found, text="\n\n".join(f.text for f in figures))
 
 
 def _sorted(events: Iterable[Event]) -> list[Event]:

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism, ZeRO stage 3: parameters, gradients and optimizer states in W equal parts.
 
 `FSDP` gathers a unit (a block, say) when it computes, frees it afterwards, and leaves each rank with its part
-of the averaged gradients. It is the final form of notebook 09, and runs in any process group. `ZeRO2`, in
+of the averaged gradients. It is the final form of lesson 09, and runs in any process group. `ZeRO2`, in
 `parallel.zero`, is the same without freeing parameters.
 
 Not covered: optimizers that look at a whole matrix (Adafactor, Muon, L-BFGS), offloading, gradients of

@@ -3,7 +3,7 @@
 Every rank of plain data parallelism holds the same 16 bytes per parameter. Here each holds 1/W of the
 states (`ShardedOptimizer`), or of states and gradients (`ZeRO2`); stage 3, in `parallel.fsdp`, shards
 everything. Parameters lie one after the other in flat buffers that are cut into W equal shards, so neither
-the number of layers nor their sizes matter. It is the final form of notebook 09, for any process group.
+the number of layers nor their sizes matter. It is the final form of lesson 09, for any process group.
 
 Not covered: optimizers that look at a whole matrix (Adafactor, Muon, L-BFGS; `ShardedOptimizer` refuses them)
 and offloading.
