@@ -82,7 +82,7 @@ def test_every_dtype_compares(dtype):
 
 
 def test_large_integers_print_in_full():
-    assert repr(check.close_to(16777220, 16777220)) == "✓ as expected: 16777220"
+    assert repr(check.close_to(16777220, 16777220)) == "✓ as expected: 16,777,220"
 
 
 def test_shapes_and_entries_must_agree():
@@ -272,3 +272,9 @@ def test_numbers_with_a_name_say_what_they_are():
         assert str(caught.value).startswith(sentence), str(caught.value)
     with pytest.raises(check.CheckFailed, match=r"^the weights: The shapes differ: one process has"):
         check.equals_dense(torch.ones(2), torch.ones(3), name="the weights")
+
+
+def test_a_large_number_is_told_with_its_thousands():
+    assert str(check.close_to(186_966.3, 186_966.3, name="hours")) == "✓ hours: 186,966"
+    assert str(check.close_to(98_765, 98_765)) == "✓ as expected: 98765"
+    assert str(check.close_to([186_966, 1], [186_966, 1], name="hours")) == "✓ hours: [186966, 1]"

@@ -365,8 +365,8 @@ def _show(value: Any) -> str:
         array = _array(value)
         if array.dtype.kind not in "biuf":
             text = repr(array.item() if array.ndim == 0 else value)
-        elif not array.ndim:
-            text = _rounded(array)
+        elif not array.ndim:  # a large one with its thousands apart; in a list the commas would mislead
+            text = f"{float(array):,.0f}" if 1e5 <= abs(float(array)) < 1e12 else _rounded(array)
         else:
             more = f", … {array.size - _SHOWN} more" if array.size > _SHOWN else ""
             text = f"[{', '.join(_rounded(x) for x in array.ravel()[:_SHOWN])}{more}]"

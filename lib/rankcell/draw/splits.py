@@ -334,7 +334,7 @@ def mlp_three_ways(*, x: tuple[int, int], w1: tuple[int, int], w2: tuple[int, in
         ],
         shapes,
         alt=(
-            "Data parallel: each rank holds half of the rows of x and all weights. Pipeline: one layer each. "
-            "Tensor: all of x and half of every weight."
+            "Data: each rank holds half of the rows of x and all weights; pipeline: one layer; tensor: all of x "
+            "and half of every weight."
         ),
     )
