@@ -278,3 +278,10 @@ def test_a_large_number_is_told_with_its_thousands():
     assert str(check.close_to(186_966.3, 186_966.3, name="hours")) == "✓ hours: 186,966"
     assert str(check.close_to(98_765, 98_765)) == "✓ as expected: 98765"
     assert str(check.close_to([186_966, 1], [186_966, 1], name="hours")) == "✓ hours: [186966, 1]"
+
+
+def test_tensors_of_one_number_are_numbers():
+    threes = [torch.tensor(3, dtype=torch.int64), torch.tensor(3.0, dtype=torch.bfloat16)]
+    assert str(check.close_to(threes, [3, 3])) == "✓ 2 numbers as expected: [3, 3]"
+    assert "expected 4, got 3" in message(check.close_to, threes, [3, 4])
+    check.close_to([3, 3], threes)

@@ -256,11 +256,13 @@ def _array(value: Any) -> np.ndarray:
         if value.is_floating_point():
             value = value.double()
         value = value.numpy()
+    if isinstance(value, (list, tuple)) and any(hasattr(v, "detach") for v in value):
+        value = [_array(v) for v in value]  # tensors of one number each
     return np.asarray(value)
 
 
 def _is_numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(v, (bool, int, float, np.number)) for v in values)
+    return all(isinstance(v, (bool, int, float, np.number)) or getattr(v, "ndim", None) == 0 for v in values)
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, np.ndarray]:
