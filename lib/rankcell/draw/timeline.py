@@ -208,6 +208,8 @@ def _finding(rows: Sequence[_Row], ranks: Sequence[int], end: float) -> str:
     wait = worst.seconds("comm", waiting=True)
     total = max((b.end for r in shown for b in r.bars), default=end)
     head = f"{what} of {name_ranks(ranks)} over {format_seconds(total)}"
+    if len(ranks) == 1 and not wait:
+        return f"{head}."
     if wait < 0.01 * total:
         return f"{head}: no rank waits for another."
     return (
