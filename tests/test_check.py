@@ -199,6 +199,8 @@ def test_sharded_says_who_has_what_else():
     )
     assert "rank 0 has (2, 2)" in message(check.sharded, rows, whole, name="y")  # parts are not the whole
     assert check.sharded([whole + 0.5], whole, name="y", atol=0.6)
+    for off in (0.5, -0.5):
+        assert "rank 0 is off by 0.5" in message(check.sharded, [whole + off], whole, name="y")
 
 
 def of_calls(*by_rank):

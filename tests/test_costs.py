@@ -142,7 +142,7 @@ def test_fit_weighs_errors_by_the_time_they_are_part_of():
 
 
 def test_fit_is_never_negative():
-    assert costs.fit([1, 2], [1.0, 3.0]).alpha == 0.0
+    assert costs.fit([1, 2], [1.0, 3.0]) == Link(0.0, pytest.approx((1 + 2 / 3) / (1 + 4 / 9)))  # fitted anew
     assert costs.fit([1, 2], [3.0, 1.0]) == Link(pytest.approx((1 / 3 + 1) / (1 / 9 + 1)), 0.0)
 
 

@@ -227,3 +227,19 @@ def test_the_first_rank_of_each_node_stands_under_its_name():
     without = timeline(run.events)
     height = [float(ET.fromstring(f.svg).get("viewBox").split()[3]) for f in (figure, without)]
     assert height[0] == height[1] + 60
+
+
+def test_a_span_that_begins_where_another_ends_is_not_inside_it():
+    """It is as high; one that begins earlier is lower, within the other."""
+
+    def heights(second):
+        events = [Event(0, "a", 0.0, 0.5, kind="compute"), Event(0, "b", second, 1.0, kind="compute")]
+        found = ET.fromstring(timeline(events).svg).iter(f"{SVG}rect")
+        return {
+            float(r.get("height"))
+            for r in found
+            if r.get("fill") == COLOURS["compute"] and r.get("width") != "18.00"
+        }
+
+    assert len(heights(0.5)) == 1
+    assert len(heights(0.25)) == 2

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -206,6 +207,25 @@ def test_gpt_learns_in_seconds():
     assert words.startswith("The fox") and len(words) == 67
     assert words == models.sample(model, "The fox", characters=60) != models.sample(model, "The fox", seed=1)
     assert model.training
+
+
+def test_what_is_written_goes_on_from_the_last_tokens():
+    """Of a text that is longer than the model can see."""
+
+    class Seen(torch.nn.Module):
+        context = 4
+        tokens: ClassVar = []
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, tokens):
+            self.tokens.append(models.decode(tokens[0].cpu()))
+            return torch.zeros(1, tokens.shape[1], 49)
+
+    text = models.sample(Seen(), "The fox", characters=3)
+    assert Seen.tokens == [text[n - 4 : n] for n in (7, 8, 9)] and Seen.tokens[0] == " fox"
 
 
 # The text and its batches
