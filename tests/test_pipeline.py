@@ -440,6 +440,24 @@ def test_unusual_stages_get_the_gradients_of_the_dense_run(four, kind, make):
     assert max(four.run(unusual, args=(kind, make)).values) < 1e-12
 
 
+def narrowing(make):
+    """Largest difference of gradients from the dense run: each stage sends on one number less than it gets."""
+    rank = dist.get_rank()
+    dense = nn.Sequential(*[models.initialise(nn.Linear(n, n - 1), seed=n).double() for n in (6, 5, 4, 3)])
+    between = lambda stage, inputs: (len(inputs), 6 - stage)
+    pipe = Pipeline(copy.deepcopy([*dense]), make(4, 5), F.mse_loss, between=between, dtype=torch.float64)
+    x, y = (t.double() for t in models.regression(10, 6, 2))
+    F.mse_loss(dense(x), y).backward()
+    pipe.step(x, y)
+    mine = zip(pipe.stages[rank].parameters(), dense[rank].parameters(), strict=True)
+    return max(apart(p.grad, q.grad) for p, q in mine)
+
+
+@pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble])
+def test_stages_that_pass_on_different_shapes(four, make):
+    assert max(four.run(narrowing, args=(make,)).values) < 1e-12
+
+
 class Two(nn.Linear):
     def forward(self, x):
         return super().forward(x), x

@@ -344,6 +344,18 @@ def test_the_clock_goes_by_the_planner(seventh):
     assert run.nodes[:9] == ("node 0",) * 8 + ("node 1",)
 
 
+def test_operations_of_a_group_go_one_after_another():
+    """Those of another group do not wait for them, nor does the stream that enqueues them."""
+    from rankcell.rehearsal.clock import Clock
+
+    clock = Clock()
+    clock.work(1.0)
+    ends = [clock.communicate(group, seconds) for group, seconds in (("a", 2.0), ("a", 3.0), ("b", 0.5))]
+    assert ends == [3.0, 6.0, 1.5] and clock() == 1.0 and clock.finish() == 6.0
+    clock.wait_until(7.0)
+    assert clock.communicate("a", 1.0) == 8.0
+
+
 def test_what_one_operation_takes_by_hand():
     """Of four ranks in a node, and of eight on two nodes that are a ring over the ports of four GPUs."""
     from rankcell.rehearsal import Cluster
