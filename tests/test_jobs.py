@@ -227,6 +227,19 @@ def test_dumps_of_the_flight_recorder(tmp_path, kind, capsys):
     assert "line 12 of train.py" in capsys.readouterr().out
 
 
+def test_the_peer_of_a_message_in_a_group_is_a_rank_of_the_world():
+    """The recorder counts within the group: 0->1 of ranks 1 and 2 goes from rank 1 to rank 2."""
+    config = {"1": {"name": "1", "desc": "", "ranks": "[1, 2]"}}
+    dumps = [
+        flight.Dump(
+            rank,
+            nccl([entry(f"nccl:{words}", 1, group=("1", ""), is_p2p=True, **OPEN)]) | {"pg_config": config},
+        )
+        for rank, words in ((1, "send 0->1"), (2, "recv 1<-0"))
+    ]
+    assert [record.waits[0].peer for record in flight.records(dumps)] == [2, 1]
+
+
 def test_dumps_that_do_not_match():
     dumps = [
         flight.Dump(r, nccl([entry("nccl:all_reduce", 1, sizes=((9 if r == 2 else 8,),), **OPEN)]))
