@@ -6,7 +6,7 @@
 It needs torch with CUDA, and the packages of NEEDS. On a machine without a network they can be brought along:
 
     python -m pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
-        --dest FOLDER ipython cloudpickle ipywidgets numpy pytest
+        --dest FOLDER ipython 'cloudpickle<3.1.3' ipywidgets numpy pytest
 
 Lessons run in copies, whose rank cells have `--device cuda`; the notebooks here stay as they are. The record holds
 what was measured, on which machine and when; `rankcell.figures.of_a_gpu` shows it.
