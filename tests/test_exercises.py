@@ -48,8 +48,9 @@ SANITIZE = get_sanitize_patterns((Path(__file__).parent / "sanitize.cfg").read_t
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")  # colours
 NAMES_GONE = re.compile(r"names (defined there )?are gone|made with new_group were closed")
 DRAWING = re.compile(r'src="data:image/svg\+xml;base64,([^"]+)')
-# What differs from run to run: a library's own log, the rounding in a verdict, the number of a cell
-VARYING = re.compile(r"\bUSDT:.*| \(largest difference [^)]*\)|<cell \d+>")
+# What differs from run to run, or after other answers: a library's own log, the rounding in a verdict, the number of a
+# cell, that ranks were started
+VARYING = re.compile(r"\bUSDT:.*| \(largest difference [^)]*\)|<cell \d+>|\d+ ranks talk over .*")
 MESSAGES = re.compile("B: .* [mu]?s(, |$)")  # each with its size and time
 STRIP = re.compile(r"\|[^|\n]*\||#+")  # of characters, in the text of a picture of times
 UNITS = {"ns": ("t", 1e-9), "us": ("t", 1e-6), "ms": ("t", 1e-3), "s": ("t", 1)}
