@@ -139,6 +139,12 @@ def test_the_panel_draws_anew_at_each_move():
     assert planned("zero bubble", 3).data_uri() in picture.value
 
 
+def test_a_planned_schedule_says_what_is_held_in_micro_batches():
+    """Interleaved, the first rank holds up to 11 chunks, each half of its layers."""
+    assert "at most 4 micro-batches held" in planned("1F1B", 4, 8).svg
+    assert "at most 5.5 micro-batches held" in planned("interleaved", 4, 8, 2).svg
+
+
 def test_a_panel_shows_what_cannot_be():
     def draw(n):
         if n == 2:

@@ -439,6 +439,30 @@ def test_an_exercise_whose_own_solution_fails_is_not_judged(course, lesson, tmp_
     assert first.feedback == "the course's own solution fails on this machine: OSError: no such thing"
 
 
+def test_an_answer_that_needs_other_cells_gets_all(course, lesson, tmp_path, monkeypatch):
+    """Where the few cells of the solution do not do for an answer, all that stand above are run for it."""
+    hand_in(course, tmp_path, "ada", "half = 3")
+    grader = grading.Grader([lesson])
+    asked = []
+
+    def judge(order):
+        asked.append((order["answer"], order["context"]))
+        enough = order["answer"] != ["half = 3"] or len(order["context"]) > 2
+        return {
+            "passed": enough,
+            "where": "check" if enough else "context",
+            "error": "no name",
+            "seconds": 1.0,
+        }
+
+    monkeypatch.setattr(grader.stage, "start", lambda: None)
+    monkeypatch.setattr(grader.stage, "judge", judge)
+    first, _ = grader.grade(submissions.find(tmp_path, [lesson]))
+    assert first.status == results.PASSED
+    few, all_above = (context for answer, context in asked if answer == ["half = 3"])
+    assert (len(few), len(all_above)) == (2, 5)
+
+
 @pytest.mark.parametrize("namespaces", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_who_suffered_from_others_is_judged_again(
