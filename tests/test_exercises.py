@@ -52,7 +52,7 @@ DRAWING = re.compile(r'src="data:image/svg\+xml;base64,([^"]+)')
 # cell, that ranks were started
 VARYING = re.compile(r"\bUSDT:.*| \(largest difference [^)]*\)|<cell \d+>|\d+ ranks talk over .*")
 MESSAGES = re.compile("B: .* [mu]?s(, |$)")  # each with its size and time
-STRIP = re.compile(r"\|[^|\n]*\||[#.]{2,}")  # of characters, in the text of a picture of times
+STRIP = re.compile(r"\|[^|\n]*\||(?<= )[#.]+(?= )")  # of characters, in the text of a picture of times
 UNITS = {"ns": ("t", 1e-9), "us": ("t", 1e-6), "ms": ("t", 1e-3), "s": ("t", 1)}
 UNITS |= {f"{prefix}B": ("B", 2 ** (10 * i)) for i, prefix in enumerate(["", "Ki", "Mi", "Gi", "Ti"])}
 UNITS |= {f"{prefix}B": ("B", 10 ** (3 * i)) for i, prefix in enumerate(["k", "M", "G", "T"], 1)}
@@ -299,7 +299,7 @@ def told(outputs, clock):
             if not clock:
                 pieces += [*lines, *alts, *(mark for svg in drawings for mark in svg.split("<"))]
             elif not any("Timeline of rank" in alt for alt in alts):
-                lines = [STRIP.sub("", line) for line in lines if not MESSAGES.search(line)]
+                lines = [" ".join(STRIP.sub("", line).split()) for line in lines if not MESSAGES.search(line)]
                 pieces += sorted(lines, key=lambda line: QUANTITY.sub("", line)) + alts
     pieces = [" ".join(VARYING.sub("", piece).split()) for piece in pieces]
     return [piece for piece in pieces if piece.strip(" -")]
