@@ -363,24 +363,25 @@ def test_solutions_are_folded_in_jupyterlab():
 def test_long_checks_are_folded_in_jupyterlab():
     """A verdict stays in sight; so do short checks, code that a reader is to read, and ranks at work."""
     check = "check.every(\n" + "    check.that(True, 'yes'),\n" * 6 + ")"
-    code = "a = 1\n" * 9
+    code = "a = 1\n" * 17
     cells = [
         check,
         check.replace("    check.that(True, 'yes'),\n", "", 1),  # short
-        code + check,  # more than half of it is no check
+        code + check,  # more than two thirds of it are no check
         check + "\na",  # shows something
         "def f():\n    pass\n\n" + check,
+        "def g():\n    pass\n\n" + check,  # the last cell needs it
         "%%ranks 4\n" + check,
         "!ls\n" + check,
         code + "check.that(a, 'one')",
     ]
     notebook = new_notebook(cells=[new_code_cell(source) for source in cells])
-    notebook.cells[5:5] = [new_code_cell("# Exercise 1: three", metadata={"tags": ["solution"]})]
-    notebook.cells.insert(5, new_markdown_cell("## Your turn"))
-    notebook.cells.append(new_code_cell("%%slurm net\n" + check))
+    notebook.cells[6:6] = [new_code_cell("# Exercise 1: three", metadata={"tags": ["solution"]})]
+    notebook.cells.insert(6, new_markdown_cell("## Your turn"))
+    notebook.cells += [new_code_cell("%%slurm net\n" + check), new_code_cell("g()")]
     notebooks.clean(notebook)
     folded = [i for i, c in enumerate(notebook.cells) if c.metadata.get("jupyter") == {"source_hidden": True}]
-    assert folded == [0, 9, 10]  # the last but one judges an exercise
+    assert folded == [0, 4, 10, 11]  # the last but one judges an exercise
 
 
 def test_clean_keeps_tags_and_drops_the_rest():

@@ -128,29 +128,39 @@ def checks_of(cells: Sequence[Cell], index: int) -> list[int]:
 def only_check(cells: Sequence[Cell]) -> list[int]:
     """The places of the long cells in which a reader would look for the verdict alone, so that their code is folded.
 
-    They end in a check, and are for the most part checks, or judge an exercise.
+    They end in a check, are checks for a third at least (the rest prepares them), and define nothing that a cell
+    without a check uses; or they judge an exercise.
     """
+    bodies = {place: body for place, cell in enumerate(cells) if (body := _ends_in_a_check(cell))}
     judges = {
         place for index, cell in enumerate(cells) if is_exercise(cell) for place in checks_of(cells, index)
     }
-    return [place for place, cell in enumerate(cells) if _only_checks(cell, judges=place in judges)]
+    found = []
+    for place, body in bodies.items():
+        lines = cells[place]["source"].count("\n") + 1
+        checked = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in body if _checks(node))
+        defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        others = [c["source"] for i, c in enumerate(cells) if i > place and is_code(c) and i not in bodies]
+        used = any(re.search(rf"\b{name}\b", source) for name in defined for source in others)
+        if lines >= LONG and (place in judges or (3 * checked >= lines and not used)):
+            found.append(place)
+    return found
 
 
-def _only_checks(cell: Cell, *, judges: bool) -> bool:
+def _ends_in_a_check(cell: Cell) -> list[ast.stmt]:
+    """The statements of a cell that ends in a check; none if it does not, is no plain Python, or is an exercise."""
     source = _SLURM.sub("", cell["source"])  # such a cell is Python of the notebook, where there is a cluster
-    lines = source.count("\n") + 1
-    if not is_code(cell) or is_exercise(cell) or lines < LONG or source.startswith("%"):
-        return False
+    if not is_code(cell) or is_exercise(cell) or source.startswith("%"):
+        return []
     try:
         body = ast.parse(source).body
     except SyntaxError:  # a line that begins with ! or %
-        return False
-    in_checks = [node for node in body if "check." in ast.unparse(node)]
-    if not body or body[-1] not in in_checks:
-        return False
-    defines = any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in body)
-    checked = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in in_checks)
-    return judges or (not defines and 2 * checked >= lines)
+        return []
+    return body if body and _checks(body[-1]) else []
+
+
+def _checks(node: ast.stmt) -> bool:
+    return "check." in ast.unparse(node)
 
 
 def dependents(cells: Sequence[Cell]) -> list[int]:
