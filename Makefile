@@ -11,26 +11,25 @@ TORCH := 2.13.0
 OPEN ?= yes
 SITE := site/_build/html
 LAB = $(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)
-SITE_SOURCES := $(shell find site lib/rankcell tests/answers -name _build -prune -o -type f \! -path '*/__pycache__/*' -print)
+SITE_SOURCES := $(shell find site lib/rankcell tests/lessons -name _build -prune -o -type f \! -path '*/__pycache__/*' -print)
 # Where the course can be cloned and where its site will stand, for links and the sitemap; see site/conf.py.
 export COURSE_REPOSITORY COURSE_ADDRESS
 PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 # Parts of the tests that run beside each other: some mostly wait, for a cluster or for something that hangs. Only one of
 # them needs a cluster: two on one machine could meet.
 CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
-CLUSTER_LESSONS := 16_jobs or 17_failures
+CLUSTER_LESSONS := $(filter notebooks/16_% notebooks/17_%,$(NOTEBOOKS))
 # The other lessons are two parts, of about the same time.
-LATE_LESSONS := 09_ or 10_ or 11_ or 12_ or 13_ or 14_ or 15_ or 18_
+LATE_LESSONS := $(filter $(foreach n,09 10 11 12 13 14 15 18,notebooks/$(n)_%),$(NOTEBOOKS))
+EARLY_LESSONS := $(filter-out $(LATE_LESSONS) $(CLUSTER_LESSONS),$(NOTEBOOKS))
 # Tests of ranks that hang, die or are interrupted.
 ENGINE := $(addprefix tests/test_,failures.py grade.py kernel.py nccl_half.py odd_programs.py run.py)
 # Tests that train on four ranks.
 TRAINING := $(addprefix tests/test_,against.py combining.py context.py ddp.py experts.py fsdp.py pipeline.py \
-	rehearse.py silent_bugs.py tensor.py together.py zero.py)
-# Of cases and wrong answers that are alike `make test` takes some, and `make test SAMPLED=` all.
-SAMPLED ?= --sampled
-
-# The notebooks with their exercises; their checks hold on a busy machine.
-LESSONS := tests/test_exercises.py
+	rehearse.py silent_bugs.py tensor.py zero.py)
+# nbval runs each notebook once; tests/judge.py adds the author's proof and wrong answers to the exercises.
+NBVAL = $(BIN)/python -m pytest -p no:cacheprovider -p judge --nbval-lax --nbval-current-env \
+	--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg
 
 # pip must neither ask questions nor advertise its next version.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -65,14 +64,13 @@ slides: $(INSTALLED) ## a deck for each lesson, in site/_build/slides
 pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_build (needs Chromium)
 	@$(BIN)/python tools/handout.py pdf $(SITE) site/_build
 
-test: $(INSTALLED) ## lint, types, tests, and every notebook from top to bottom, with right and wrong answers
+test: $(INSTALLED) ## lint, types, tests, and nbval over every notebook, with right and wrong answers
 	@$(BIN)/python -m compileall -q lib # or each process would, where Python is told to write no bytecode
 	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .cluster-tests .early-lessons \
 		.late-lessons .engine-tests .site-tests .training-tests .other-tests
 
-notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval: all, or NB=notebooks/04_collectives.ipynb
-	$(BIN)/python -m pytest -p no:cacheprovider --nbval-lax --nbval-current-env \
-		--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg $(or $(NB),$(NOTEBOOKS))
+notebooks: $(INSTALLED) ## nbval over all notebooks, or these: NB=notebooks/04_collectives.ipynb
+	$(NBVAL) $(or $(NB),$(NOTEBOOKS))
 
 .lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -80,37 +78,37 @@ notebooks: $(INSTALLED) ## only run the notebooks from top to bottom, with nbval
 	$(BIN)/mypy
 
 .cluster-tests:
-	$(BIN)/python -m pytest -rs $(SAMPLED) $(CLUSTER)
-	$(BIN)/python -m pytest -rx $(SAMPLED) $(LESSONS) -k "$(CLUSTER_LESSONS)"
-
-.site-tests:
-	$(BIN)/python -m pytest -rs $(SAMPLED) tests/test_site.py
+	$(BIN)/python -m pytest -rs $(CLUSTER)
+	$(NBVAL) -rs $(CLUSTER_LESSONS)
 
 .early-lessons:
-	$(BIN)/python -m pytest -rx $(SAMPLED) $(LESSONS) -k "not ($(CLUSTER_LESSONS) or $(LATE_LESSONS))"
+	$(NBVAL) $(EARLY_LESSONS)
 
 .late-lessons:
-	$(BIN)/python -m pytest -rx $(SAMPLED) $(LESSONS) -k "$(LATE_LESSONS)"
+	$(NBVAL) $(LATE_LESSONS)
 
 .engine-tests:
-	$(BIN)/python -m pytest -rs $(SAMPLED) $(ENGINE)
+	$(BIN)/python -m pytest -rs $(ENGINE)
+
+.site-tests:
+	$(BIN)/python -m pytest -rs tests/test_site.py
 
 .training-tests:
-	$(BIN)/python -m pytest -rs $(SAMPLED) $(TRAINING)
+	$(BIN)/python -m pytest -rs $(TRAINING)
 
 .other-tests:
-	$(BIN)/python -m pytest -rs $(SAMPLED) $(addprefix --ignore=,$(CLUSTER) tests/test_site.py $(LESSONS) $(TRAINING) $(ENGINE))
+	$(BIN)/python -m pytest -rs tests $(addprefix --ignore=,$(CLUSTER) tests/test_site.py $(TRAINING) $(ENGINE))
 
 execute: $(INSTALLED) ## format and run stale notebooks in place, or these: NB=notebooks/04_collectives.ipynb
 	@$(if $(NB)$(NOTEBOOKS),$(BIN)/ruff format $(or $(NB),$(NOTEBOOKS)) >/dev/null)
 	@$(BIN)/python tools/notebooks.py execute $(or $(NB),--stale $(NOTEBOOKS))
 
 check: $(INSTALLED) .lint ## format, lint, types and fast tests
-	$(BIN)/python -m pytest -q $(SAMPLED) -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyparallel to the environment)
 	$(BIN)/python -m pip install --quiet "ipyparallel>=9.0"
-	$(BIN)/python tests/bench.py
+	$(BIN)/python tools/bench.py
 
 matrix: ## fast tests with torch 2.11 and 2.15, and with Python 3.11 and 3.13, in environments of their own (10 GB)
 	@tools/matrix $(MATRIX)

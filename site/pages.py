@@ -14,9 +14,10 @@ import cheatsheet
 import course
 import reference
 from course import escaped, in_a_table, link_to, link_to_lesson, literal, raw
+from rankcell import exercises
 
 NEW_TERMS = re.compile(r"(?s)(\*{0,2}New\s+terms:?\*{0,2}:?)(.*?)(?=\n\n|$)")
-ANSWERS = course.ROOT / "tests" / "answers"
+PROOF = course.ROOT / "tests" / "lessons"
 
 
 def _text(name: str, parts: Mapping[str, str]) -> str:
@@ -260,20 +261,20 @@ def _minutes() -> str:
     return head + "".join(rows)
 
 
-_SLIP = re.compile(r"(?m)^### (?P<slip>.+)\n> (?P<answer>.+)$")
+_SLIP = re.compile(r"(?m)^# wrong: (?P<cell>[\w-]+): (?P<slip>[^|\n]+) \| (?P<answer>[^|\n]+)")
 
 
 def slips(stem: str) -> list[tuple[str, str, str]]:
     """Exercise, slip, and words of the message that answers it: the wrong answers that the tests try."""
-    path = ANSWERS / f"{stem}.md"
-    found, exercise = [], ""
-    for block in re.split(r"(?m)^(?=##+ )", path.read_text("utf-8") if path.exists() else ""):
-        head = re.match(r"## Exercise (\d+)", block)
-        exercise = head[1] if head else exercise
-        match = _SLIP.match(block)
-        if match:
-            found.append((exercise, match["slip"], match["answer"]))
-    return found
+    path = PROOF / f"{stem}.py"
+    if not path.exists():
+        return []
+    lesson = exercises.Lesson(course.ROOT / "notebooks" / f"{stem}.ipynb")
+    number = {lesson.cells[e.index]["id"]: e.name.removeprefix("Exercise ") for e in lesson.exercises}
+    found = [
+        (number.get(m["cell"], ""), m["slip"], m["answer"]) for m in _SLIP.finditer(path.read_text("utf-8"))
+    ]
+    return sorted(found, key=lambda slip: slip[0])
 
 
 def _slips() -> str:

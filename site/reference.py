@@ -15,7 +15,7 @@ import course
 GROUPS = {
     "Checks": ["check"],
     "Pictures": [
-        *("draw.timeline", "draw.traffic", "draw.collectives", "draw.messages", "draw.stepper", "draw.waits"),
+        *("draw.timeline", "draw.traffic", "draw.collectives", "draw.messages", "draw.waits"),
         *(
             "draw.schedule",
             "draw.memory",

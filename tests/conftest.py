@@ -1,13 +1,6 @@
-"""What the tests share: one world of four ranks, one bare IPython shell with the extension loaded, a throw-away Slurm.
+"""What the tests share: a world of four ranks, a bare IPython shell with the extension loaded, a throw-away Slurm."""
 
-With `--sampled`, as in `make test`, a test that is marked `alike(n)` runs one in n of its cases only, and an
-exercise with one of its wrong answers. `make test SAMPLED=` and pytest itself leave nothing out.
-"""
-
-import math
 import os
-import zlib
-from collections import defaultdict
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -16,26 +9,6 @@ import rankcell
 
 # as `%load_ext rankcell` does: threads that spin while they wait take the cores from the ranks
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-def pytest_addoption(parser):
-    parser.addoption("--sampled", action="store_true", help="of cases that are alike only some")
-
-
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--sampled"):
-        return
-    alike = defaultdict(list)
-    for item in items:
-        if mark := item.get_closest_marker("alike"):
-            alike[item.nodeid.split("[")[0], mark.args[0]].append(item)
-    left_out = set()
-    for (_, n), cases in alike.items():
-        # always the same ones, and not by their order: every second case may have the same value of a parameter
-        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        left_out.update(cases[math.ceil(len(cases) / n) :])
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ As nccl: a call returns when it is enqueued, a call without `async_op` gives no 
 the host; the work is done later, by a thread that plays the stream of its group, after all that the current stream
 waits for; futures are complete at once; a hang shows where the host waits for the device (`synchronize`, `tolist`,
 anything that touches a tensor's numbers) or never, and no signal gets the host out of it; the first call of a pair
-waits on the host for the other side; a watchdog ends the process of a group whose time is over; after `abort` the
-stream goes on, and every later call on that group raises.
+waits on the host for the other side; a stream holds 64 calls that are not done, and the next one waits on the host;
+`destroy_process_group` waits on the host until all ranks of the group come to it; a watchdog ends the process of a
+group whose time is over; after `abort` the stream goes on, and every later call on that group raises.
 
 Not as nccl: arithmetic on tensors waits on the host for the stream, so a race with it is not seen; what DDP's C++ reads
 is read too early, so that its sums are wrong (only how it hangs is tried).
@@ -26,6 +27,7 @@ import uuid
 from pathlib import Path
 
 POLL = 0.002  # seconds
+FULL = 64  # calls that are not done
 NAME = "stand_in"
 
 
@@ -136,6 +138,20 @@ class Comm:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pairs |= new
 
+    def finalize(self):
+        """Wait on the host until the stream is empty and all ranks come here."""
+        self.put(f"end-{self.rank}", None)
+        before = mask()
+        try:
+            while any(not i.done.is_set() for i in self.pending) and not self.aborted:
+                time.sleep(POLL)
+            for rank in range(self.size):
+                self.get(f"end-{rank}")
+        except Aborted:
+            pass
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     def abort(self):
         self.aborted = True
 
@@ -165,6 +181,12 @@ def enqueue(comm, do):
     """Put work in the stream of `comm`, after all that the current stream waits for now."""
     if comm.aborted:
         raise RuntimeError("the communicator was aborted: it cannot be used any more")
+    before = mask()
+    try:
+        while sum(not i.done.is_set() for i in comm.pending) >= FULL and not comm.aborted:
+            time.sleep(POLL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     item = Item(do, [i for i in current if not i.done.is_set()], time.monotonic() + comm.timeout)
     comm.pending.append(item)
     comm.stream.items.put(item)
@@ -229,6 +251,16 @@ def register():
 
     dist.Work.wait, dist.Work.is_completed = wait, is_completed
     dist.ProcessGroup.abort = lambda group: comms[group.group_name].abort()
+    destroy_process_group = dist.destroy_process_group
+
+    def destroy(group=None):
+        groups = list(dist.distributed_c10d._world.pg_map) if group is None else [group]
+        for each in groups:
+            if (comm := comms.pop(getattr(each, "group_name", ""), None)) is not None:
+                comm.finalize()
+        destroy_process_group(group)
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy
     torch.cpu.synchronize = lambda *_: synchronize([i for c in comms.values() for i in c.pending])
 
     class Device(TorchFunctionMode):

@@ -1,9 +1,13 @@
-"""Who waits for whom: proofs and words from hand-written states, no processes."""
+"""What a rank waits for, and who waits for whom: from hand-written operations and states, no processes."""
 
 from dataclasses import replace
 
-from rankcell.engine.diagnose import State, diagnose, from_status, standings, summary, unmatched
+import pytest
+
+from rankcell.engine import match
+from rankcell.engine.diagnose import State, diagnose, from_status, standings, unmatched
 from rankcell.engine.messages import Status, Wait
+from rankcell.engine.operation import HELD_UP, Operation, clock, queued
 
 WORLD = (0, 1, 2)
 
@@ -21,12 +25,12 @@ def transfer(rank, op, peer, *, seq=1, ranks=WORLD):
     return State(rank, "running", (Wait(op, op, "0", ranks, key, seq, seq, peer),), {key: seq}, calls=1)
 
 
-def test_everybody_has_called_it_so_it_goes_on():
-    assert diagnose([collective(r) for r in WORLD]) is None
-
-
 def test_a_computing_rank_may_still_come():
+    assert diagnose([collective(r) for r in WORLD]) is None
     assert diagnose([collective(0), collective(1), State(2, "running")]) is None
+    assert diagnose([transfer(0, "recv", 1), transfer(1, "recv", 2), State(2, "running")]) is None
+    thread = State(1, "running", collective(1).waits, {}, other_threads=True)
+    assert diagnose([transfer(0, "recv", 1), thread, State(2, "finished")]) is None
 
 
 def test_a_rank_that_finished_never_comes():
@@ -34,20 +38,12 @@ def test_a_rank_that_finished_never_comes():
     assert found.blame == 2
     assert found.headline == "rank 2 finished the cell without the all_reduce that ranks 0, 1 wait in."
     assert found.lines[0] == "rank 0  waits in all_reduce(float32[4]) (call 1 of the world, line 2)"
-
-
-def test_whoever_waits_for_a_stuck_rank_is_stuck_too():
-    chain = [transfer(0, "recv", 1), transfer(1, "recv", 2), State(2, "finished")]
-    assert diagnose(chain).blame == 2
-
-
-def test_a_chain_that_ends_at_a_computing_rank_is_not_stuck():
-    assert diagnose([transfer(0, "recv", 1), transfer(1, "recv", 2), State(2, "running")]) is None
-
-
-def test_a_cycle_of_sends():
-    found = diagnose([transfer(0, "send", 1), transfer(1, "send", 0), State(2, "running")])
-    assert found.headline == "ranks 0, 1 all send first, and nobody receives."
+    # of a ring of batches: rank 0 sends to the rank that has finished, rank 2 waits for what it sends
+    states = [transfer(0, "send", 1), State(1, "finished", counts={}), transfer(2, "recv", 1)]
+    assert diagnose(states).headline == "rank 1 finished without receiving what rank 0 sends."
+    states = standings([collective(0), collective(1), State(2, "finished", calls=3)])
+    assert states[0].waits_for == (2,) and states[0].line == 2 and states[2].waits_for == ()
+    assert states[2].doing == "finished the cell after 3 calls"
 
 
 def test_a_send_whose_receive_has_just_come_goes_on():
@@ -72,55 +68,13 @@ def test_an_operation_that_nobody_stands_in_blocks_nobody():
     assert diagnose([held, State(1, "finished"), State(2, "finished")]) is not None
 
 
-def test_a_thread_of_the_learner_may_still_answer():
-    busy = State(1, "running", collective(1).waits, {}, other_threads=True)
-    assert diagnose([transfer(0, "recv", 1), busy, State(2, "finished")]) is None
-
-
-def test_an_error_is_blamed_before_a_rank_that_finished():
-    states = [collective(0), State(1, "finished"), State(2, "error", why="ValueError: no")]
-    assert (
-        diagnose(states).headline == "rank 2 failed (ValueError: no), and rank 0 waits for it in all_reduce."
-    )
-
-
-def test_groups_in_opposite_order():
-    def first(rank, group):
-        return collective(rank, group=group, ranks=(0, 1))
-
-    found = diagnose([first(0, "a"), first(1, "b"), State(2, "finished")])
-    assert found.headline == (
-        "ranks 0, 1 take their process groups in different order, and each waits for the other."
-    )
-    assert found.lines[-1] == "rank 1 takes group 'b' of ranks 0, 1 first"
-
-
 def test_calls_that_nobody_waited_for_are_counted_at_the_end():
     key = ("0", (0, 1))
     assert unmatched({0: {key: 2}, 1: {key: 2}}, [0, 1]) is None
     more = unmatched({0: {key: 3}, 1: {key: 2}}, [0, 1])
     assert more.startswith("rank 0 called 1 collective more than rank 1, and did not wait")
     absent = unmatched({0: {key: 3}, 1: {key: 2}}, [0])
-    assert absent.startswith(
-        "rank 0 called 1 collective more than rank 1 (rank 1 did not run this cell), and"
-    )
-
-
-def test_the_live_line_groups_ranks_by_what_they_do():
-    states = [collective(0), collective(1), State(2, "running"), State(3, "absent")]
-    assert summary(states) == "ranks 0, 1 waiting in all_reduce, rank 2 computing"
-
-
-def test_standings_say_who_is_waited_for():
-    found = standings([collective(0), collective(1), State(2, "finished", calls=3)])
-    assert found[0].waits_for == (2,) and found[0].line == 2
-    assert found[2].doing == "finished the cell after 3 calls" and found[2].waits_for == ()
-
-
-def test_a_sentence_on_a_missing_receive_names_no_rank_that_waits_for_a_send():
-    """Of a ring of batches: rank 0 sends to the rank that has finished, rank 2 waits for what it sends."""
-    states = [transfer(0, "send", 1), State(1, "finished", counts={}), transfer(2, "recv", 1)]
-    assert diagnose(states).headline == "rank 1 finished without receiving what rank 0 sends."
+    assert "more than rank 1 (rank 1 did not run this cell), and" in absent
 
 
 def test_a_thread_that_wakes_up_does_not_stand_still():
@@ -134,3 +88,70 @@ def test_a_thread_that_wakes_up_does_not_stand_still():
     ):
         assert from_status(later, before).blocked_in_torch is still
     assert not from_status(before, None).blocked_in_torch
+
+
+def operation(start, *, group="0", awaited=None, via="all_reduce", is_async=False, enqueued=True):
+    """A call at `start` that only enqueued; the rank waits for it since `awaited`."""
+    o = Operation("all_reduce" if via == "all_reduce" else "send")
+    o.start, o.issued, o.group, o.via, o.is_async, o.line = start, start + 0.1, group, via, is_async, 7
+    o.wait_start, o.enqueued = awaited, enqueued
+    o.passed = lambda: False
+    return o
+
+
+ASYNC, BATCH = {"is_async": True}, {"via": "batch_isend_irecv", "is_async": True}
+# calls in order, and which of them stand behind another
+# fmt: off
+CASES = [
+    # without async_op they wait for each other, whatever their groups
+    ([operation(1), operation(2), operation(3, group="1")], [False, True, True]),
+    # those of two groups that nobody waits for run side by side, those of one do not
+    ([operation(1, **ASYNC), operation(2, group="1", **ASYNC), operation(3, **ASYNC)], [False, False, True]),
+    # what was called before the wait does not wait
+    ([operation(1, awaited=5, **ASYNC), operation(2, group="1", **ASYNC), operation(6)], [False, False, True]),
+    # a batch is one launch
+    ([operation(1, **BATCH), operation(2, **BATCH), operation(3, via="isend", **ASYNC)], [False, False, True]),
+    # what the host does beside the device stands behind nothing; what C++ issues is waited for
+    ([operation(1), operation(2, enqueued=False), operation(3)], [False, False, True]),
+    ([operation(1, via="backward", **ASYNC), operation(2, group="1", **ASYNC)], [False, True]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("pending", "expected"), CASES)
+def test_which_stand_behind_another(pending, expected):
+    assert [behind for _, behind in queued(pending)] == expected
+
+
+def test_a_rank_waits_for_what_its_device_has_not_done():
+    done = operation(1)
+    done.passed = lambda: True
+    assert operation(1).waiting and not done.waiting and done.finished
+    assert not operation(1, is_async=True).waiting and operation(1, is_async=True, awaited=2).waiting
+    for finished, end in ((None, 5.0), (3.0, 5.0), (6.0, 6.0)):  # with the wait, or later
+        o = operation(1.0, is_async=True, awaited=4.0)
+        o.wait_end, o.done = 5.0, finished
+        assert o.end == end
+
+
+def test_a_tensor_on_the_cpu_and_one_on_a_gpu_do_not_match():
+    call = ("all_reduce", (("float32", 4),))
+    on_gpu = match.Signature("all_reduce(float32[4])", *call)
+    on_cpu = match.Signature("all_reduce(float32[4]) on the CPU", *call, device="cpu")
+    said, mine, theirs = match.difference(on_gpu.packed(), on_cpu.packed(), (0, 1), 0, 1)
+    assert said == "a tensor on the CPU and one on a GPU"
+    assert (mine, theirs) == ("all_reduce(float32[4])", "all_reduce(float32[4]) on the CPU")
+    assert match.difference(on_cpu.packed(), on_cpu.packed(), (0, 1), 0, 1)[0] == ""
+
+
+def test_a_call_that_only_begins_something_is_no_wait():
+    """Other programs may have the core in the middle of `irecv`: that its message is missing proves nothing."""
+    posted, group = Operation("recv"), Operation("new_group")
+    found = [posted.waiting]  # not even begun
+    # no call takes so long that does not wait
+    for name, at in (("start", 0), ("start", -HELD_UP - 0.1), ("issued", 0), ("wait_start", 0)):
+        setattr(posted, name, clock() + at)
+        found.append(posted.waiting)
+    assert found == [False, False, True, False, True]
+    group.start, group.blocks = clock(), True
+    assert group.waiting

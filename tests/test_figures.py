@@ -1,17 +1,27 @@
-"""What a GPU shows: recorded figures are shown with machine and date, and nothing is made up where there are none."""
+"""What only a GPU shows, and `make gpu`: recorded figures with machine and date; without a GPU nothing is made up."""
 
 import json
-from types import SimpleNamespace
+import subprocess
+import sys
+from pathlib import Path
 from unittest.mock import MagicMock
 
+import nbformat
 import pytest
 import torch
 
+import gpu
 from rankcell import figures
 
+ROOT = Path(__file__).parent.parent
 ONE = {
-    "gpu": "NVIDIA H200", "date": "2026-11-01", "torch": "2.13.0", "what": "a copy", "value": 1.5, "unit": "GB/s"
-}  # fmt: skip
+    "gpu": "NVIDIA H200",
+    "date": "2026-11-01",
+    "torch": "2.13.0",
+    "what": "a copy",
+    "value": 1.5,
+    "unit": "GB/s",
+}
 
 
 @pytest.fixture
@@ -22,7 +32,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "recorded"
 
 
-def test_without_a_gpu_and_without_a_record_nothing_is_shown(folder):
+def test_without_a_gpu_and_a_record_nothing_is_shown(folder):
     said = repr(figures.of_a_gpu("02"))
     assert "no GPU is here, and no record from another machine exists" in said and "make gpu" in said
     assert all(len(line) <= 80 for line in said.splitlines())  # a page cuts longer ones
@@ -31,10 +41,9 @@ def test_without_a_gpu_and_without_a_record_nothing_is_shown(folder):
 
 def test_a_record_is_shown_by_lesson_with_machine_and_date(folder):
     both = [{**ONE, "lesson": "02"}, {**ONE, "lesson": "06", "what": "a product"}]
+    other = [{**ONE, "lesson": "02", "gpu": "NVIDIA L4", "value": 0.25}]
     (folder / "nvidia-h200.json").write_text(json.dumps({"figures": both}))
-    (folder / "nvidia-l4.json").write_text(
-        json.dumps({"figures": [{**ONE, "lesson": "02", "gpu": "NVIDIA L4", "value": 0.25}]})
-    )
+    (folder / "nvidia-l4.json").write_text(json.dumps({"figures": other}))
     assert repr(figures.of_a_gpu("02")).splitlines() == [
         "NVIDIA H200, torch 2.13.0, measured 2026-11-01",
         "        1.5 GB/s     a copy",
@@ -66,7 +75,7 @@ def test_where_there_is_a_gpu_it_is_measured(folder, monkeypatch, capsys):
 @pytest.fixture
 def idle(monkeypatch):
     monkeypatch.setattr(figures, "torch", MagicMock())
-    monkeypatch.setattr(figures, "_seconds_of", lambda work: 0.5)
+    monkeypatch.setattr(figures, "_seconds_of", lambda work, **_: 0.5)
 
 
 def noted(measure):
@@ -81,24 +90,14 @@ def test_rates_are_work_over_time(idle):
     assert len(copies) == 4 and set(copies.values()) == {(2**28 / 0.5 / 1e9, "GB/s")}
     products = noted(figures._products)
     assert products.pop("sum of two vectors of 2^26 in bf16") == (2**26 / 0.5 / 1e12, "TFLOP/s")
-    assert products == {  # n^2 results, each of n multiplications and n additions
-        f"product of {n} x {n} in bf16": (n * n * 2 * n / 0.5 / 1e12, "TFLOP/s")
-        for n in (256, 1024, 4096, 8192)
-    }
+    rates = {
+        n: (n * n * 2 * n / 0.5 / 1e12, "TFLOP/s") for n in (256, 1024, 4096, 8192)
+    }  # 2n operations each
+    assert products == {f"product of {n} x {n} in bf16": rate for n, rate in rates.items()}
     assert set(noted(figures._overlap).values()) == {(500.0, "ms")}
 
 
-def test_the_operations_of_training_are_counted_by_the_convention(idle, monkeypatch):
-    gpt = SimpleNamespace(parameters=lambda: [torch.empty(900), torch.empty(10, 10)])
-    monkeypatch.setattr(figures, "models", SimpleNamespace(GPT=lambda *sizes, **more: gpt))
-    figures.torch.cuda.max_memory_allocated.return_value = 3e9
-    found = {what.split(",")[0]: value for what, (value, unit) in noted(figures._training).items()}
-    per_token = 6 * 1000 + 12 * 12 * 1024 * 1024  # parameters; layers, width and length
-    assert found["model FLOP/s"] == pytest.approx(per_token * 8 * 1024 / 0.5 / 1e12)
-    assert (found["tokens per second"], found["peak memory"]) == (8 * 1024 / 0.5, 3.0)
-
-
-def test_the_bus_bandwidth_is_that_of_the_slowest_of_four_ranks(monkeypatch):
+def test_bus_bandwidth_is_that_of_the_slowest_rank(monkeypatch):
     ranks = MagicMock(device_note="one GPU")
     ranks.run.return_value.values = [0.25, 0.5, 0.125, 0.25]
     monkeypatch.setattr(figures, "Ranks", lambda n, device: MagicMock(__enter__=lambda _: ranks))
@@ -108,10 +107,48 @@ def test_the_bus_bandwidth_is_that_of_the_slowest_of_four_ranks(monkeypatch):
     }
 
 
-def test_the_first_three_times_do_not_count_and_of_the_others_the_median_does(monkeypatch):
-    takes, took = iter([9000.0] * 3 + [1.0, 2.0, 3.0, 4.0, 700.0]), []  # ms
-    event = MagicMock(elapsed_time=lambda end: took[-1])
-    cuda = SimpleNamespace(Event=lambda enable_timing: event, synchronize=lambda: None)
-    monkeypatch.setattr(figures, "torch", SimpleNamespace(cuda=cuda))
-    assert figures._seconds_of(lambda: took.append(next(takes)), repeats=5) == 0.003
-    assert next(takes, None) is None
+# make gpu
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_and_ends_with_1(capsys):
+    before = list((ROOT / "notebooks").rglob("*.json"))
+    assert gpu.main([]) == 1
+    out = capsys.readouterr().out
+    assert "make gpu needs a GPU" in out and "no record was written" in out
+    assert list((ROOT / "notebooks").rglob("*.json")) == before
+
+
+@pytest.mark.parametrize(
+    ("cell", "runs"),
+    [
+        ("%%ranks 4 -o run\nx = 1", "%%ranks 4 -o run --device cuda\nx = 1"),
+        ("%%ranks 2", "%%ranks 2 --device cuda"),
+        ("%%ranks 2 --device cpu\nx", ""),
+        ("%%ranks 4 --nodes 2\nx", ""),
+        ("%%ranks 1 of 1024 --on 128xh100x8\nx", ""),
+        ("x = '%%ranks 4'\n%ranks stop", ""),
+    ],
+)
+def test_rank_cells_go_to_the_gpu(cell, runs):
+    assert gpu.on_cuda(cell) == (runs or cell)
+
+
+@pytest.mark.parametrize(
+    ("cells", "code", "result"),
+    [
+        ([("x = 1",), ("1 / 0", "raises-exception"), ("assert x == 1",)], 0, (3, "")),
+        ([("x",), ("1 / 0",)], 1, (1, "cell 1 of 2 (x): NameError: name 'x' is not defined")),
+        ([("x = 1", "raises-exception")], 1, (1, "no error came")),
+    ],
+)
+def test_a_lesson_runs_whole_or_says_where_it_stopped(tmp_path, cells, code, result):
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(source, metadata={"tags": tags}) for source, *tags in cells]
+    path, out = tmp_path / "lesson.ipynb", tmp_path / "result.json"
+    nbformat.write(notebook, path)
+    command = [sys.executable, str(ROOT / "tools" / "gpu.py"), "--part", "lesson", str(path), str(out)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == code
+    said = json.loads(out.read_text())
+    assert (said["cells"], said["of"]) == (result[0], len(cells)) and result[1] in said["stopped"]
+    assert bool(said["stopped"]) == bool(result[1])

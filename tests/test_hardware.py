@@ -1,271 +1,95 @@
 """The facts follow from their parts and agree with what is published; the readers parse and never guess."""
 
-import dataclasses
-
 import pytest
 
 from rankcell import hardware as hw
 from rankcell.draw import maps
 
-ALL_SPEEDS = [
-    *hw.PCIE.values(),
-    *hw.NVLINK.values(),
-    *hw.INFINIBAND.values(),
-    *hw.ETHERNET.values(),
-    *hw.ON_CHIP.values(),
-    *hw.HBM.values(),
-    hw.HOST_MEMORY,
-    *(gpu.memory for gpu in hw.GPUS.values()),
-    *(speed for pair in hw.REPORTED.values() for speed in pair),
-]
+TABLES = (hw.PCIE, hw.NVLINK, hw.INFINIBAND, hw.ETHERNET, hw.ON_CHIP, hw.HBM)
+ALL_SPEEDS = [s for table in TABLES for s in table.values()] + [gpu.memory for gpu in hw.GPUS.values()]
+ALL_SPEEDS += [hw.HOST_MEMORY, *(s for pair in hw.REPORTED.values() for s in pair)]
+# GB/s each way and lanes: https://github.com/stas00/ml-engineering/blob/744d01e/network/README.md, tables PCIe and
+# NVLink (its 31 is 31.5 cut off), Ethernet by its name; the memories: AnandTech 18780 and 16529, and Chips and Cheese
+PUBLISHED = {
+    3: (15.75, 16), 4: (31.5, 16), 5: (63, 16), 6: (121, 16), 7: (242, 16),
+    "N1": (80, 4), "N2": (150, 6), "N3": (300, 12), "N4": (450, 18), "N5": (900, 18),
+    "EDR": (12.5, 4), "HDR": (25, 4), "NDR": (50, 4), "XDR": (100, 4),
+    "E1": (0.125, None), "E10": (1.25, None), "E25": (3.125, None), "E100": (12.5, None), "E200": (25, None),
+    "E400": (50, None), "E800": (100, None), "H100 L1": (33450, None), "H100 L2": (5500, None),
+    "H100 SXM": (3350, 5120), "H100 PCIe": (2050, 5120), "H100 NVL": (3920, 6144),
+}  # fmt: skip
 
 
-# Facts
-
-
-@pytest.mark.parametrize("speed", ALL_SPEEDS, ids=lambda s: s.name)
-def test_every_number_has_a_unit_a_direction_a_source_and_a_date(speed):
-    assert speed.bytes_per_s > 0
-    assert speed.unit == "bytes/s"
-    assert speed.direction in (hw.EACH_WAY, hw.READ_AND_WRITE)
-    assert speed.source.name and speed.source.date
-    assert speed.source.url.startswith("http") or speed.source.date == "definition"
-
-
-# https://github.com/stas00/ml-engineering/blob/744d01e/network/README.md, tables PCIe and NVLink, in GB/s;
-# generation 3 from the same formula. Its 31 is 31.5 cut off.
-@pytest.mark.parametrize(
-    ("generation", "each_way", "both_ways"),
-    [(3, 15.75, 31.5), (4, 31.5, 63), (5, 63, 126), (6, 121, 242), (7, 242, 484)],
-)
-def test_pcie_from_transfers_lanes_and_encoding(generation, each_way, both_ways):
-    link = hw.PCIE[generation]
-    assert link.bytes_per_s / 1e9 == pytest.approx(each_way, rel=0.001)
-    assert link.both_ways / 1e9 == pytest.approx(both_ways, rel=0.001)
-    assert link.lanes == 16
-    assert hw.pcie(generation, 4).bytes_per_s == pytest.approx(link.bytes_per_s / 4)
-
-
-@pytest.mark.parametrize(
-    ("generation", "links", "each_way", "both_ways"),
-    [(1, 4, 80, 160), (2, 6, 150, 300), (3, 12, 300, 600), (4, 18, 450, 900), (5, 18, 900, 1800)],
-)
-def test_nvlink_from_links(generation, links, each_way, both_ways):
-    link = hw.NVLINK[generation]
-    assert link.lanes == links
-    assert link.bytes_per_s / 1e9 == pytest.approx(each_way)
-    assert link.both_ways / 1e9 == pytest.approx(both_ways)
-
-
-@pytest.mark.parametrize(("name", "gbit"), [("EDR", 100), ("HDR", 200), ("NDR", 400), ("XDR", 800)])
-def test_infiniband_from_lanes(name, gbit):
-    assert hw.INFINIBAND[name].bytes_per_s * 8 / 1e9 == pytest.approx(gbit)
-
-
-def test_ethernet_is_its_name():
-    assert {g: s.bytes_per_s for g, s in hw.ETHERNET.items()}[100] == 12.5e9
-    assert hw.ETHERNET[1].bytes_per_s == 125e6
-    assert list(hw.ETHERNET) == [1, 10, 25, 100, 200, 400, 800]
-    assert all(speed.bytes_per_s == g * 1e9 / 8 for g, speed in hw.ETHERNET.items())
-
-
-def test_lanes_multiply():
-    assert hw.pcie(4, 8).lanes == 8 and hw.pcie(6).note and not hw.pcie(5).note
-    edr = hw.infiniband("EDR", 1)  # one lane of 25 Gbit/s
-    assert (edr.bytes_per_s, edr.lanes, hw.INFINIBAND["EDR"].lanes) == (3.125e9, 1, 4)
-
-
-# 132 SMs x 32 banks x 4 bytes at 1.98 GHz; https://chipsandcheese.com/2023/07/02/ measures 5.5 to 6 TB/s of L2
-def test_memory_on_the_chip():
-    assert hw.ON_CHIP["H100 L1"].bytes_per_s == pytest.approx(33.45e12, rel=0.001)
-    assert hw.ON_CHIP["H100 L2"].bytes_per_s == 5.5e12
-
-
-# https://www.anandtech.com/show/18780 prints 3.35, 2 and 3.9 TB/s for one card
-@pytest.mark.parametrize(("name", "tb_s"), [("H100 SXM", 3.35), ("H100 PCIe", 2.0), ("H100 NVL", 3.9)])
-def test_hbm_from_pins(name, tb_s):
-    assert hw.HBM[name].bytes_per_s / 1e12 == pytest.approx(tb_s, rel=0.03)
-
-
-def test_host_memory_from_channels():
-    assert hw.HOST_MEMORY.bytes_per_s / 1e9 == pytest.approx(
-        204.8
-    )  # as published for 8 channels of DDR4-3200
-
-
-def test_a_gpu_s_own_number_agrees_with_its_pins():
-    assert hw.GPUS["H100 SXM"].memory.bytes_per_s == pytest.approx(hw.HBM["H100 SXM"].bytes_per_s, rel=0.01)
-
-
-# As NVIDIA's servers with them have it; sources beside the table
-@pytest.mark.parametrize(
-    ("name", "year", "nvlink", "pcie", "network", "gb", "tb_s", "tflops"),
-    [
-        ("V100 SXM2", 2017, "2", "3", None, 32, 0.9, 125),
-        ("A100 SXM 80GB", 2020, "3", "4", "HDR", 80, 2.04, 312),
-        ("H100 SXM", 2022, "4", "5", "NDR", 80, 3.35, 989),
-        ("H200 SXM", 2023, "4", "5", None, 141, 4.8, 989),
-        ("B200 SXM", 2024, "5", "5", None, 180, 8.0, 2250),
-    ],
-)
-def test_each_gpu_has_the_ports_and_the_memory_of_its_time(
-    name, year, nvlink, pcie, network, gb, tb_s, tflops
-):
-    gpu = hw.GPUS[name]
-    assert (gpu.year, gpu.memory.bytes_per_s) == (year, tb_s * 1e12)
-    assert (gpu.nvlink.generation, gpu.pcie.generation) == (nvlink, pcie)
-    assert (gpu.network.generation if gpu.network else None) == network
-    assert (gpu.memory_bytes, gpu.bf16_flops) == (gb * 1e9, tflops * 1e12)
-
-
-def test_nvlink_to_infiniband_is_nine():
-    h100 = hw.GPUS["H100 SXM"]
-    assert h100.nvlink.bytes_per_s / h100.network.bytes_per_s == 9
-
-
-def test_memory_has_no_second_direction():
-    with pytest.raises(
-        ValueError, match="H100 L2 counts reads and writes together: no second direction to add"
-    ):
-        hw.ON_CHIP["H100 L2"].both_ways  # noqa: B018
-
-
-def test_seconds_are_bytes_over_rate():
-    assert hw.NVLINK[4].seconds(14e9) == pytest.approx(14 / 450)
-
-
-def test_a_speed_says_itself():
-    assert repr(hw.PCIE[5]) == "PCIe 5 x16: 63.015 GB/s each way = 32 GT/s x 16 lanes x 128/130 / 8 bits"
-
-
-def test_facts_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        hw.PCIE[5].bytes_per_s = 1
-
-
-def test_unknown_generations_say_which_exist():
-    with pytest.raises(ValueError, match=r"PCIe generation 8 is not in the table\. Choose 3, 4, 5, 6, 7\."):
-        hw.pcie(8)
-    with pytest.raises(ValueError, match=r"InfiniBand 'GDR' is not in the table\. Choose one of EDR, HDR"):
-        hw.infiniband("GDR")
-
-
-def test_what_others_measured_is_what_they_printed():
-    """GB/s: network/README.md of ml-engineering@744d01e, beside the peak that each is compared with."""
-    found = {name: (got.bytes_per_s / 1e9, got.lanes, peak.name) for name, (got, peak) in hw.REPORTED.items()}
-    assert found == {
-        "host to H200": (55.4, 16, "PCIe 5 x16"),
-        "H200 to H200": (396.4, 18, "NVLink 4"),
-        "A100 all-reduce": (235, 12, "NVLink 3"),
-        "H200 all-reduce, NVLS": (482.26, 18, "NVLink 4"),
+def test_every_speed_is_the_published_one_with_its_source():
+    found = dict(hw.PCIE) | dict(hw.INFINIBAND) | dict(hw.ON_CHIP) | dict(hw.HBM)
+    found |= {f"N{g}": s for g, s in hw.NVLINK.items()} | {f"E{g}": s for g, s in hw.ETHERNET.items()}
+    assert {k: (s.bytes_per_s / 1e9, s.lanes) for k, s in found.items()} == {
+        k: (pytest.approx(rate, rel=0.002), lanes) for k, (rate, lanes) in PUBLISHED.items()
     }
+    assert hw.HOST_MEMORY.bytes_per_s / 1e9 == pytest.approx(204.8)  # 8 channels of DDR4-3200
+    assert [gpu.year for gpu in hw.GPUS.values()] == [2017, 2020, 2022, 2023, 2024]
+    for speed in ALL_SPEEDS:
+        assert speed.unit == "bytes/s" and speed.source.name and speed.source.date
+        assert speed.source.url.startswith("http") or speed.source.date == "definition"
+        memory = "HBM" in speed.name or "DDR" in speed.name or " L" in speed.name
+        assert speed.direction == (hw.READ_AND_WRITE if memory else hw.EACH_WAY)
 
 
-def test_what_others_measured_is_near_the_published_rate():
-    for got, peak in hw.REPORTED.values():
-        assert 0.75 < got.bytes_per_s / peak.bytes_per_s < 1.08
+def test_what_a_speed_says():
+    assert repr(hw.PCIE[5]) == "PCIe 5 x16: 63.015 GB/s each way = 32 GT/s x 16 lanes x 128/130 / 8 bits"
+    assert hw.NVLINK[4].seconds(14e9) == pytest.approx(14 / 450) and hw.NVLINK[4].both_ways == 900e9
+    assert hw.pcie(4, 8).lanes == 8 and hw.pcie(4, 8).bytes_per_s == pytest.approx(15.75e9, rel=0.001)
+    assert hw.pcie(6).note and not hw.pcie(5).note and hw.infiniband("EDR", 1).bytes_per_s == 3.125e9
+    for call, says in (
+        (lambda: hw.ON_CHIP["H100 L2"].both_ways, "H100 L2 counts reads and writes together: no second direction to"),
+        (lambda: hw.pcie(8), "PCIe generation 8 is not in the table. Choose 3, 4, 5, 6, 7."),
+        (lambda: hw.infiniband("GDR"), "InfiniBand 'GDR' is not in the table. Choose one of EDR, HDR"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value).startswith(says)
 
 
-# The matrix of `nvidia-smi topo -m`. The texts are format examples, written by hand after the documented
-# format (tabs, an underlined header, the legend); they were not read off a machine.
-
+# Format examples of `nvidia-smi topo -m`, written by hand: with tabs and an underlined header; with older names
 WITH_TABS = (
     "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tPHB\tNODE\t0-15,32-47\t0\t\tN/A\n"
-    "GPU1\tPHB\t X \tPIX\t0-15,32-47\t0\t\tN/A\n"
-    "NIC0\tNODE\tPIX\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge\n"
-    "\nNIC Legend:\n\n  NIC0: mlx5_0\n"
+    "GPU0\t X \tPHB\tNODE\t0-15,32-47\t0\t\tN/A\nGPU1\tPHB\t X \tPIX\t0-15,32-47\t0\t\tN/A\n"
+    "NIC0\tNODE\tPIX\t X \t\t\t\t\n\nLegend:\n\n  X    = Self\n\nNIC Legend:\n\n  NIC0: mlx5_0\n"
 )
-OLD_NIC_NAMES = """\
-        GPU0    GPU1    mlx5_0  CPU Affinity
-GPU0     X      NV2     PHB     0-7
-GPU1    NV2      X      PHB     0-7
-mlx5_0  PHB     PHB      X
-"""
+HEAD = "\tGPU0\tGPU1\tCPU Affinity\n"
+OLD = "\tGPU0\tGPU1\tmlx5_0\tCPU Affinity\nGPU0 X NV2 PHB 0-7\nGPU1 NV2 X PHB 0-7\nmlx5_0 PHB PHB X\n"
 
 
-def test_topology_of_a_server_with_nvswitch():
+def test_the_matrix_of_paths_is_read():
     server = hw.parse_topology(hw.EXAMPLE_NVLINK_SERVER)
-    assert server.gpus == tuple(f"GPU{k}" for k in range(8))
-    assert server.nics == ("NIC0", "NIC1")
-    assert {server.path(a, b) for a in server.gpus for b in server.gpus if a != b} == {"NV18"}
-    assert server.nvlinks("GPU0", "GPU7") == 18
-    assert server.nvlinks("GPU0", "NIC0") == 0
+    assert server.gpus == tuple(f"GPU{k}" for k in range(8)) and server.nics == ("NIC0", "NIC1")
+    assert server.nvlinks("GPU0", "GPU7") == 18 and server.nvlinks("GPU0", "NIC0") == 0
     assert [server.path(f"GPU{k}", "NIC0") for k in range(5)] == ["PIX", "PXB", "NODE", "NODE", "SYS"]
-    assert server.cpus["GPU7"] == "48-95"
-    assert server.numa["GPU7"] == "1"
-    assert server.nic_names == {"NIC0": "mlx5_0", "NIC1": "mlx5_1"}
-
-
-def test_topology_with_tabs_and_an_underlined_header():
-    topology = hw.parse_topology(WITH_TABS)
-    assert topology.devices == ("GPU0", "GPU1", "NIC0")
-    assert topology.codes == (("X", "PHB", "NODE"), ("PHB", "X", "PIX"), ("NODE", "PIX", "X"))
-    assert topology.cpus == {"GPU0": "0-15,32-47", "GPU1": "0-15,32-47"}
-    assert topology.numa == {"GPU0": "0", "GPU1": "0"}
-
-
-def test_topology_with_the_older_names_of_cards():
-    topology = hw.parse_topology(OLD_NIC_NAMES)
-    assert topology.nics == ("mlx5_0",)
-    assert topology.numa == {"GPU0": "N/A", "GPU1": "N/A"}
-
-
-def test_topology_shows_as_a_matrix():
-    assert repr(hw.parse_topology(OLD_NIC_NAMES)).splitlines()[1] == "GPU0    X     NV2   PHB     0-7   N/A"
-
-
-def test_topologies_are_symmetric():
-    for text in (hw.EXAMPLE_NVLINK_SERVER, hw.EXAMPLE_PCIE_SERVER, WITH_TABS, OLD_NIC_NAMES):
+    assert (server.cpus["GPU7"], server.numa["GPU7"]) == ("48-95", "1")
+    tabs, old = hw.parse_topology(WITH_TABS), hw.parse_topology(OLD)
+    assert tabs.codes == (("X", "PHB", "NODE"), ("PHB", "X", "PIX"), ("NODE", "PIX", "X"))
+    assert tabs.cpus == {"GPU0": "0-15,32-47", "GPU1": "0-15,32-47"} and tabs.numa["GPU1"] == "0"
+    assert old.nics == ("mlx5_0",) and old.numa == {"GPU0": "N/A", "GPU1": "N/A"}
+    assert repr(old).splitlines()[1] == "GPU0    X     NV2   PHB     0-7   N/A"
+    for text in (hw.EXAMPLE_NVLINK_SERVER, hw.EXAMPLE_PCIE_SERVER):
         codes = hw.parse_topology(text).codes
         assert codes == tuple(zip(*codes, strict=True))
-
-
-def test_paths_are_ordered_from_near_to_far():
-    order = [hw.path_kind(code).order for code in ("X", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS")]
-    assert order == sorted(set(order))
+    near_to_far = [hw.path_kind(code).order for code in ("X", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS")]
+    assert near_to_far == list(range(7))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("Failed to initialize NVML", "No line starts with GPU0"),
-        ("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV2\t0-7\n", "The matrix names 2 devices and has 1 rows"),
-        (
-            "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \nGPU1\tNV2\t X \n",
-            "The row of GPU0 is missing or too short",
-        ),
-        (
-            "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tABC\t0\nGPU1\tABC\t X \t0\n",
-            "'ABC' is no path of `nvidia-smi topo -m`",
-        ),
-    ],
-)
-def test_what_is_no_matrix_is_said(text, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        hw.parse_topology(text)
-
-
-def test_a_device_that_is_not_there_is_said():
-    with pytest.raises(ValueError, match=r"'GPU9' is not in this topology\. It has GPU0, GPU1, mlx5_0\."):
-        hw.parse_topology(OLD_NIC_NAMES).path("GPU0", "GPU9")
-
-
-def test_nvlinks_of_each_gpu():
-    # a format example written by hand, as above
-    text = "GPU 0: H100 (UUID: GPU-0)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: H100\n"
-    assert hw.parse_nvlinks(text) == {"GPU0": (26.562e9, None), "GPU1": ()}
-    assert hw.parse_nvlinks("") == {}
-
-
-def test_no_gpu_is_no_error(monkeypatch):
-    monkeypatch.setattr(hw.shutil, "which", lambda name: None)
-    assert hw.read_topology() is None
-    assert hw.read_nvlinks() == {}
-
-
-# The machine at hand
+    [("Failed to initialize NVML", "No line starts with GPU0"),
+     (f"{HEAD}GPU0\t X \tNV2\t0-7\n", "The matrix names 2 devices and has 1 rows"),
+     (f"{HEAD}GPU0\t X \nGPU1\tNV2\t X \n", "The row of GPU0 is missing or too short"),
+     (f"{HEAD}GPU0\t X \tABC\t0\nGPU1\tABC\t X \t0\n", "'ABC' is no path of `nvidia-smi topo -m`"),
+     (OLD, "'GPU9' is not in this topology. It has GPU0, GPU1, mlx5_0.")],
+)  # fmt: skip
+def test_what_is_not_in_the_matrix_is_said(text, message):
+    with pytest.raises(ValueError) as error:
+        hw.parse_topology(text).path("GPU0", "GPU9")
+    assert str(error.value).startswith(message)
 
 
 @pytest.fixture
@@ -274,31 +98,21 @@ def linux(tmp_path):
 
     def put(path, text):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text + "\n")
+        (tmp_path / path).write_text(f"{text}\n")
 
-    put("sys/devices/system/cpu/online", "0-7")
+    system = "sys/devices/system"
+    put(f"{system}/cpu/online", "0-7")
+    near = [f"{2 * socket}-{2 * socket + 1},{2 * socket + 4}-{2 * socket + 5}" for socket in range(2)]
     for cpu in range(8):
-        core, socket = cpu % 4, cpu % 4 // 2
-        folder = f"sys/devices/system/cpu/cpu{cpu}"
-        put(f"{folder}/topology/thread_siblings_list", f"{core},{core + 4}")
-        shared = f"{2 * socket}-{2 * socket + 1},{2 * socket + 4}-{2 * socket + 5}"
-        for index, (level, kind, size, cpus) in enumerate(
-            [
-                (1, "Data", "48K", f"{core},{core + 4}"),
-                (1, "Instruction", "32K", f"{core},{core + 4}"),
-                (2, "Unified", "2M", f"{core},{core + 4}"),
-                (3, "Unified", "32768K", shared),
-            ]
-        ):
-            names = ("level", "type", "size", "shared_cpu_list")
-            for name, value in zip(names, (level, kind, size, cpus), strict=True):
-                put(f"{folder}/cache/index{index}/{name}", str(value))
+        core = f"{cpu % 4},{cpu % 4 + 4}"
+        put(f"{system}/cpu/cpu{cpu}/topology/thread_siblings_list", core)
+        caches = [(1, "Data", "48K", core), (1, "Instruction", "512", core), (2, "Unified", "2M", core)]
+        for index, values in enumerate([*caches, (3, "Unified", "1G", near[cpu % 4 // 2])]):
+            for name, value in zip(("level", "type", "size", "shared_cpu_list"), values, strict=True):
+                put(f"{system}/cpu/cpu{cpu}/cache/index{index}/{name}", value)
     for node in range(2):
-        put(
-            f"sys/devices/system/node/node{node}/cpulist",
-            f"{2 * node}-{2 * node + 1},{2 * node + 4}-{2 * node + 5}",
-        )
-        put(f"sys/devices/system/node/node{node}/meminfo", f"Node {node} MemTotal:       1048576 kB")
+        put(f"{system}/node/node{node}/cpulist", near[node])
+        put(f"{system}/node/node{node}/meminfo", f"Node {node} MemTotal:       1048576 kB")
     put("proc/meminfo", "MemTotal:        2097152 kB\nMemFree: 1 kB")
     put("proc/cpuinfo", "processor\t: 0\nmodel name\t: Example CPU @ 2 GHz\nflags\t\t: fpu hypervisor sse")
     return tmp_path
@@ -306,108 +120,51 @@ def linux(tmp_path):
 
 def test_linux_is_read_from_its_files(linux):
     machine = hw.read_machine(linux)
-    assert machine.cpu_name == "Example CPU @ 2 GHz"
-    assert machine.cores == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert machine.threads == 8
+    assert machine.cpu_name == "Example CPU @ 2 GHz" and machine.virtual and machine.missing == ()
+    assert machine.cores == ((0, 4), (1, 5), (2, 6), (3, 7)) and machine.threads == 8
     assert [c.name for c in machine.caches] == ["L1d"] * 4 + ["L1i"] * 4 + ["L2"] * 4 + ["L3"] * 2
-    assert machine.cache("L1d")[0].nbytes == 48 * 1024
-    assert machine.cache("L2")[0].nbytes == 2 * 2**20
+    sizes = [machine.cache(name)[0].nbytes for name in ("L1d", "L1i", "L2", "L3")]
+    assert sizes == [48 * 2**10, 512, 2 * 2**20, 2**30]
     assert [c.cpus for c in machine.cache("L3")] == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    nodes = [(n.number, n.cpus, n.nbytes) for n in machine.numa]
-    assert nodes == [
-        (0, (0, 1, 4, 5), 2**30),
-        (1, (2, 3, 6, 7), 2**30),
-    ]
+    assert machine.numa == (hw.NumaNode(0, (0, 1, 4, 5), 2**30), hw.NumaNode(1, (2, 3, 6, 7), 2**30))
     assert machine.memory_bytes == 2**31
-    assert machine.virtual
-    assert machine.missing == ()
-
-
-def test_cpus_that_are_off_and_nodes_beyond_nine(linux):
     system = linux / "sys/devices/system"
     (system / "cpu/online").write_text("0-5\n")  # the second threads of cores 2 and 3 are off
     for node in (2, 10):
         (system / f"node/node{node}").mkdir()
     machine = hw.read_machine(linux)
     assert machine.cores == ((0, 4), (1, 5), (2,), (3,)) and machine.threads == 6
-    assert [node.number for node in machine.numa] == [0, 1, 2, 10]
-    assert machine.numa[3] == hw.NumaNode(10, (), None)
+    assert [n.number for n in machine.numa] == [0, 1, 2, 10] and machine.numa[3] == hw.NumaNode(10, (), None)
+    assert hw.parse_cpus("0,2-3,9") == (0, 2, 3, 9)
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("48K", 49_152), ("2M", 2_097_152), ("1G", 2**30), ("512", 512)]
-)
-def test_sizes_of_caches(text, nbytes):
-    assert hw._parse_size(text) == nbytes
-
-
-def test_a_linux_that_says_little_is_not_guessed_at(tmp_path):
-    machine = hw.read_machine(tmp_path)
-    assert machine.cpu_name == "not named by this system"
-    assert machine.caches == () and machine.numa == () and machine.memory_bytes is None
-    assert machine.missing == (
-        "which threads share a core is not available here",
-        "cache sizes are not available here",
-        "NUMA nodes are not available here",
-        "the size of the memory is not available here",
-    )
-    assert not machine.virtual
+def test_what_a_system_does_not_say_is_not_guessed(tmp_path):
+    machine, none = hw.read_machine(tmp_path), " not available here"
+    assert machine.cpu_name == "not named by this system" and not machine.virtual
+    assert (machine.caches, machine.numa, machine.memory_bytes, machine.usable) == ((), (), None, None)
+    assert machine.missing == (f"which threads share a core is{none}", f"cache sizes are{none}",
+                               f"NUMA nodes are{none}", f"the size of the memory is{none}")  # fmt: skip
+    assert hw._from_sysctl(lambda name: None).missing[1:] == machine.missing[2:3] + machine.missing[1:4:2]
+    assert hw._output("false") is hw._output("rankcell-has-no-such-tool") is None
 
 
 def test_macos_is_asked_with_sysctl():
-    answers = {  # a format example written by hand: `sysctl -n` prints one number a name
-        "hw.logicalcpu": "8\n",
-        "hw.physicalcpu": "8\n",
-        "hw.l1dcachesize": "65536\n",
-        "hw.l2cachesize": "4194304\n",
-        "hw.memsize": "17179869184\n",
-        "machdep.cpu.brand_string": "Apple M1\n",
-    }
-    machine = hw._from_sysctl(answers.get)
-    assert machine.cpu_name == "Apple M1"
-    assert len(machine.cores) == machine.threads == 8
-    assert [(c.name, c.nbytes, c.cpus) for c in machine.caches] == [("L1d", 65536, ()), ("L2", 4194304, ())]
-    assert machine.memory_bytes == 16 * 2**30
-    assert machine.missing == (
-        "which cores share a cache is not available here",
-        "NUMA nodes are not available here",
+    """A format example written by hand: `sysctl -n` prints one number a name."""
+    answers = {"hw.logicalcpu": 4, "hw.physicalcpu": 2, "hw.l1dcachesize": 32 << 10, "hw.l1icachesize": 48 << 10,
+               "hw.l2cachesize": 256 << 10, "hw.l3cachesize": 12 << 20, "hw.memsize": 16 << 30,
+               "machdep.cpu.brand_string": "Apple M1"}  # fmt: skip
+    machine = hw._from_sysctl(lambda name: f"{answers[name]}\n")
+    assert (machine.cpu_name, machine.cores, machine.memory_bytes) == ("Apple M1", ((0, 1), (2, 3)), 2**34)
+    caches = [("L1d", 32, ()), ("L1i", 48, ()), ("L2", 256, ()), ("L3", 12 << 10, ())]
+    assert [(c.name, c.nbytes >> 10, c.cpus) for c in machine.caches] == caches
+    assert (
+        machine.missing[0] == "which cores share a cache is not available here" and len(machine.missing) == 2
     )
 
 
-def test_macos_with_two_threads_a_core():
-    sizes = {"hw.l1dcachesize": 32 << 10, "hw.l1icachesize": 48 << 10, "hw.l2cachesize": 256 << 10}
-    sizes |= {"hw.l3cachesize": 12 << 20}
-    answers = {"hw.logicalcpu": 4, "hw.physicalcpu": 2, **sizes}
-    machine = hw._from_sysctl(lambda name: f"{answers[name]}\n" if name in answers else None)
-    assert machine.cores == ((0, 1), (2, 3))
-    assert [(c.name, c.nbytes >> 10) for c in machine.caches] == [
-        ("L1d", 32),
-        ("L1i", 48),
-        ("L2", 256),
-        ("L3", 12 << 10),
-    ]
-    assert machine.memory_bytes is None
-    assert machine.missing[-1] == "the size of the memory is not available here"
-
-
-def test_macos_that_answers_nothing():
-    machine = hw._from_sysctl(lambda name: None)
-    assert machine.threads >= 1
-    assert "cache sizes are not available here" in machine.missing
-
-
-def test_this_machine_can_be_read_and_drawn():
+def test_this_machine_can_be_read_and_drawn(monkeypatch):
     machine = hw.read_machine()
-    assert machine.threads >= len(machine.cores) >= 1
-    assert machine.usable is None or 1 <= machine.usable
+    assert machine.threads >= len(machine.cores) >= 1 and (machine.usable is None or 1 <= machine.usable)
     assert maps.machine_map(machine).alt.startswith("This machine: ")
-
-
-def test_a_tool_that_fails_or_is_missing_answers_nothing():
-    assert hw._output("false") is None
-    assert hw._output("rankcell-has-no-such-tool") is None
-
-
-@pytest.mark.parametrize(("text", "cpus"), [("0-3", (0, 1, 2, 3)), ("0,2-3,9", (0, 2, 3, 9)), ("", ())])
-def test_lists_of_cpus(text, cpus):
-    assert hw.parse_cpus(text) == cpus
+    monkeypatch.setattr(hw.shutil, "which", lambda name: None)
+    assert hw.read_topology() is None

@@ -1,123 +1,62 @@
 """Imports point one way: what a module may import of ours is written down here."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 LIB = Path(__file__).parent.parent / "lib" / "rankcell"
-ALLOWED = {
-    "results": set(),
-    "models": set(),
-    "costs": set(),
-    "hardware": set(),
-    "source": set(),
-    "versions": set(),
-    "doctor": {"hardware", "versions", "engine/devices", "engine/local", "engine/match", "engine/system"},
-    "figures": {"models", "engine/world"},
-    "cluster": {"source"},
-    "parallel": {"models", "schedules", "versions"},
-    "schedules": {"results", "errors"},
-    "planner": {"hardware", "schedules", "results"},
-    "jobs": {"results", "errors", "draw"}
-    | {f"engine/{m}" for m in ("channel", "control", "diagnose", "groups", "match", "messages", "nodes")}
-    | {f"engine/{m}" for m in ("operation", "record", "report", "streams", "system")},
-    "rehearsal": {"results", "errors", "costs", "planner"},
-    "exercises": {"source", "cluster"},
-    "progress": {"exercises"},
-    "room": {"progress", "engine/system"},
-    "grade": {
-        "exercises",
-        "source",
-        "results",
-        "schedules",
-        "check",
-        "engine/forks",
-        "engine/preload",
-        "engine/system",
-    },
-    "command": {"cluster", "doctor", "grade", "jobs", "planner", "room"},
-    "simulate": {"results"},
-    "errors": {"results"},
-    "layouts": set(),
-    "against": {"results", "errors", "layouts"},
-    "twin": {"results", "errors", "engine/trace"},
-    "check": {"results", "errors", "against"},
-    "magics": {
-        "results",
-        "errors",
-        "source",
-        "engine/devices",
-        "engine/world",
-        "draw",
-        "cluster",
-        "check",
-        "twin",
-        "doctor",
-        "versions",
-        "progress",
-    },
-    "draw": {"results", "hardware", "schedules"},
-    "__init__": {
-        "results",
-        "errors",
-        "engine/meter",
-        "engine/trace",
-        "engine/world",
-        "magics",
-        "check",
-        "draw",
-    },
-}
-# The engine: what the two sides share, the notebook's side, the rank's side.
-SHARED = {"engine/messages", "engine/channel", "engine/system", "engine/match"}
-ALLOWED |= {
-    "engine/__init__": set(),
-    "engine/messages": {"results"},
-    "engine/channel": set(),
-    "engine/system": set(),
-    "engine/devices": {"errors", "engine/system"},
-    "engine/match": {"results", "errors"},
-    "engine/diagnose": {"results", *SHARED},
-    "engine/host": SHARED,
-    "engine/parts": {"results", *SHARED},
-    "engine/mailbox": {"results", "engine/host", "engine/parts", *SHARED},
-    "engine/forks": {"errors", *SHARED},
-    "engine/local": {"errors", "rehearsal", "engine/forks", *SHARED},
-    "engine/nodes": {"errors", *SHARED},
-    "engine/agent": {"errors", "engine/forks", "engine/local", *SHARED},
-    "engine/cell": {"results", "errors", "engine/diagnose", "engine/mailbox", "engine/parts", *SHARED},
-    "engine/verdict": {"results", "errors", "engine/cell"},
-    "engine/world": {"results", "errors", *SHARED}
-    | {
-        f"engine/{m}"
-        for m in ("cell", "devices", "forks", "host", "local", "mailbox", "nodes", "parts", "verdict")
-    },
-    "engine/meter": {"results"},
-    "engine/spans": set(),
-    "engine/streams": set(),
-    "engine/operation": {"results", *SHARED},
-    "engine/trace": {"results", "layouts", "engine/operation"},
-    "engine/follow": {"results", "engine/trace"},
-    "engine/record": {"results"}
-    | {f"engine/{m}" for m in ("operation", "spans", "streams", "meter", "trace", "follow")}
-    | SHARED,
-    "engine/execute": {"source"},
-    "engine/report": {"results", "errors"},
-    "engine/stdio": set(),
-    "engine/shell": set(),
-    "engine/groups": {"errors", "engine/operation", "engine/record", *SHARED},
-    "engine/control": {f"engine/{m}" for m in ("operation", "record", "worker")}
-    | SHARED,  # the last for its type
-    "engine/worker": {"results", "errors", "rehearsal", "source", *SHARED}
-    | {
-        f"engine/{m}"
-        for m in ("control", "execute", "groups", "meter", "operation", "record", "report", "shell", "stdio")
-    },
-    "engine/together": {"errors", "rehearsal", *SHARED}
-    | {f"engine/{m}" for m in ("control", "groups", "operation", "record", "shell", "stdio", "worker")},
-    "engine/preload": {"engine/worker", "engine/together", "versions", *SHARED},
-}
+# Of each part what it may import of ours; the first ones nothing. In the engine `./x` is another of its modules, SHARED
+# what both sides share.
+ALLOWED = """
+results: models: costs: hardware: source: versions: layouts:
+engine/__init__: engine/channel: engine/system: engine/spans: engine/streams: engine/stdio: engine/shell:
+doctor: engine/devices engine/local engine/match engine/system hardware versions
+figures: engine/world models   cluster: source   parallel: models schedules versions
+schedules: errors results   planner: hardware results schedules
+jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/match engine/messages engine/nodes
+    engine/operation engine/record engine/report engine/streams engine/system errors results
+rehearsal: costs errors planner results   exercises: cluster source
+progress: exercises   room: engine/system progress
+grade: check engine/forks engine/preload engine/system exercises results schedules source
+command: cluster doctor grade jobs planner room   simulate: results
+errors: results   against: errors layouts results
+twin: engine/trace errors results   check: against errors results
+magics: check cluster doctor draw engine/devices engine/world errors progress results source twin versions
+draw: hardware results schedules
+__init__: check draw engine/meter engine/trace engine/world errors magics results
+engine/messages: results   engine/devices: ./system errors
+engine/match: errors results   engine/diagnose: results SHARED   engine/host: SHARED
+engine/parts: results SHARED   engine/mailbox: ./host ./parts results SHARED
+engine/forks: errors SHARED   engine/local: ./forks errors rehearsal SHARED
+engine/nodes: errors SHARED   engine/agent: ./forks ./local errors SHARED
+engine/cell: ./diagnose ./mailbox ./parts errors results SHARED
+engine/verdict: ./cell errors results
+engine/world: ./cell ./devices ./forks ./host ./local ./mailbox ./nodes ./parts ./verdict errors results SHARED
+engine/meter: results   engine/operation: results SHARED
+engine/trace: ./operation layouts results   engine/follow: ./trace results
+engine/record: ./follow ./meter ./operation ./spans ./streams ./trace results SHARED
+engine/execute: source   engine/report: errors results
+engine/groups: ./operation ./record errors SHARED
+engine/control: ./operation ./record ./worker SHARED
+engine/worker: ./control ./execute ./groups ./meter ./operation ./record ./report ./shell ./stdio errors rehearsal
+    results source SHARED
+engine/preload: ./worker versions SHARED
+"""
+SHARED = "./messages ./channel ./system ./match"
+
+
+def allowed():
+    found, part = {}, ""
+    for word in ALLOWED.replace("SHARED", SHARED).replace("./", "engine/").split():
+        if word.endswith(":"):
+            part = word[:-1]
+            found[part] = set()
+        else:
+            found[part].add(word)
+    return found
 
 
 def name_of(parts):
@@ -146,29 +85,18 @@ def ours(path):
 @pytest.mark.parametrize("path", sorted(LIB.rglob("*.py")), ids=lambda p: str(p.relative_to(LIB)))
 def test_imports_point_one_way(path):
     part = name_of(path.relative_to(LIB).with_suffix("").parts)
-    assert part in ALLOWED, f"say in ALLOWED what {part} may import"
-    assert ours(path) - {part} <= ALLOWED[part]
-
-
-def test_importing_the_package_does_not_import_torch():
-    import subprocess
-    import sys
-
-    code = "import sys, rankcell; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_strategies_need_no_notebook():
-    import subprocess
-    import sys
-
-    code = "import sys, rankcell.parallel.ddp; sys.exit(bool({'IPython', 'cloudpickle'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("path", sorted(LIB.rglob("*.py")), ids=lambda p: str(p.relative_to(LIB)))
-def test_no_module_imports_a_private_name_of_another(path):
-    """What another module needs is public where it lives."""
+    assert part in allowed(), f"say in ALLOWED what {part} may import"
+    assert ours(path) - {part} <= allowed()[part]
+    # what another module needs is public where it lives
     imports = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
-    ours = [n for n in imports if n.level or (n.module or "").startswith("rankcell")]
-    assert [a.name for n in ours for a in n.names if a.name.startswith("_")] == []
+    inside = [n for n in imports if n.level or (n.module or "").startswith("rankcell")]
+    assert [a.name for n in inside for a in n.names if a.name.startswith("_")] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "without"),
+    [("rankcell", "'torch'"), ("rankcell.parallel.ddp", "'IPython', 'cloudpickle'")],
+)
+def test_an_import_brings_no_more_than_it_needs(module, without):
+    code = f"import sys, {module}; sys.exit(bool({{{without}}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,121 +6,85 @@ import pytest
 
 from rankcell.cluster import scripts
 
+TRAIN = "python train.py --name 'two words'"
 ALL = {
     "array": scripts.array("python sweep.py", tasks=12, at_once=2, gpus=1, environment="rankcell"),
     "alone": scripts.alone("python train.py --lr 0.1", minutes=1500),
     "srun": scripts.by_srun("python train.py", nodes=2, ranks_per_node=2, gpus_per_node=2),
-    "requeue": scripts.by_srun(
-        "python train.py --name 'two words'", nodes=2, ranks_per_node=4, signal_seconds=60, partition="spare"
-    ),
+    "requeue": scripts.by_srun(TRAIN, nodes=2, ranks_per_node=4, signal_seconds=60, partition="spare"),
     "torchrun": scripts.by_torchrun("train.py", nodes=2, ranks_per_node=2, cpus_per_rank=3, max_restarts=2),
     "elastic": scripts.by_torchrun("train.py", nodes=4, ranks_per_node=8, max_restarts=9, min_nodes=2),
 }
+RENDEZVOUS = ["scontrol show hostnames", "=$((20000 + SLURM_JOB_ID % 10000))",
+              "srun --cpus-per-task=$SLURM_CPUS_PER_TASK"]  # fmt: skip
+HAS = {
+    "array": ["--array=0-11%2\n", "--output=sweep-%A_%a.out\n", "--ntasks=1\n", "--cpus-per-task=1\n", "--gpus=1\n",
+              "--time=00:15:00\n", "\nconda activate rankcell\n", "\npython sweep.py\n"],
+    "alone": ["--time=1-01:00:00\n", "--gpus=1\n", "--output=train-%j.out\n", "\npython train.py --lr 0.1\n"],
+    "srun": ["--nodes=2\n", "--ntasks-per-node=2\n", "--gpus-per-node=2\n", "export MASTER_ADDR=", "export MASTER_PORT",
+             "--kill-on-bad-exit=1 ", "OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\n", *RENDEZVOUS],
+    "requeue": ["--partition=spare\n", "--signal=USR1@60\n", "--requeue\n", "--open-mode=append\n", "--wait=30 ",
+                "\nstatus=$?\n[ $status = 75 ] && scontrol requeue", "\nexit $status\n", *RENDEZVOUS],
+    # without a store of its own a restart fails in torch 2.13
+    "torchrun": ["--cpus-per-task=6\n", "--ntasks-per-node=1\n", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n",
+                 "OMP_NUM_THREADS=3\n", "--nnodes=2 --nproc-per-node=2", "--max-restarts=2", "endpoint=$head:$port",
+                 "--rdzv-id=$SLURM_JOB_ID", "--kill-on-bad-exit=1 ", *RENDEZVOUS],
+    "elastic": ["#SBATCH --no-kill\n", "--no-kill --wait=0 ", "--nnodes=2:4 ", "keep_alive_max_attempt=3",
+                *RENDEZVOUS],
+}  # fmt: skip
+LACKS = {"alone": ["activate", "srun"], "srun": ["requeue", "--wait"], "torchrun": ["no-kill", "rdzv-conf", ":2 "],
+         "requeue": ["--kill-on"], "elastic": ["--kill-on"]}  # fmt: skip
 
 
-@pytest.mark.parametrize("script", ALL.values(), ids=ALL)
-def test_is_a_script_for_bash(script, tmp_path):
+@pytest.mark.parametrize("name", ALL)
+def test_a_job_script_says_what_was_asked_for(name, tmp_path):
+    script = ALL[name]
     path = script.write(tmp_path / "job.sh")
-    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-    assert path.stat().st_mode & 0o111
     text = path.read_text()
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0 and path.stat().st_mode & 0o111
+    assert [part for part in HAS[name] if part not in text] == []
+    assert [part for part in LACKS.get(name, ()) if part in text] == []
     assert text.startswith("#!/bin/bash\n#SBATCH ")
-    commands = [line for line in text.splitlines() if line and not line.startswith("#")]
-    directives = [k for k, line in enumerate(text.splitlines()) if line.startswith("#SBATCH")]
-    assert max(directives) < text.splitlines().index(commands[0]), "sbatch stops reading at the first command"
-
-
-@pytest.mark.parametrize("script", ALL.values(), ids=ALL)
-def test_every_line_is_explained(script):
-    shown = script._repr_html_()
+    after = text[: text.rindex("#SBATCH")].splitlines()
+    assert all(line.startswith("#") for line in after), "sbatch stops reading at the first command"
     for line in script.lines:
-        assert len(line.why.split()) >= 3
-        assert line.text.split("\n")[0] in repr(script)
-    assert shown.count("<tr>") == len(script.lines) + 1
-    assert "#SBATCH" not in " ".join(line.why for line in script.lines)
+        assert len(line.why.split()) >= 3 and line.text.split("\n")[0] in repr(script)
+        # set once, on the first node, a rank is the same on all of them
+        assert not line.text.startswith("export") or "RANK" not in line.text.split("=")[0]
+    assert script._repr_html_().count("<tr>") == len(script.lines) + 1
 
 
-def test_no_rank_is_set_before_srun():
-    """A value that is set once on the first node is the same on all ranks."""
-    for script in ALL.values():
-        for line in script.lines:
-            if line.text.startswith("export"):
-                assert "RANK" not in line.text.split("=")[0] and "SLURM_PROCID" not in line.text
-
-
-def test_no_fixed_port_and_cpus_said_again():
-    for name in ("srun", "requeue", "torchrun", "elastic"):
-        text = str(ALL[name])
-        assert "SLURM_JOB_ID % 10000" in text
-        assert "srun --cpus-per-task=$SLURM_CPUS_PER_TASK" in text
-
-
-def test_times_name_hours():
-    assert "--time=00:15:00\n" in str(ALL["srun"])
-    assert "--time=1-01:00:00\n" in str(ALL["alone"])
-
-
-def test_an_environment_is_one_of_conda_or_a_folder():
-    conda, folder = (str(scripts.alone("true", environment=name)) for name in ("rankcell", "./my env"))
-    assert "conda.sh" in conda and "conda activate rankcell\n" in conda and "/bin/activate" not in conda
+def test_an_option_left_out_leaves_its_lines_out():
+    folder = str(scripts.alone("true", environment="./my env"))
     assert "source './my env'/bin/activate\n" in folder and "conda" not in folder
-    assert "activate" not in str(ALL["alone"])
-
-
-def test_array_counts_from_zero():
-    text = str(ALL["array"])
-    assert "--array=0-11%2\n" in text and "--output=sweep-%A_%a.out\n" in text
     assert "--array=0-4\n" in str(scripts.array("true", tasks=5))
-
-
-def test_torchrun_restarts_with_a_new_store():
-    """Without it a restart fails in torch 2.13; without restarts it is not needed."""
-    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(ALL["torchrun"])
     assert "TORCH_DISABLE" not in str(scripts.by_torchrun("train.py", nodes=2, ranks_per_node=2))
-    assert "--cpus-per-task=6\n" in str(ALL["torchrun"])
+    assert "(node10 comes before node2)" in ALL["torchrun"].lines[-1].why  # torch sorts the names as text
 
 
-def test_elastic_job_outlives_a_node():
-    text = str(ALL["elastic"])
-    assert "#SBATCH --no-kill\n" in text and "--no-kill --wait=0" in text and "--nnodes=2:4" in text
-    assert "no-kill" not in str(ALL["torchrun"])
-
-
-def test_srun_runs_the_command_with_the_words_it_was_given(tmp_path):
+def test_srun_runs_the_command_with_the_words_it_was_given():
     """The quoting survives bash twice: srun's line, and the shell inside it."""
     line = ALL["requeue"].lines[-4].text.split("bash -c ", 1)[1]
-    inside = f"bash -c {line}".replace("exec python train.py", "printf %s,")
-    environment = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "PATH": "/usr/bin:/bin"}
+    says = "printf %s, $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE"
+    inside = f"bash -c {line}".replace("exec python train.py", says)
+    environment = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "PATH": "/usr/bin:/bin"}
     said = subprocess.run(["bash", "-c", inside], env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout == "--name,two words,"
+    assert said.stdout == "3,1,8,4,--name,two words,"
+
+
+ONE = {"nodes": 2, "ranks_per_node": 2}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (lambda: scripts.by_srun("x", nodes=0, ranks_per_node=2), "nodes must be at least 1, not 0."),
-        (lambda: scripts.array("x", tasks=0), "An array needs at least 1 task, not 0."),
-        (lambda: scripts.alone("x", minutes=0), "A job needs at least 1 minute, not 0."),
-        (
-            lambda: scripts.by_torchrun("x", nodes=2, ranks_per_node=2, min_nodes=3),
-            "min_nodes=3 is more than the 2 nodes of the job.",
-        ),
-        (
-            lambda: scripts.by_torchrun("x", nodes=2, ranks_per_node=2, min_nodes=1),
-            "min_nodes needs max_restarts: a lost node is a restart of the others.",
-        ),
-    ],
-)
-def test_messages(wrong, says):
+    ("make", "options", "says"),
+    [(scripts.by_srun, {"nodes": 0, "ranks_per_node": 2}, "nodes must be at least 1, not 0."),
+     (scripts.array, {"tasks": 0}, "An array needs at least 1 task, not 0."),
+     (scripts.alone, {"minutes": 0}, "A job needs at least 1 minute, not 0."),
+     (scripts.by_torchrun, {**ONE, "min_nodes": 3}, "min_nodes=3 is more than the 2 nodes of the job."),
+     (scripts.by_torchrun, {**ONE, "min_nodes": 1},
+      "min_nodes needs max_restarts: a lost node is a restart of the others.")],
+)  # fmt: skip
+def test_what_cannot_be_is_said(make, options, says):
     with pytest.raises(ValueError) as error:
-        wrong()
+        make("x", **options)
     assert str(error.value) == says
-
-
-def test_says_in_which_order_torchrun_numbers_the_nodes():
-    """torch sorts those who met by their address, as text: dynamic_rendezvous.py, `_NodeDesc`."""
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
-
-    came = [_NodeDesc("node2", 7, 0), _NodeDesc("node10", 9, 0), _NodeDesc("node1", 8, 0)]
-    assert [node.addr for node in sorted(came)] == ["node1", "node10", "node2"]
-    assert "alphabetical order of their names (node10 comes before node2)" in ALL["torchrun"].lines[-1].why

@@ -3,7 +3,6 @@
 import io
 import os
 import random
-import time
 
 import pytest
 import torch
@@ -19,31 +18,26 @@ class Training:
     def __init__(self, seed=0):
         torch.manual_seed(seed)
         random.seed(seed)
-        self.model = torch.nn.Sequential(torch.nn.Dropout(0.3), MLP(6, 8, 3, dtype=torch.float64))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, 0.8)
-        x, y = regression(40)
-        data = TensorDataset(x.double(), y.double())
-        self.sampler = snapshots.Sampler(data, num_replicas=1, rank=0)
-        self.loader = DataLoader(data, batch_size=4, sampler=self.sampler, generator=torch.Generator())
-        self.step = 0
-        self.losses = []
-
-    @property
-    def parts(self):
-        names = ("model", "optimizer", "scheduler", "sampler")
-        return {name: getattr(self, name) for name in names}
+        model = torch.nn.Sequential(torch.nn.Dropout(0.3), MLP(6, 8, 3, dtype=torch.float64))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        x, y = (part.double() for part in regression(40))
+        sampler = snapshots.Sampler(TensorDataset(x, y), num_replicas=1, rank=0)
+        self.loader = DataLoader(sampler.dataset, 4, sampler=sampler, generator=torch.Generator())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
+        self.parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
+        self.step, self.losses = 0, []
 
     def run(self, until):
+        model, optimizer, scheduler, sampler = self.parts.values()
         while self.step < until:
-            self.sampler.set_epoch(self.step // 10)
+            sampler.set_epoch(self.step // 10)
             for x, y in self.loader:
-                self.optimizer.zero_grad()
-                loss = torch.nn.functional.mse_loss(self.model(x), y) * random.random()
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(x), y) * random.random()
                 loss.backward()
-                self.optimizer.step()
-                self.scheduler.step()
-                self.sampler.seen += len(x)
+                optimizer.step()
+                scheduler.step()
+                sampler.seen += len(x)
                 self.step += 1
                 self.losses.append(loss.item())
                 if self.step == until:
@@ -51,34 +45,29 @@ class Training:
         return self.losses
 
 
-@pytest.mark.parametrize("stop", [1, 10, 13, 24])
-def test_goes_on_to_the_same_bits(tmp_path, stop):
-    through = Training().run(25)
-    first = Training()
+@pytest.mark.parametrize(
+    ("stop", "lacks"),
+    [
+        (1, ""),
+        (10, ""),
+        (24, ""),
+        *((13, name) for name in ("", "model", "optimizer", "scheduler", "sampler")),
+    ],
+)
+def test_goes_on_to_the_same_bits_with_every_part(tmp_path, stop, lacks):
+    through, first = Training().run(25), Training()
+    assert snapshots.load(tmp_path / "snapshot.pt", **first.parts) == 0  # there is none
     first.run(stop)
     snapshots.save(tmp_path / "snapshot.pt", stop, **first.parts)
     second = Training(seed=99)
-    second.step = snapshots.load(tmp_path / "snapshot.pt", **second.parts)
-    assert first.losses + second.run(25) == through
-
-
-@pytest.mark.parametrize("lacks", ["model", "optimizer", "scheduler", "sampler"])
-def test_every_part_is_needed(tmp_path, lacks):
-    """Else the test above would prove little."""
-    through = Training().run(25)
-    first = Training()
-    first.run(13)
-    snapshots.save(tmp_path / "snapshot.pt", 13, **first.parts)
-    second = Training(seed=99)
     parts = {name: part for name, part in second.parts.items() if name != lacks}
     second.step = snapshots.load(tmp_path / "snapshot.pt", **parts)
-    assert first.losses + second.run(25) != through
+    assert (first.losses + second.run(25) == through) == (not lacks)
 
 
 def test_other_ranks_deal_what_is_left_of_the_epoch():
-    data = range(24)
+    data, done = range(24), []
     two = [snapshots.Sampler(data, num_replicas=2, rank=r) for r in range(2)]
-    done = []
     for sampler in two:
         sampler.set_epoch(3)
         done += list(sampler)[:5]
@@ -92,99 +81,57 @@ def test_other_ranks_deal_what_is_left_of_the_epoch():
     assert len(list(one)) == 24
 
 
-def test_no_snapshot_is_step_0(tmp_path):
-    assert snapshots.load(tmp_path / "snapshot.pt", **Training().parts) == 0
-
-
 def test_a_write_that_fails_leaves_the_old_snapshot(tmp_path, monkeypatch):
     path, training = tmp_path / "snapshot.pt", Training()
-    snapshots.save(path, 1, **training.parts)
+    snapshots.save(path, 1, model=training.parts["model"])
+    with pytest.raises(KeyError, match=r"The snapshot holds model, but not optimizer, sampler, scheduler."):
+        snapshots.load(path, **training.parts)
 
     def half(content, file):
         file.write(b"half of it")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(OSError) as error:
+    with pytest.raises(OSError, match=r"^The snapshot was not saved: No space left on device$"):
         snapshots.save(path, 2, **training.parts)
-    assert str(error.value) == "The snapshot was not saved: No space left on device"
-    assert snapshots.load(path, **training.parts) == 1
+    assert snapshots.load(path, model=training.parts["model"]) == 1
 
 
 def test_watching_sees_what_becomes_of_the_old_file(tmp_path):
     path, new = tmp_path / "snapshot.pt", tmp_path / "snapshot.pt.new"
-    training = Training()
-    with snapshots.watching(path, seconds=0) as seen:
-        snapshots.save(path, 1, **training.parts)
-        snapshots.save(path, 2, **training.parts)
-    assert (seen.writes, seen.gaps) == ([True, True], [])
-    assert snapshots.load(path, **training.parts) == 2
     save_file, unlink = torch.save, os.unlink
     with snapshots.watching(path, seconds=0) as seen:
+        snapshots.save(path, 1, model=torch.nn.Linear(1, 1))
         torch.save(3, path)
         torch.save(4, io.BytesIO())  # to no file
         torch.save(5, new)
         path.unlink()
         new.rename(path)
         path.rename(new)
-        new.unlink()
-    assert (seen.writes, seen.gaps) == ([False, True], ["os.unlink", "os.rename"])
+    assert (seen.writes, seen.gaps) == ([True, False, True], ["os.unlink", "os.rename"])
     assert torch.save is save_file and os.unlink is unlink
 
 
-def test_watching_makes_renaming_slow(tmp_path):
-    path, new = tmp_path / "snapshot.pt", tmp_path / "snapshot.pt.new"
-    torch.save(1, new)
-    began = time.monotonic()
-    with snapshots.watching(path, seconds=0.2):
-        new.replace(path)
-    assert time.monotonic() - began >= 0.2
-
-
-def test_a_missing_part_is_named(tmp_path):
-    training = Training()
-    snapshots.save(tmp_path / "snapshot.pt", 1, model=training.model)
-    with pytest.raises(KeyError) as error:
-        snapshots.load(tmp_path / "snapshot.pt", **training.parts)
-    assert "The snapshot holds model, but not optimizer, sampler, scheduler." in str(error.value)
-
-
-def test_each_rank_gets_its_own_random_state_back(four, tmp_path):
-    source = """
-from rankcell.cluster import snapshots
-torch.manual_seed(rank)
-torch.rand(3)
-snapshots.save(path, 7, model=torch.nn.Linear(1, 1))
-before = torch.rand(2).tolist()
-torch.manual_seed(0)
-step = snapshots.load(path, model=torch.nn.Linear(1, 1))
-step, before == torch.rand(2).tolist(), before
-"""
-    values = four.run(source, push={"path": str(tmp_path / "snapshot.pt")}).values
-    assert [value[:2] for value in values] == [(7, True)] * 4
-    assert len({tuple(value[2]) for value in values}) == 4
-
-
-def test_every_rank_hears_that_rank_0_could_not_write(four, tmp_path):
-    source = """
-try:
-    snapshots.save(path + "/missing/snapshot.pt", 1, model=torch.nn.Linear(1, 1))
-    said = ""
-except OSError as error:
-    said = str(error)
-said
-"""
-    source = "from rankcell.cluster import snapshots\n" + source
-    values = four.run(source, push={"path": str(tmp_path)}).values
-    assert len(set(values)) == 1 and "The snapshot was not saved: " in values[0]
-
-
-def test_one_process_reads_what_wrapped_ranks_wrote(four, tmp_path):
-    source = """
+ON_RANKS = """
 from rankcell.cluster import snapshots
 from rankcell.parallel.ddp import DDP
-snapshots.save(path, 3, model=DDP(torch.nn.Linear(2, 1)))
+torch.manual_seed(rank)
+snapshots.save(path, 7, model=DDP(torch.nn.Linear(2, 1)))
+before = torch.rand(2).tolist()
+torch.manual_seed(0)
+step, same = snapshots.load(path, model=torch.nn.Linear(2, 1)), before == torch.rand(2).tolist()
+try:
+    snapshots.save(path + "/missing/snapshot.pt", 1, model=torch.nn.Linear(2, 1))
+except OSError as error:
+    said = str(error)
+step, same, said, before
 """
-    path = tmp_path / "snapshot.pt"
-    four.run(source, push={"path": str(path)})
-    assert snapshots.load(path, model=torch.nn.Linear(2, 1)) == 3
+
+
+def test_ranks_have_their_own_random_state_back_and_hear_of_failures(four, tmp_path):
+    values = four.run(ON_RANKS, push={"path": str(tmp_path / "snapshot.pt")}).values
+    assert [value[:2] for value in values] == [(7, True)] * 4
+    assert len({value[2] for value in values}) == 1 and "The snapshot was not saved: " in values[0][2]
+    assert len({tuple(value[3]) for value in values}) == 4
+    # one process reads what wrapped ranks wrote
+    assert snapshots.load(tmp_path / "snapshot.pt", model=torch.nn.Linear(2, 1)) == 7

@@ -28,8 +28,8 @@ the data, the signature and the docstring, say which lines are the solution:
     all_reduce(x)                                          all_reduce(x)
     x                                                      x
 
-A cell may have several such places. This module does not judge prose, style or answers; tests/test_notebooks.py and
-tests/test_exercises.py do.
+A cell may have several such places. This module does not judge prose, style or answers; tests/test_course.py and
+tests/judge.py do.
 """
 
 import argparse

@@ -64,14 +64,14 @@ def that(condition: Any, sentence: str) -> Verdict:
     return Verdict(sentence)
 
 
-def every(*verdicts: Verdict) -> Verdict:
-    """Several checks that all held, in one."""
+def every(*verdicts: Verdict, says: str = "") -> Verdict:
+    """Several checks that all held, in one: their sentences, or the one that `says` all of them."""
     for verdict in verdicts:
         if not getattr(verdict, "ok", True):
             _fail(verdict.text)
     measured = {name: number for v in verdicts for name, number in getattr(v, "measured", {}).items()}
     times = Counter(verdict.text for verdict in verdicts)  # a check for each rank says the same for each
-    return Verdict("\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()), measured)
+    return Verdict(says or "\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()), measured)
 
 
 def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0, name: str = "") -> Verdict:

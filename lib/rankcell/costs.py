@@ -125,12 +125,9 @@ def _ranks(n: int) -> int:
     return n
 
 
-def _doublings(n: int, *, exact: bool = False) -> int:
+def _doublings(n: int) -> int:
     """How often 1 is doubled to reach `n`."""
-    steps = (_ranks(n) - 1).bit_length()
-    if exact and 2**steps != n:
-        raise ValueError(f"Recursive halving and doubling need 2, 4, 8, ... ranks, not {n}.")
-    return steps
+    return (_ranks(n) - 1).bit_length()
 
 
 # Rings. P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009,
@@ -152,7 +149,7 @@ def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
     return ring_reduce_scatter(nbytes, n, link) + ring_all_gather(nbytes, n, link)
 
 
-# Trees, halving and doubling. R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication
+# Trees. R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication
 # operations in MPICH, 2005, https://doi.org/10.1177/1094342005051521, without the time to add numbers.
 
 
@@ -164,26 +161,6 @@ def tree_broadcast(nbytes: float, n: int, link: Link) -> float:
 def tree_all_reduce(nbytes: float, n: int, link: Link) -> float:
     """Seconds for a sum up a binomial tree and a broadcast down: 2 log2 n (alpha + beta S)."""
     return 2 * tree_broadcast(nbytes, n, link)
-
-
-def halving_reduce_scatter(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for recursive halving: partners exchange half of the array, then a quarter, ... ; n = 2^k."""
-    return _doublings(n, exact=True) * link.alpha + (n - 1) / n * link.beta * nbytes
-
-
-def doubling_all_gather(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for recursive doubling: partners exchange one n-th, then two n-ths, ... ; n = 2^k."""
-    return _doublings(n, exact=True) * link.alpha + (n - 1) / n * link.beta * nbytes
-
-
-def doubling_all_reduce(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for log2 n steps in which partners exchange the whole array and add: for short arrays."""
-    return _doublings(n, exact=True) * link.send(nbytes)
-
-
-def halving_doubling_all_reduce(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for recursive halving and then doubling: few steps and few bytes, but long distances."""
-    return halving_reduce_scatter(nbytes, n, link) + doubling_all_gather(nbytes, n, link)
 
 
 def flat_all_reduce(nbytes: float, per_node: int, nodes: int, inside: Link, across: Link) -> float:

@@ -339,13 +339,21 @@ def mismatch_error(run: Run) -> RankMismatch:
     )
 
 
+# What CUDA's kernels print where an index is out of bounds and the like
+_DEVICE_ASSERT = re.compile(r"block: \[\d+,\d+,\d+\], thread: \[\d+,\d+,\d+\] Assertion `(.*?)` failed")
+
+
 def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankLost:
     """The error for a cell in which the process of a rank ended, and was `replaced` or ended the world."""
     lost = list(lost)
     ends: dict[str, list[int]] = {}
     for result in lost:
         assert result.error is not None
-        ends.setdefault(result.error.message, []).append(result.rank)
+        asserted = _DEVICE_ASSERT.search(result.stderr)
+        said = f" after a device-side assert: {asserted[1]}" if asserted else ""
+        ends.setdefault(
+            result.error.message.replace(" (a crash in C code)", said or " (a crash in C code)"), []
+        ).append(result.rank)
     lines = []
     for message, ranks in ends.items():
         if len(ranks) > 1 and message.startswith("was "):

@@ -91,18 +91,25 @@ def measured(lesson: str = "") -> Record:
 Note = Callable[[str, float, str], None]
 
 
-def _seconds_of(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Seconds of one call by the GPU's own clock: the median of `repeats`, after three that do not count."""
+def _seconds_of(work: Callable[[], Any], repeats: int = 10, *, queued: int = 1, ahead: Any = None) -> float:
+    """Seconds of one call by the GPU's own clock: the median of `repeats`, after three that do not count.
+
+    Around one short call on an idle GPU two events measure the host, which launches the second event later than the
+    call is done. So `queued` calls wait behind a long one, `ahead`, and the GPU does them one after the other.
+    """
     times = []
     for i in range(repeats + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        if ahead is not None:
+            ahead()
         start.record()
-        work()
+        for _ in range(queued):
+            work()
         end.record()
         end.synchronize()
         if i >= 3:
-            times.append(start.elapsed_time(end) / 1000)
+            times.append(start.elapsed_time(end) / 1000 / queued)
     return statistics.median(times)
 
 
@@ -126,9 +133,16 @@ def _memory(note: Note) -> None:
 
 def _products(note: Note) -> None:
     """Matrix products of growing size, and a sum: points of the roofline."""
+    long = torch.randn(8192, 8192, device="cuda")  # a product in float32: 20 ms on an H100
+
+    def ahead() -> None:
+        long @ long
+
     for size in (256, 1024, 4096, 8192):
         x, y = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        rate = 2 * size**3 / _seconds_of(lambda x=x, y=y: x @ y) / 1e12
+        out, queued = torch.empty_like(x), 200 if size <= 1024 else 10
+        seconds = _seconds_of(lambda x=x, y=y, out=out: torch.mm(x, y, out=out), queued=queued, ahead=ahead)
+        rate = 2 * size**3 / seconds / 1e12
         note(f"product of {size} x {size} in bf16", rate, "TFLOP/s")
     x, y = (torch.randn(2**26, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     note("sum of two vectors of 2^26 in bf16", 2**26 / _seconds_of(lambda: x + y) / 1e12, "TFLOP/s")

@@ -355,14 +355,12 @@ class Topology:
     """The matrix of `nvidia-smi topo -m`: `codes[i][j]` is the path from `devices[i]` to `devices[j]`.
 
     `cpus` and `numa` say, per GPU, which CPUs and which NUMA node are near it, as the tool prints them.
-    `nic_names` maps NIC0 to the name of the network card.
     """
 
     devices: tuple[str, ...]
     codes: tuple[tuple[str, ...], ...]
     cpus: Mapping[str, str] = field(default_factory=dict)
     numa: Mapping[str, str] = field(default_factory=dict)
-    nic_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -420,25 +418,7 @@ def parse_topology(text: str) -> Topology:
             numa[name] = after[1] if len(after) > 1 else "N/A"
     if len(codes) != len(devices):
         raise ValueError(f"The matrix names {len(devices)} devices and has {len(codes)} rows.")
-    names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), flags=re.M))
-    return Topology(devices, tuple(codes), cpus, numa, names)
-
-
-def parse_nvlinks(text: str) -> dict[str, tuple[float | None, ...]]:
-    """Per GPU the rate of each NVLink in bytes/s as the driver states it, None where a link is inactive.
-
-    `text` is the output of `nvidia-smi nvlink -s`. The driver states a line rate per direction (26.562 GB/s
-    on an H100), a little above the 25 GB/s that tables of payload give.
-    """
-    found: dict[str, list[float | None]] = {}
-    gpu = ""
-    for line in text.splitlines():
-        if header := re.match(r"\s*GPU (\d+):", line):
-            gpu = f"GPU{header[1]}"
-            found[gpu] = []
-        elif gpu and (link := re.match(r"\s*Link \d+: (?:([\d.]+) GB/s|<inactive>)", line)):
-            found[gpu].append(float(link[1]) * 1e9 if link[1] else None)
-    return {name: tuple(links) for name, links in found.items()}
+    return Topology(devices, tuple(codes), cpus, numa)
 
 
 # Format examples, written by hand after the documented format of `nvidia-smi topo -m`. They are no
@@ -665,8 +645,3 @@ def read_topology() -> Topology | None:
     """The matrix of `nvidia-smi topo -m` on this machine; None where there is no NVIDIA GPU."""
     text = _output("nvidia-smi", "topo", "-m")
     return parse_topology(text) if text and "GPU0" in text else None
-
-
-def read_nvlinks() -> dict[str, tuple[float | None, ...]]:
-    """Per GPU of this machine the rate of each NVLink in bytes/s; empty where there is no NVIDIA GPU."""
-    return parse_nvlinks(_output("nvidia-smi", "nvlink", "-s") or "")

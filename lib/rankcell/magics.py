@@ -108,7 +108,6 @@ class RankMagics(Magics):
                 pull=options.pull or (),
                 timeout=options.timeout,
                 values=options.values,
-                step=options.step,
                 follow=options.against is not None,
                 filename=self._name_of_cell(),
                 on_update=live.update,
@@ -177,9 +176,7 @@ class RankMagics(Magics):
     def _world(self, world_size: int, options: Any) -> world.Ranks:
         device, nodes, on = options.device, options.nodes, options.on or ""
         kind = f"{on} {options.as_rank}" if on else device
-        if options.local and not on:
-            kind = "local" if device != "cuda" else "local cuda"  # the CPU it is, and a GPU is refused
-        if nodes is None and not on and not options.local:
+        if nodes is None and not on:
             try:
                 kind = devices.choose(world_size, device, devices.look(mps=False)).device
             except errors.WorldSizeError:
@@ -192,21 +189,14 @@ class RankMagics(Magics):
             if options.fresh:
                 ranks.restart()
         else:
-            if nodes is None and not on and not options.local:
+            if nodes is None and not on:
                 self._wait_for_torch(world_size)
             try:
                 ranks = world.Ranks(
-                    world_size,
-                    device=device,
-                    nodes=nodes,
-                    on=on,
-                    as_rank=options.as_rank or 0,
-                    local=options.local,
+                    world_size, device=device, nodes=nodes, on=on, as_rank=options.as_rank or 0
                 )
-            except errors.WorldSizeError:
-                raise
             except ValueError as error:
-                if not on and not options.local:
+                if not on:
                     raise
                 raise errors.OptionError(str(error)) from None
             self.worlds[key] = ranks

@@ -176,18 +176,6 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Where a rank stood before it ran a line of the cell (0: at its end), and what the named values were
-    then.
-    """
-
-    rank: int
-    at: float  # seconds since the cell began
-    line: int
-    values: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Display:
     """A rich display made on a rank: MIME type to data, and how many bytes of stdout stood before it."""
 
@@ -342,7 +330,6 @@ class RankResult:
     seconds: float = 0.0
     events: tuple[Event, ...] = ()
     connections: tuple[Connection, ...] | None = None  # what really moved (Linux and gloo)
-    steps: tuple[Step, ...] = ()  # with `--step` only
     node: str = ""  # the node it ran on, of a world with `--nodes`
     dropped: tuple[Dropped, ...] = ()  # the oldest events in sum: a long run stays small
     memory: tuple[Memory, ...] = ()  # what it held over time, with `rankcell.memory` only
@@ -378,11 +365,8 @@ class Run:
     against: Any = None  # with `--against`: the `Comparison` with one process
 
     def forget_details(self) -> None:
-        """Let go of events, memory samples, traces and steps; what was printed, shown and returned stays."""
-        slim = (
-            replace(r, events=(), connections=None, steps=(), memory=(), trace=(), order=())
-            for r in self.ranks
-        )
+        """Let go of events, memory samples and traces; what was printed, shown and returned stays."""
+        slim = (replace(r, events=(), connections=None, memory=(), trace=(), order=()) for r in self.ranks)
         object.__setattr__(self, "ranks", tuple(slim))
 
     @property

@@ -81,11 +81,6 @@ class Schedule:
         """Whether it has any backward. Without one it evaluates, see `forward_only`."""
         return any(a.kind != "F" for rank in self.actions for a in rank)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether any backward comes in two halves."""
-        return any(a.kind in "IW" for rank in self.actions for a in rank)
-
     def __repr__(self) -> str:
         return f"{self.name}: {self.n_ranks} ranks, {self.n_microbatches} micro-batches\n" + as_text(self)
 
@@ -578,29 +573,6 @@ def bubble_overhead(n_ranks: int, n_microbatches: int, chunks: int = 1) -> float
     """(p - 1) / (v m): the same idle time as a share of the time in which a rank computes."""
     # Narayanan et al., https://arxiv.org/abs/2104.04473, sections 2.2.1 and 2.2.2 (2021)
     return (n_ranks - 1) / (chunks * n_microbatches)
-
-
-def idle_seconds(name: str, n_ranks: int, forward: float = 1.0, backward: float = 2.0) -> float:
-    """Seconds each rank idles in a step, of at least p micro-batches, in a V of at least 2p.
-
-    (p-1)(F+B) for GPipe and 1F1B; (p-1)(F+B-2W) = (p-1)F for ZB-H1 if W is half of B, as long as no I is
-    longer than F; (p-1)F/2 for the two in a V if F, I and W take equally long: their chunks take half of F.
-
-    Args:
-        forward: seconds of the forward of one micro-batch on a rank, in all its stages.
-        backward: seconds of the whole backward.
-
-    Raises:
-        ValueError: there is no closed form here for that schedule.
-    """
-    # Table 2 of https://arxiv.org/abs/2401.10241 (2023), whose B is our I
-    if name in ("GPipe", "1F1B"):
-        return (n_ranks - 1) * (forward + backward)
-    if name == "zero bubble":
-        return (n_ranks - 1) * forward
-    if name in V_SCHEDULES:
-        return (n_ranks - 1) * forward / 2
-    raise ValueError(f"There is no closed form for {name!r} here. Use `predict`.")
 
 
 def peak_in_flight(plan: Schedule) -> list[int]:

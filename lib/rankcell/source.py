@@ -111,22 +111,7 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "help": "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in",
         },
     ),
-    (
-        ("--local",),
-        {
-            "action": "store_true",
-            "help": "all ranks take turns in one process, with values: for more than fit as processes, such as 64",
-        },
-    ),
     (("--fresh",), {"action": "store_true", "help": "start new ranks first: no names from earlier cells"}),
-    (
-        ("--step",),
-        {
-            "type": names,
-            "metavar": "NAMES",
-            "help": "show the cell as a slider: where each rank stands, and what these names hold there",
-        },
-    ),
     (
         ("--against",),
         {
@@ -151,7 +136,7 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
 
 
 def option_strings() -> list[str]:
-    """The options as they are written: `-o`, `--out`, `--step` ..., by name."""
+    """The options as they are written: `-o`, `--out`, `--push` ..., by name."""
     return sorted(flag for flags, _ in OPTIONS for flag in flags)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..results import Display, NotSent, RankResult, Run, name_ranks
 from .parts import rank_colour
-from .stepper import stepper
 from .svg import format_bytes
 
 HEAD, TAIL = 40, 15  # lines shown of a long output
@@ -59,8 +58,7 @@ def as_html(run: Run) -> str:
             heading = f'<div style="{_NAME}">{name}</div>'
             rows.append(f'<div style="{_MARK}{_colour(group)}">{heading}{"".join(pieces)}</div>')
     rows += [f'<div style="{_NAME}">{html.escape(text)}</div>' for text in _in_sum(run)]
-    steps = stepper(run)._repr_html_() if any(r.steps for r in run.ran) else ""
-    return f'<div class="rankcell-run">{"".join(rows)}{steps}</div>'
+    return f'<div class="rankcell-run">{"".join(rows)}</div>'
 
 
 def _in_sum(run: Run) -> list[str]:

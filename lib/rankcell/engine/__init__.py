@@ -14,7 +14,6 @@
                      devices    CPU or GPU, which backend, and why
     rank side        preload    imports torch, forks
                      worker     names, cells;  control  the thread that answers meanwhile
-                     together   the same for many ranks that take turns in one process
                      execute    source -> value;  report  exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
                      record     every communication as an  operation;  streams  when a GPU is through with it;

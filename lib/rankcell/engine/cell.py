@@ -232,9 +232,9 @@ class Cell:
         mailbox = self._mailbox
         if not ranks:
             return
-        ended = mailbox.host.kill(ranks)
+        mailbox.host.kill(ranks)
         mailbox.pump(0.0)  # what they wrote until then
-        for rank in ended:
+        for rank in ranks:
             if mailbox.parts[rank].outcome is None:
                 mailbox.lose(rank, "did not react and was ended")
                 part = mailbox.parts[rank]

@@ -32,11 +32,6 @@ class Control:
         self._rank, self._channel = rank, channel
         self.thread = threading.Thread(target=self._serve, name="rankcell control", daemon=True)
 
-    @property
-    def ours(self) -> set[int | None]:
-        """Threads of the process that are none of the learner's, beside the rank's main thread."""
-        return {self.thread.ident}
-
     def _serve(self) -> None:
         while True:
             try:
@@ -44,7 +39,7 @@ class Control:
             except (EOFError, OSError):
                 os._exit(0)  # the notebook is gone
             try:
-                answer = self.answer(question)
+                answer = self._answer(question)
             except Exception:  # noqa: BLE001 - the notebook goes on without this answer
                 answer = None
             try:
@@ -52,8 +47,7 @@ class Control:
             except OSError:
                 os._exit(0)
 
-    def answer(self, question: Question) -> Any:
-        """What the notebook is told, in a form that can be pickled."""
+    def _answer(self, question: Question) -> Any:
         if question.about == "status":
             return self.status()
         if question.about in ("interrupt", "free"):
@@ -93,11 +87,13 @@ class Control:
         cell = rank.recorder.cell
         phase = rank.phase
         rank.stdio.flush_from_another_thread()
-        return look(rank.recorder, rank.birth.rank, phase, rank.main_thread, cell=cell, ours=self.ours)
+        return look(
+            rank.recorder, rank.birth.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident}
+        )
 
     def threads(self, *, busy: bool) -> bool:
         """Whether another thread is inside the learner's code, see `threads`."""
-        return threads(self._rank.recorder, {self._rank.main_thread, *self.ours}, busy=busy)
+        return threads(self._rank.recorder, {self._rank.main_thread, self.thread.ident}, busy=busy)
 
 
 def look(

@@ -6,11 +6,11 @@ computes can always still answer, so a slow rank is never reported.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..results import Standing, at_line, name_ranks
-from .messages import Status, Wait
+from .messages import LEAVES, Status, Wait
 
 OVER = ("finished", "error", "lost", "absent", "still")  # in this cell such a rank issues nothing more
 CELL, SCRIPT = "cell", "script"  # what the ranks run
@@ -34,7 +34,9 @@ class State:
     joins: bool = False  # its main thread waits for another thread of the rank
     blocked_in_torch: bool = False  # its main thread stands still inside torch: C++ waits, not Python
     other_threads: bool = False  # a thread of the learner communicates too: it could still answer
-    why: str = ""  # for "error", "lost" and "still"; of a script for "absent", too
+    why: str = (
+        ""  # for "error", "lost" and "still"; of a script for "absent", too; "finished": where it stands
+    )
     what: str = CELL
 
     @property
@@ -93,6 +95,7 @@ def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[i
 
 def diagnose(states: Sequence[State]) -> Diagnosis | None:
     """The deadlock that `states` prove, or None while somebody can still go on."""
+    states = [left(state) for state in states]
     by_rank = {s.rank: s for s in states}
     # rank -> what each of its threads waits for, and for whom
     threads: dict[int, list[list[tuple[Wait, tuple[int, ...]]]]] = {}
@@ -117,6 +120,15 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
     if not any(by_rank[r].phase == "running" for r in stuck):
         return None
     return _explain(by_rank, stuck, over)
+
+
+def left(state: State) -> State:
+    """A rank that stands in `destroy_process_group` calls nothing more, as one that is through."""
+    wait = next((w for w in state.blocking if w.group == LEAVES), None)
+    if wait is None or state.phase != "running":
+        return state
+    where = f" ({at_line(wait.line, wait.file)})" if wait.line else ""
+    return replace(state, phase="finished", waits=(), why=f"stands in {LEAVES}{where}")
 
 
 def settled(states: Sequence[State]) -> bool:
@@ -280,7 +292,8 @@ def _ended(
         if len(first.ranks) < len(states) or first.group != "new_group":
             advice = f"A group with local synchronization must be made by all its members, {name_ranks(first.ranks)}."
     else:
-        head = f"rank {blame} finished the {what} without the {call} that {who} {verb} in."
+        over = state.why or f"finished the {what}"
+        head = f"rank {blame} {over} without the {call} that {who} {verb} in."
         advice = (
             "Every rank of a group must call the same collectives in the same order: "
             f"look at what rank {blame} skips."
@@ -340,6 +353,8 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     if state.phase == "absent":
         return "do not run this cell" if many else "does not run this cell"
     calls = state.calls
+    if state.phase == "finished" and state.why:
+        return state.why
     if state.phase == "finished":
         return f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
     blocking = state.blocking
@@ -446,7 +461,7 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> st
     `async_op=True`); the next collective would be matched with the wrong one. `counts` holds, by rank, the
     calls under each `Wait.key`.
     """
-    for key in {k for c in counts.values() for k in c if len(k) == 2}:
+    for key in {k for c in counts.values() for k in c if len(k) == 2 and not str(k[0]).startswith(LEAVES)}:
         _, ranks = key
         calls = {r: counts.get(r, {}).get(key, 0) for r in ranks}
         most = max(calls.values())

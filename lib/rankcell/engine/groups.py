@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..errors import GroupError
 from . import system
 from .match import Signature
-from .messages import Birth
+from .messages import LEAVES, Birth
 from .operation import Operation, caller, clock, forget_groups
 from .record import Recorder
 
@@ -80,13 +80,16 @@ class GroupCalls:
         *,
         label: str = "",
         signature: Signature | None = None,
+        blocks: bool = True,
     ) -> Any:
-        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits."""
+        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits; at once if it `blocks`,
+        else if it takes long.
+        """
         recorder = self.recorder
         o = Operation(op)
         o.group, o.ranks = label or op, ranks
         o.line, o.via, o.file = caller(2)
-        recorder.open_by_hand(o)
+        recorder.open_by_hand(o, blocks=blocks)
         try:
             if signature is not None:
                 o.text = text = signature.text
@@ -102,6 +105,19 @@ class GroupCalls:
         finally:
             o.done = clock()
             recorder.open.pop(id(o), None)
+
+    def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:
+        """Call `destroy` for a group, None for all: where calls only enqueue, it waits until the others do so, too."""
+        default = group is None or group is dist.GroupMember.WORLD
+        if (
+            not (self.recorder.enqueues and dist.is_initialized())
+            or group is dist.GroupMember.NON_GROUP_MEMBER
+        ):
+            destroy(group)
+            return
+        ranks = tuple(range(self.world_size)) if default else tuple(dist.get_process_group_ranks(group))
+        label = LEAVES if default else f"{LEAVES} {group.group_name}"
+        self.waited_for(LEAVES, ranks, lambda: destroy(group), label=label, blocks=default)
 
     def _adopting(self) -> contextlib.AbstractContextManager[None]:
         """Around what opens connections."""
@@ -185,7 +201,7 @@ class Groups(GroupCalls):
         store = self._store(f"{generation}")
         with self._adopting():
             self._init_with(dist.PrefixStore(f"{generation}", store))
-        if birth.node and not birth.played:
+        if birth.node and not birth.on:
             first = birth.rank - birth.local_rank
             near = range(first, first + birth.local_world_size)
             self.recorder.reach(dist.PrefixStore(f"calls {generation}", store), near)
@@ -193,7 +209,7 @@ class Groups(GroupCalls):
 
     def destroy(self, group: Any = None) -> None:
         """`dist.destroy_process_group`, which also gives back our copies of the group's connections."""
-        self._destroy(group)
+        self.destroyed(group, self._destroy)
         if not dist.is_initialized():
             forget_groups()
             _forget_meshes()
@@ -228,7 +244,7 @@ class Groups(GroupCalls):
                 f"`%%ranks` line."
             )
         name = str(backend or birth.backend).lower()
-        if not birth.played and name not in (birth.backend, f"cpu:{birth.backend}", "cpu:gloo,cuda:nccl"):
+        if not birth.on and name not in (birth.backend, f"cpu:{birth.backend}", "cpu:gloo,cuda:nccl"):
             raise GroupError(
                 f"init_process_group({name!r}): the ranks of this world talk over {birth.backend} on "
                 f"{birth.device}. Write `backend=None`, or start a world on the other device with `--device`."
@@ -270,7 +286,7 @@ class Groups(GroupCalls):
 
     def _store(self, name: str) -> Any:
         where = self._birth.store
-        if self._birth.played:
+        if self._birth.on:
             return _alone()
         if where.startswith("/"):
             return dist.FileStore(f"{where}/{name}", self._birth.world_size)
@@ -288,13 +304,13 @@ class Groups(GroupCalls):
             options["timeout"] = timeout or PATIENCE
         # as torch itself does where no backend is named: tensors on the CPU have theirs beside nccl
         both = "cpu:gloo,cuda:nccl" if birth.backend == "nccl" else birth.backend
-        backend = "fake" if birth.played else both
+        backend = "fake" if birth.on else both
         self._init(backend, store=store, rank=birth.rank, world_size=birth.world_size, **options)
 
     @contextlib.contextmanager
     def _adopting(self) -> Any:
-        """Keep a copy of every connection that is opened in the block; where a stage answers there are none."""
-        if self._birth.played:
+        """Keep a copy of every connection that is opened in the block; a rehearsal opens none."""
+        if self._birth.on:
             yield
             return
         before = set(system.tcp_connections())
@@ -310,7 +326,7 @@ class Groups(GroupCalls):
 
 
 def _alone() -> Any:
-    """The store of a rank whose operations a stage answers: it says yes to everything."""
+    """The store of a rank that rehearses: it says yes to everything."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()

@@ -51,8 +51,8 @@ class Host(Protocol):
         """Give a packed message to the control threads of `ranks`, without waiting."""
         ...
 
-    def kill(self, ranks: Sequence[int]) -> Sequence[int]:
-        """End the processes of `ranks` at once; `Gone` follows. Returns the ranks that were in them."""
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks` at once; `Gone` follows."""
         ...
 
     def end(self, ranks: Sequence[int]) -> None:

@@ -7,7 +7,6 @@ world on several (`nodes.py`), which therefore are started, heard and ended in t
 
 import contextlib
 import os
-import pickle
 import selectors
 import shutil
 import signal
@@ -197,10 +196,9 @@ class Local:
             if rank in self._members:
                 self._post(self._members[rank], "control", message)
 
-    def kill(self, ranks: Sequence[int]) -> Sequence[int]:
-        """End the processes of `ranks` at once; `Gone` follows. Returns the ranks that were in them."""
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks` at once; `Gone` follows."""
         forks.server.kill([self._members[rank].pid for rank in ranks if rank in self._members])
-        return ranks
 
     def end(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks`, and hear nothing of them any more."""
@@ -360,49 +358,6 @@ class Rehearsing(Local):
         """Local rank, ranks on the node, and its name."""
         per_node = self.cluster.per_node
         return rank % per_node, per_node, self.cluster.node_of(rank)
-
-
-class Together(Local):
-    """The one process in which the ranks of a world take turns (`together.py`)."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        super().__init__(1, "local")
-
-    def address_for(self, rank: int) -> str:
-        """There is no store: nobody is met outside the process."""
-        return "/"
-
-    def start(self, births: Sequence[Birth]) -> None:
-        """Start the process: it knows by one of `births` of all ranks."""
-        super().start([replace(births[0], rank=0, local_rank=0, together=True)])
-
-    def send(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the threads of `ranks`."""
-        super().send([0], pickle.dumps((tuple(ranks), message)))
-
-    def ask(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the one control thread, which answers for each of `ranks`."""
-        super().ask([0], pickle.dumps((tuple(ranks), message)))
-
-    def kill(self, ranks: Sequence[int]) -> Sequence[int]:
-        """End the process: all ranks end with any of them."""
-        super().kill([0])
-        return range(self._world_size)
-
-    def end(self, ranks: Sequence[int]) -> None:
-        """End the process, and hear nothing of it any more."""
-        super().end([0])
-
-    def pump(self, timeout: float) -> list[Happening]:
-        """What has come from the ranks, after waiting at most `timeout` seconds for something."""
-        found: list[Happening] = []
-        for happening in super().pump(timeout):
-            if isinstance(happening, Gone):
-                found += [Gone(rank, happening.how) for rank in range(self._world_size)]
-            elif isinstance(happening, (Said, Answered)):
-                found += pickle.loads(happening.message)
-        return found
 
 
 def _nothing_can_be_written(error: OSError) -> errors.StartError:

@@ -18,9 +18,10 @@ from ..results import (
     Mismatch,
     NotSent,
     RankFailure,
-    Step,
     Traced,
 )
+
+LEAVES = "destroy_process_group"  # what a rank stands in that has called it, where it waits for the others
 
 # --- to a rank's main thread ---
 
@@ -42,19 +43,13 @@ class Birth:
     local_world_size: int
     node: str = ""  # its name; empty in a world on one machine
     on: str = ""  # a cluster such as "128xh100x8": the rank rehearses, alone, a job that would run there
-    together: bool = False  # one process holds all ranks of the world, which take turns
     memory_fraction: float | None = None  # of its GPU, which it shares; None: all of it
     environment: dict[str, str] = field(default_factory=dict)  # set where the rank is started
 
     @property
     def enqueues(self) -> frozenset[str]:
         """The kinds of device whose calls return when they are enqueued, as nccl's do, and not when they are over."""
-        return frozenset() if self.backend in ("gloo", "fake", "local") else frozenset({self.device})
-
-    @property
-    def played(self) -> bool:
-        """Whether no backend answers the rank's operations, but a stage, see `record.Stage`."""
-        return bool(self.on) or self.together
+        return frozenset() if self.backend in ("gloo", "fake") else frozenset({self.device})
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,6 @@ class Task:
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
     values: bool = False
-    step: tuple[str, ...] | None = None  # names to show at each line; None: do not step
     follow: bool = False  # trace the models that the cell calls
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
 
@@ -126,7 +120,6 @@ class Outcome:
     mismatch: Mismatch | None = None  # a call that did not match, even if the program caught the error
     threads: bool = False  # a thread of the learner's is still there, at work or waiting
     wire: tuple[Connection, ...] | None = None
-    steps: tuple[Step, ...] = ()
     names: tuple[str, ...] = ()
     memory: tuple[Memory, ...] = ()
     trace: tuple[Traced, ...] = ()

@@ -161,11 +161,10 @@ class Nodes:
         for node, mine in self._by_node(ranks):
             self._tell(node, Order("ask", (mine, message)))
 
-    def kill(self, ranks: Sequence[int]) -> Sequence[int]:
-        """End the processes of `ranks` at once; `Gone` follows. Returns the ranks that were in them."""
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks` at once; `Gone` follows."""
         for node, mine in self._by_node(ranks):
             self._tell(node, Order("kill", (mine,)))
-        return ranks
 
     def end(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks`, and hear nothing of them any more."""

@@ -141,8 +141,15 @@ class Operation:
             file=self.file,
             via=self.via,
             waiting=self.waiting and not behind,
-            thread=0 if self.thread == threading.main_thread().ident else self.thread,
+            thread=0 if self._is_main_s() else self.thread,
         )
+
+    def _is_main_s(self) -> bool:
+        """Whether the main thread answers for it: it called, or a thread of C++ such as autograd's on a GPU did."""
+        if self.thread == threading.main_thread().ident:
+            return True
+        of_python = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
+        return self.thread not in of_python
 
     def event(self, rank: int, began: float) -> Event:
         """This operation as frozen data, with times since the cell `began`."""
@@ -310,15 +317,14 @@ def _here_line(filename: str) -> bool:
     return "ipykernel_" in filename or ("site-packages" not in filename and "/lib/python" not in filename)
 
 
-# by name and thread: a thread may be a rank of its own
-_group_ranks: dict[tuple[str, int], tuple[int, ...]] = {}
+_group_ranks: dict[str, tuple[int, ...]] = {}
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group, by name: asking torch each time costs more than the rest of the
     record.
     """
-    name = group.group_name, threading.get_ident()
+    name = group.group_name
     ranks = _group_ranks.get(name)
     if ranks is None:
         try:

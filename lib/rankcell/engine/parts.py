@@ -168,7 +168,6 @@ class Part:
             seconds=outcome.seconds,
             events=outcome.events,
             connections=outcome.wire,
-            steps=outcome.steps,
             dropped=outcome.dropped,
             memory=outcome.memory,
             trace=outcome.trace,

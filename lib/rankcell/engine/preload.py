@@ -119,12 +119,7 @@ def _live(birth: Birth, descriptors: list[int]) -> None:
     """In the fork: be a rank, and never come back."""
     code = 0
     try:
-        if birth.together:
-            from . import together  # what it takes of torch, few ranks need
-
-            together.main(birth, *descriptors)
-        else:
-            worker.main(birth, *descriptors)
+        worker.main(birth, *descriptors)
     except SystemExit:
         code = 1
     except BaseException:  # noqa: BLE001 - told to the notebook, which reads it

@@ -52,7 +52,7 @@ MAX_NAMES = 200  # lines of that summary; spans may have any number of names
 
 
 class Stage(Protocol):
-    """What answers the operations of a rank instead of a backend, see `rankcell.rehearsal`."""
+    """What answers the operations of a rank that rehearses, see `rankcell.rehearsal`."""
 
     def issue(self, o: Operation, returns: int, filled: Any, inputs: list[Any], outputs: list[Any]) -> Any:
         """What the dispatcher gets for `o`: its Work, behind what it fills if it `returns` two; `o.done` is set."""
@@ -162,64 +162,55 @@ class Recorder:
         self._libraries: list[torch.library.Library] = []
         self._originals: list[tuple[Any, str, Any]] = []
 
-    def install(self, current: "Callable[[], Recorder] | None" = None) -> None:
-        """Register at the dispatcher and wrap the Python methods that know what it does not.
-
-        `current` says whose recorder a call is for, where one process holds several ranks; it is this one otherwise.
-        """
-        current = current or (lambda: self)
+    def install(self) -> None:
+        """Register at the dispatcher and wrap the Python methods that know what it does not."""
         key = torch._C.DispatchKey.BackendSelect
         library = torch.library.Library("c10d", "IMPL")
         for name in torch._C._dispatch_get_all_op_names():
             short = name.removeprefix("c10d::")
             if name.startswith("c10d::") and short in OPERATIONS:
                 op = getattr(torch.ops.c10d, short).default
-                library.impl(short, _listener(current, short, op, key), "BackendSelect", with_keyset=True)
+                library.impl(short, _listener(self, short, op, key), "BackendSelect", with_keyset=True)
         self._libraries.append(library)
         original_wait = dist.Work.wait
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder = current()
-            operation = recorder._by_work.pop(id(work), None)
+            operation = self._by_work.pop(id(work), None)
             if operation is None:
-                if work in recorder._waited:
-                    raise RuntimeError(TWICE.format(recorder._waited[work]))
+                if work in self._waited:
+                    raise RuntimeError(TWICE.format(self._waited[work]))
                 return original_wait(work, *args, **kwargs)
-            operation.wait_start = recorder.clock()
+            operation.wait_start = self.clock()
             for other in operation.batch:
                 other.wait_start = other.wait_end = operation.wait_start
             operation.gives_up = operation.gives_up or bool(args or kwargs)
             try:
-                if recorder.stage is not None:
-                    recorder.stage.wait(operation)
+                if self.stage is not None:
+                    self.stage.wait(operation)
                 return original_wait(work, *args, **kwargs)
             except BaseException as error:
-                recorder.fail(operation, error)
-                recorder.broken = True
+                self.fail(operation, error)
+                self.broken = True
                 raise
             finally:
-                operation.wait_end = recorder.clock()
+                operation.wait_end = self.clock()
                 if operation.error is None:
                     if operation.op == "recv" and operation.peer is None:
                         operation.peer = operation.ranks[work._source_rank()]
-                    if (
-                        operation.op in ("send", "recv")
-                        and operation.passed is None
-                        and recorder.stage is None
-                    ):
-                        recorder._waited[work] = operation.describe()
+                    if operation.op in ("send", "recv") and operation.passed is None and self.stage is None:
+                        self._waited[work] = operation.describe()
                     if operation.landing is not None:
                         tensor, buffer = operation.landing
                         tensor.copy_(buffer)
                 if operation.passed is None or operation.error is not None:
-                    recorder._close(operation)
+                    self._close(operation)
                 elif operation.before is not None:
                     operation.after = numbers(operation.outputs)
 
         original_is_completed = dist.Work.is_completed
 
         def is_completed(work: Any) -> bool:
-            operation = current()._by_work.get(id(work))
+            operation = self._by_work.get(id(work))
             if operation is not None and operation.op in ("send", "recv"):
                 operation.asked += 1
                 if operation.asked == ASKED_IN_VAIN:
@@ -229,23 +220,20 @@ class Recorder:
         start_together, launch = dist.ProcessGroup._start_coalescing, dist.ProcessGroup._end_coalescing
 
         def _start_coalescing(group: Any, *args: Any) -> None:
-            current()._batch = []
+            self._batch = []
             start_together(group, *args)
 
         def _end_coalescing(group: Any, *args: Any) -> Any:
-            recorder = current()
-            batch, recorder._batch = recorder._batch or [], None
+            batch, self._batch = self._batch or [], None
             for o in batch:
-                o.wait_start = (
-                    recorder.clock()
-                )  # a new pair is connected now: the host waits for the other side
+                o.wait_start = self.clock()  # a new pair is connected now: the host waits for the other side
             work = launch(group, *args)
             for o in batch:  # they have one Work together
                 o.wait_start = None
                 o.passed, o.work_id = work.is_completed if work is not None else _is_over, id(work)
             if batch and work is not None:
                 first, *first.batch = batch
-                recorder._by_work[id(work)] = first
+                self._by_work[id(work)] = first
             return work
 
         for owner, name, replacement in (
@@ -417,9 +405,9 @@ class Recorder:
         if o is not None:
             o.watched = Watched(now, now, None if tensor is None else part_of(array, tensor))
 
-    def open_by_hand(self, o: Operation) -> None:
-        """From now on this rank is in an operation that passes no dispatcher: making a group."""
-        o.blocks = True
+    def open_by_hand(self, o: Operation, *, blocks: bool = True) -> None:
+        """From now on this rank is in an operation that passes no dispatcher: making a group, or leaving one."""
+        o.blocks = blocks
         with self._lock:
             self.number(o)
             self.open[id(o)] = o
@@ -462,10 +450,6 @@ class Recorder:
             del self._by_work[id(o.work)]
         self._close(o)
 
-    def operation_of(self, work: Any) -> Operation | None:
-        """The operation that `work` is the Work of, while nobody has waited for it."""
-        return self._by_work.get(id(work))
-
     def _close(self, o: Operation) -> None:
         if o.outputs:
             if o.error is None and o.after is None:
@@ -482,8 +466,9 @@ class Recorder:
         return [o for o in list(self.open.values()) if not o.finished]
 
     def status(self) -> tuple[tuple[Wait, ...], dict[Any, int]]:
-        """What this rank waits for, and how often it has come to each operation: the device, where calls only "
-        "enqueue."""
+        """What this rank waits for, and how often it has come to each operation: the device, where calls
+        only enqueue.
+        """
         pending, reached = self.pending(), dict(self.counts)
         if not self.enqueues:
             return tuple(o.wait() for o in pending), reached
@@ -542,8 +527,8 @@ class Recorder:
         )
 
 
-def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> Callable[..., Any]:
-    """What the dispatcher calls for one operation: the recorder sees it, and then the backend gets it."""
+def _listener(recorder: Recorder, name: str, op: Any, key: Any) -> Callable[..., Any]:
+    """What the dispatcher calls for one operation: `recorder` sees it, and then the backend gets it."""
     arguments = [a.name for a in op._schema.arguments]
     at_group = arguments.index("process_group")
     at_async = arguments.index("async_op") if "async_op" in arguments else None
@@ -566,7 +551,6 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
     public_wait = name not in ("send", "recv_", "recv_any_source_")
 
     def implementation(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = current()
         o = Operation(course_name)
         group = unbox_group(args[at_group])
         o.group = group.group_name
@@ -617,7 +601,6 @@ def _listener(current: Callable[[], Recorder], name: str, op: Any, key: Any) -> 
             recorder.open[id(o)] = o
         o.start = recorder.clock()
         stage = recorder.stage
-        o.blocks = stage is not None
         try:
             if at_splits is not None:
                 o.splits = (args[at_splits[0]], args[at_splits[1]])

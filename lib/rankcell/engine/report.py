@@ -21,8 +21,8 @@ MAX_FRAMES = 40  # of a traceback; the recursion in between is counted
 _ENGINE = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "rehearsal"))
 
 BDB_NOTE = (
-    "A rank has no keyboard, so the debugger cannot ask. See what names hold line by line with `%%ranks N --step "
-    "x,y`, print, or call the code in an ordinary cell."
+    "A rank has no keyboard, so the debugger cannot ask. Print what you want to see, end the cell with it, or call the "
+    "code in an ordinary cell."
 )
 
 

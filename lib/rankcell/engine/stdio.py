@@ -42,18 +42,11 @@ class Stdio:
         os.dup2(stderr_fd, 2)
         os.close(stdout_fd)
         os.close(stderr_fd)
-        self._begin()
-
-    def _begin(self) -> None:
         self._libc = ctypes.CDLL(None)
-        self._raw_out, self._raw_err = self._raw()
+        self._raw_out, self._raw_err = _Pipe(1, "wb", closefd=False), _Stderr(2, self)
         self._out_began = self._err_began = 0  # bytes written before the cell
         self._turns: list[tuple[int, int]] = []
         self._open()
-
-    def _raw(self) -> tuple[Any, Any]:
-        """What the text goes to: two raw files that count in `written` what was given to them."""
-        return _Pipe(1, "wb", closefd=False), _Stderr(2, self)
 
     def _open(self) -> None:
         sys.stdout = self._stdout = io.TextIOWrapper(
@@ -71,7 +64,7 @@ class Stdio:
         """A new cell begins: what an earlier one did to the streams is undone."""
         if self._raw_out.closed or self._raw_err.closed:  # the learner closed a stream: nothing came any more
             out, err = self._raw_out.written, self._raw_err.written
-            self._raw_out, self._raw_err = self._raw()
+            self._raw_out, self._raw_err = _Pipe(1, "wb", closefd=False), _Stderr(2, self)
             self._raw_out.written, self._raw_err.written = out, err
             self._open()
         for name, ours in (("stdout", self._stdout), ("stderr", self._stderr)):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .. import source
 from ..errors import GroupError, RankInputError, SpawnError
-from ..results import Connection, Display, NotSent, RankFailure, Step
+from ..results import Connection, Display, NotSent, RankFailure
 from . import record, report, shell, system
 from .channel import Channel
 from .control import Control
@@ -34,6 +34,7 @@ from .meter import Meter
 from .operation import caller, clock
 from .stdio import Stdio
 
+_BALLAST = 4 << 20  # bytes given back when memory runs out, so that the report of it can be made
 _Moved = dict[tuple[str, str], tuple[int, int]] | None  # (our end, the other end) -> bytes sent, received
 
 
@@ -57,9 +58,7 @@ def main(birth: Birth, work: int, control: int, stdout: int, stderr: int, board:
 class Rank:
     """One rank: its names, its process groups, its two channels."""
 
-    ballast = 4 << 20  # bytes given back when memory runs out, so that the report of it can be made
-
-    def __init__(self, birth: Birth, work: Any, control_fd: int, stdio: Stdio, board_fd: int) -> None:
+    def __init__(self, birth: Birth, work: Channel, control_fd: int, stdio: Stdio, board_fd: int) -> None:
         self.birth = birth
         self.work = work
         self.stdio = stdio
@@ -68,10 +67,9 @@ class Rank:
         self.main_thread = threading.get_ident()
         self._pid = os.getpid()
         self._notes: list[str] = []
-        self._steps: list[Step] = []
         self._shielded = False  # the main thread is in the middle of a message: an interrupt waits
         self._pending = False
-        self._ballast: bytearray | None = bytearray(self.ballast)
+        self._ballast: bytearray | None = bytearray(_BALLAST)
         self._limits = system.memory_limits()
         self._set_up_environment()
         self.shell: Any = shell.RankShell.instance()
@@ -146,10 +144,6 @@ class Rank:
         """Answer the notebook until it is gone."""
         self.groups.install()
         self.control.thread.start()
-        self.follow_orders()
-
-    def follow_orders(self) -> None:
-        """Do what the notebook sends, one after another, until it is gone."""
         self._join(self.birth.generation)
         self.phase = "idle"
         while True:
@@ -231,7 +225,6 @@ class Rank:
             wire=None
             if recorder.enqueues
             else _moved(moved_before, system.bytes_moved(self.groups.connections)),
-            steps=tuple(self._steps),
             names=tuple(n for n in self.names if not n.startswith("_")),
             memory=recorder.memory or (meter.samples if meter is not None else ()),
             trace=recorder.trace,
@@ -263,12 +256,12 @@ class Rank:
 
     def _begin(self, task: Task) -> None:
         self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
-        self._steps, self._pending = [], False
+        self._pending = False
         self._notes.clear()
         self._take_signals()
         self.stdio.begin()
         if self._ballast is None:
-            self._ballast = bytearray(self.ballast)
+            self._ballast = bytearray(_BALLAST)
         if task.forget_counts:
             self.recorder.forget_counts()
         self.recorder.begin(task.cell, began=0.0 if self.stage else task.began, values=task.values)
@@ -308,10 +301,7 @@ class Rank:
             self._lend_names(function)
             return function(*args, **kwargs)
         with self.recorder.follow() if task.follow else nullcontext():
-            return execute(task.source, task.filename, self.names, step=task.step, note=self._note_step)
-
-    def _note_step(self, line: int, values: dict[str, str]) -> None:
-        self._steps.append(Step(self.birth.rank, clock() - self.recorder.began, line, values))
+            return execute(task.source, task.filename, self.names)
 
     def _lend_names(self, value: Any) -> None:
         """Let a function from the notebook use `rank`, `world_size`, `device`, `torch` and `dist` as a cell

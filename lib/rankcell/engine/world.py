@@ -23,7 +23,7 @@ from ..results import Run, name_ranks
 from . import devices, forks, system
 from .cell import Cell, Ending, OnUpdate, World, deferred_interrupt
 from .host import Host
-from .local import Local, Rehearsing, Together, room
+from .local import Local, Rehearsing, room
 from .mailbox import Mailbox
 from .messages import Birth, Join, Task
 from .nodes import Nodes
@@ -32,7 +32,6 @@ from .verdict import conclude
 
 START_TIMEOUT = 120.0  # seconds for ranks to join their first process group
 REJOIN_TIMEOUT = 30.0  # seconds for ranks to join a new one, before all are started anew
-MOST_TOGETHER = 1024  # ranks in one process, each of them a thread
 MANY_COUNTS = 500  # kinds of operations (groups, pairs, tags) after which the books are begun anew
 STOP_PATIENCE = 2.0  # seconds that `stop` waits for a cell in another thread
 
@@ -52,8 +51,6 @@ class Ranks:
             blocks of equal size; None: all on this machine.
         on: a cluster such as "128xh100x8": one rank, `as_rank`, rehearses a job of `world_size` ranks there,
             without the others and without computing.
-        local: one process holds all ranks, which take turns in it: for more ranks than the machine can hold as
-            processes. They compute with values, on the CPU; how long anything takes says nothing.
 
     Raises:
         WorldSizeError: the machine cannot hold that many ranks. AllocationError: Slurm has not given so many
@@ -68,38 +65,17 @@ class Ranks:
         nodes: int | None = None,
         on: str = "",
         as_rank: int = 0,
-        local: bool = False,
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
         self.world_size = world_size
         self.nodes = nodes
         self.here: Sequence[int] = range(world_size)  # the ranks that are processes
-        self._on, self._together = on, local
+        self._on = on
         self._host: Host
         self._mps = devices.MpsDaemon()
         self._choice: devices.Choice
-        if local and (on or nodes is not None or device == "cuda"):
-            other = "a rehearsal" if on else "--nodes" if nodes is not None else "--device cuda"
-            raise ValueError(
-                f"`--local` and {other} do not go together: the ranks take turns in one process of this machine, on "
-                f"the CPU. Leave one of them away."
-            )
-        if local:
-            most = MOST_TOGETHER
-            if world_size > most:
-                raise errors.WorldSizeError(
-                    f"{world_size} ranks do not fit into one process: {most:,} do. One rank of a larger job can be "
-                    f"rehearsed without computing: `%%ranks 1 of {world_size}`."
-                )
-            self._choice = devices.Choice(
-                "cpu",
-                "local",
-                "no network: they take turns in one process on the CPU. What they compute and send is real, how long "
-                "it takes is not",
-            )
-            self._host = Together(world_size)
-        elif on:
+        if on:
             host_of_one = Rehearsing(world_size, on, as_rank)
             self.here = (as_rank,)
             self._choice = devices.Choice(
@@ -227,7 +203,6 @@ class Ranks:
         pull: Sequence[str] = (),
         timeout: float | None = None,
         values: bool = False,
-        step: Sequence[str] | None = None,
         follow: bool = False,
         filename: str = "<cell>",
         on_update: OnUpdate | None = None,
@@ -243,7 +218,6 @@ class Ranks:
             timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes
                 progress.
             values: record the contents of every communication's tensors (their first 64 numbers).
-            step: names whose values are noted before every line.
             follow: trace the models that are called, and what they are given.
             on_update: called while the cell runs, with the run so far (its newest lines) and a line that says
                 what the ranks do.
@@ -270,7 +244,6 @@ class Ranks:
                 push,
                 pull,
                 values,
-                step,
                 filename,
                 cell=name,
                 follow=follow,
@@ -385,7 +358,6 @@ class Ranks:
                     local_world_size=per_node or self.world_size,
                     node=node,
                     on=self._on,
-                    together=self._together,
                     memory_fraction=self._choice.memory_fraction,
                 )
             )
@@ -512,7 +484,6 @@ def run(
     timeout: float | None = None,
     device: str = "auto",
     nodes: int | None = None,
-    local: bool = False,
     values: bool = False,
 ) -> Run:
     """Run a function (or source text) on `world_size` fresh ranks and return what each of them did.
@@ -525,9 +496,9 @@ def run(
         rankcell.run(mean_rank, world_size=4).values  # four times tensor([1.5000])
 
     The function may be defined in a notebook cell, a script or a module. For ranks that live on, use
-    `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`. With `local` all ranks take turns in one process.
+    `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
     """
-    with Ranks(world_size, device=device, nodes=nodes, local=local) as ranks:
+    with Ranks(world_size, device=device, nodes=nodes) as ranks:
         return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout, values=values)
 
 
@@ -579,7 +550,6 @@ def _task(
     push: Mapping[str, Any] | None,
     pull: Sequence[str],
     values: bool,
-    step: Sequence[str] | None,
     filename: str,
     *,
     cell: str,
@@ -611,7 +581,6 @@ def _task(
         push=pushed,
         pull=tuple(pull),
         values=values,
-        step=None if step is None else tuple(step),
         follow=follow,
         forget_counts=forget_counts,
     )

@@ -96,9 +96,9 @@ class Recording:
             self._board_path.unlink(missing_ok=True)  # everybody has it: all have come through
         return found
 
-    def destroy(self, *args: Any, **kwargs: Any) -> None:
+    def destroy(self, group: Any = None) -> None:
         """`destroy_process_group`."""
-        self._destroy(*args, **kwargs)
+        self._groups.destroyed(group, self._destroy)
         if not dist.is_initialized():
             forget_groups()
 

@@ -95,7 +95,7 @@ def state_of(record: Record) -> State:
 def judge(records: Sequence[Record]) -> Verdict | None:
     """What happened, as far as `records` prove it; None while somebody may still go on and nobody has failed."""
     records = sorted(records, key=lambda r: r.rank)
-    states = [state_of(r) for r in records]
+    states = [diagnose.left(state_of(r)) for r in records]
     proof = diagnose.diagnose(states)
     if (found := _mismatch(records, ended=proof is not None)) is not None:
         return found

@@ -126,10 +126,6 @@ class DDP(nn.Module):
         self._synchronizes = True
         self._changed = False  # a gradient may have changed since the last average
         self._will_finish = False  # the running backward will call `finish_gradient_synchronization`
-        self._joins = False  # inside `join`
-        self._divides_by_all = True
-        self._present: list[int] | None = None  # ranks that have a batch, once it is known of this backward
-        self._first = 0  # of the ranks that had one last
         self._broadcast()
         self._watch()
 
@@ -187,17 +183,16 @@ class DDP(nn.Module):
         no parameter at all, or after a `no_sync` that has no synchronized backward behind it.
 
         It does nothing if the gradients are averaged already, or if this rank ran no forward since then: it
-        cannot know that others wait. So a rank without a batch runs the model too, or all ranks use `join`.
+        cannot know that others wait. So a rank without a batch runs the model too.
         """
         if not self._changed:
             return
-        self._call_the_roll()
         for bucket in self.buckets:
             bucket.missing.clear()  # what is missing now was not used in this backward
         self._launch()
         for bucket in self.buckets:
             bucket.work.wait()
-            bucket.empty(self.world_size if self._divides_by_all else len(self._present))
+            bucket.empty(self.world_size)
         self._send_buffers()
         self._reset()
         self._changed = False
@@ -213,59 +208,12 @@ class DDP(nn.Module):
         finally:
             self._synchronizes = before
 
-    @contextmanager
-    def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[None]:
-        """Ranks inside may have different numbers of batches: who has no more takes part in the averages.
-
-            with model.join():
-                for x, y in batches:  # as many as this rank has
-                    optimizer.zero_grad()
-                    loss_of(model(x), y).backward()
-                    optimizer.step()
-
-        A rank that is done adds nothing to the sums of the others, and at the end gets the weights and
-        buffers of one that made all steps (its optimizer's states stay behind). Sums are divided by the
-        number of all ranks, so that each sample keeps its weight, or else by the number of those that still
-        have a batch. Each backward begins with a small all-reduce that says who has one. All ranks must
-        enter and leave it.
-        """
-        self._joins, self._divides_by_all = True, divide_by_initial_world_size
-        self._first = 0
-        try:
-            yield
-            while self._call_the_roll(has_batch=False):
-                for bucket in self.buckets:
-                    bucket.flat.fill_(-0.0)  # "none on this rank"
-                    bucket.work = self._all_reduce(bucket)
-                for bucket in self.buckets:
-                    bucket.work.wait()
-                self._send_buffers()
-                self._reset()
-            everything = (*self.module.parameters(), *self.module.buffers())
-            group.broadcast_together([t.detach() for t in everything], self._first, self.process_group)
-        finally:
-            self._joins, self._divides_by_all = False, True
-            self._reset()
-
-    def _call_the_roll(self, *, has_batch: bool = True) -> list[int]:
-        """The numbers of the ranks that have a batch, asked once per backward; without `join` all have."""
-        if self._present is None:
-            self._present = list(range(self.world_size))
-            if self._joins:
-                device = next((bucket.flat.device for bucket in self.buckets), None)
-                present = torch.zeros(self.world_size, device=device)
-                present[dist.get_rank(self.process_group)] = has_batch
-                dist.all_reduce(present, group=self.process_group)
-                self._present = present.nonzero().flatten().tolist()
-            self._first = next(iter(self._present), self._first)
-        return self._present
-
     def _send_buffers(self) -> None:
-        """Give all ranks the buffers of the first one that has a batch."""
+        """Give all ranks the buffers of the first one."""
         if self.broadcast_buffers:
             # `.data`: another backward may still need what autograd saved of them
             buffers = [buffer.data for buffer in self.module.buffers()]
-            group.broadcast_together(buffers, self._first, self.process_group)
+            group.broadcast_together(buffers, 0, self.process_group)
 
     def _broadcast(self) -> None:
         """Make every rank's parameters and buffers those of the group's first rank."""
@@ -286,7 +234,6 @@ class DDP(nn.Module):
             return
         if not self._will_finish:
             self._will_finish = True
-            self._call_the_roll()
             # torch has no public name for "when this backward ends"; its own DDP and FSDP use the same
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_gradient_synchronization)
         if bucket.work is not None:
@@ -319,7 +266,7 @@ class DDP(nn.Module):
     def _reset(self) -> None:
         for bucket in self.buckets:
             bucket.reset()
-        self._launched, self._will_finish, self._present = 0, False, None
+        self._launched, self._will_finish = 0, False
 
 
 def _hook(ddp: "weakref.ref[DDP]", bucket: _Bucket, index: int) -> Any:

@@ -14,7 +14,6 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -442,17 +441,6 @@ def _shared(stage: nn.Module) -> Mapping[int, nn.Parameter]:
 
 # The two halves of a backward
 
-_JOBS: ContextVar[list[Callable[[], None]] | None] = ContextVar("weight_jobs", default=None)
-
-
-def weight_jobs() -> list[Callable[[], None]] | None:
-    """Where a layer's backward may leave the work that only its weights' gradients need, for later; None if
-    nothing is to be put off.
-
-    To be asked in the forward. nn.Linear, and all that calls F.linear, need not ask: the engine does.
-    """
-    return _JOBS.get()
-
 
 class _WeightsLater(TorchFunctionMode):
     """Inside, the backward of each F.linear computes the gradient of its input only, and leaves a job.
@@ -467,14 +455,6 @@ class _WeightsLater(TorchFunctionMode):
         super().__init__()
         self.jobs: list[Callable[[], None]] = []
         self.computed: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a weight, and what stands in for it
-
-    def __enter__(self) -> "_WeightsLater":
-        self.token = _JOBS.set(self.jobs)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        _JOBS.reset(self.token)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.linear:

@@ -1,4 +1,4 @@
-"""What each rank holds of a module that is sharded over ranks: shards, wholes while they are needed, states.
+"""What each rank holds of a module that is sharded over ranks: shards, and wholes while they are needed.
 
 `Sharded` cuts a module into units and their parameters into flat buffers (`Flat`), makes it whole again to
 save it, and cuts what is loaded, for any number of ranks. When units are gathered and freed is not its
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import group
-from .flat import Layout, Part, by, states_of_part, whole_states
+from .flat import Layout, by
 
 
 class _Absent(nn.Parameter):
@@ -495,81 +495,19 @@ class Sharded(nn.Module):
         return {name: wholes[name] if id(t) in names else t.detach().clone() for name, t in state.items()}
 
     @torch.no_grad()
-    def load_full_state_dict(
-        self, state_dict: Mapping[str, Tensor] | None, *, from_rank_0: bool = False
-    ) -> None:
-        """Take this rank's part of a state dict of the module as one process has it. No communication.
-
-        With `from_rank_0` only the group's first rank needs to give it, and the others None. It is sent one
-        tensor at a time, so that no other rank ever holds more than one whole.
-        """
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of a state dict of the module as one process has it. No communication."""
         own = self.module.state_dict(keep_vars=True)
-        if state_dict is not None and own.keys() != state_dict.keys():
+        if own.keys() != state_dict.keys():
             differ = ", ".join(sorted(own.keys() ^ state_dict.keys()))
             raise ValueError(f"The state dict and the module differ in: {differ}.")
-        if state_dict is None and not (from_rank_0 and self.rank):
-            raise ValueError(
-                "There is no state dict. None is for ranks other than 0, with from_rank_0=True on all ranks."
-            )
         names = _names_by_parameter(self.module)
-        shapes = {
-            id(parameter): shape
-            for flat in self._flats()
-            for parameter, shape in zip(flat.parameters, flat.layout.shapes, strict=True)
-        }
         for name, tensor in own.items():
-            if from_rank_0:
-                whole = tensor.new_empty(shapes.get(id(tensor), tensor.shape), requires_grad=False)
-                if self.rank == 0:
-                    whole.copy_(state_dict[name])
-                self._send_from_rank_0([whole])
-            else:
-                whole = state_dict[name]
             if id(tensor) in names:
-                whole = self.parts_of({name: whole})[name]
-                tensor.data.copy_(whole)
+                tensor.data.copy_(self.parts_of({name: state_dict[name]})[name])
             else:
-                tensor.copy_(whole)
+                tensor.copy_(state_dict[name])
         self._missing = []
-
-    # optimizer states
-
-    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict as one process has it, on every rank, on the CPU.
-
-        All ranks must call it. It loads into any number of ranks by `load_full_optimizer_state_dict`, and in
-        one process by `optimizer.load_state_dict`.
-        """
-        states = whole_states(self._optimizer_parts(optimizer), optimizer.state, self.process_group)
-        return {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
-
-    def load_full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-    ) -> None:
-        """Give an optimizer of this module its part of an optimizer's state dict as one process has it.
-
-        `optimizer` has the same parameters in the same groups. No communication.
-        """
-        parts = self._optimizer_parts(optimizer)
-        state = {part.number: states_of_part(part, state_dict["state"]) for part in parts}
-        state = {number: entries for number, entries in state.items() if entries}
-        optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
-
-    def _optimizer_parts(self, optimizer: torch.optim.Optimizer) -> list[Part]:
-        """Where in the whole parameters the optimizer's lie."""
-        found = {
-            id(p): (shape, where)
-            for flat in self._flats()
-            for p, shape, (where, _) in zip(flat.parameters, flat.layout.shapes, flat.parts, strict=True)
-        }
-        parameters = [p for g in optimizer.param_groups for p in g["params"]]
-        strangers = sum(id(p) not in found for p in parameters)
-        if strangers:
-            raise ValueError(
-                f"{strangers} of the optimizer's {len(parameters)} parameters are not those of this module. "
-                f"Make the optimizer after wrapping, from `model.parameters()`."
-            )
-        return [Part(i, *found[id(p)], p) for i, p in enumerate(parameters)]
 
 
 def _empty(like: Tensor, device: torch.device | str) -> Tensor:

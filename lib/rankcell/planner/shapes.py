@@ -109,20 +109,6 @@ class Shape:
         """Parameters that a token meets in a matrix product: all layers and the head."""
         return self.layers * self.active_layer_params + self.embedding_params
 
-    def layer_flops(self, seq: Any) -> tuple[Any, Any, Any]:
-        """Operations of the mean layer per token: forward, gradient of its input, gradient of its weights.
-
-        Each parameter costs 2 in each; scores and values over the whole square of `seq` cost 4 s w forward and
-        8 s w for the input's gradient, nothing for the weights. Qi et al., https://arxiv.org/abs/2401.10241,
-        table 1 (2023).
-        """
-        product = 2 * self.active_layer_params
-        return product + 4 * seq * self.width, product + 8 * seq * self.width, product
-
-    def attention_share(self, seq: Any) -> Any:
-        """Scores and values as a share of a layer's forward: the operations that selective recomputation repeats."""
-        return 4 * seq * self.width / self.layer_flops(seq)[0]
-
     def flops_per_token(self, seq: Any) -> Any:
         """Operations per token, forward and backward, nothing recomputed, attention causal.
 
