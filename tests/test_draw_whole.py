@@ -41,7 +41,6 @@ from rankcell.draw import (
     traffic,
 )
 from rankcell.draw.charts import Rung, Series
-from rankcell.draw.jobs import Task
 from rankcell.draw.parts import text_width
 from rankcell.draw.splits import Split
 from rankcell.draw.svg import Figure, Frames, format_seconds
@@ -167,18 +166,6 @@ def lengths():
     )
 
 
-def two_curves():
-    falls, gap = [40 / (1 + 4 * i) for i in range(9)], [30.0, 9.0, float("nan"), 2.9, 2.7]
-    labels = {"x_label": "epoch", "y_label": "error", "height": 300}
-    return losses.losses(
-        {"training": falls, "held out": gap},
-        log=True,
-        every={"held out": 2},
-        levels={"a guess: ln 49": 3.89},
-        **labels,
-    )
-
-
 def layouts():
     """Parts, nothing, a partial sum; messages down, up and both ways; layouts of tensors."""
     shapes = {"A": (2, 2), "C": (2, 1)}
@@ -198,23 +185,19 @@ def layouts():
 WIDE, MEAN = [[[1000.25 * (r + 1)] * 12] for r in range(4)], [[[2500.625] * 12]] * 4  # long in both ways
 AVERAGE = call("reduce", WIDE, WIDE, MEAN, peer=1, reduce_op="AVG")
 MATRIX = [[0, 3 * MIB, 10], [MIB, 500, 2 * MIB], [0, 1.9 * MIB, 0]]
-ARRAY = [Task(1, 5.0, 6.0), Task(2, 6.5, 11.0, -9), Task(10, 6.0, 7.4, 137)]
 PICTURES = {
     "timeline_two_nodes": two_nodes,
     "timeline_crowded": crowded,
     "streams": device,
     "schedule": two_and_one_chunk,
-    "jobs": lambda: jobs.schedule(ARRAY, title="A sweep"),
     "collectives": lambda: collectives.steps(AVERAGE).figures[2],
     "messages": lambda: messages.steps(TREE).figures[1],
     "waits": all_kinds,
     "traffic": lambda: traffic.traffic(MATRIX, nodes=("north", "north", "south"), title="A step"),
     "charts": of_all_kinds,
     "lengths": lengths,
-    "losses": two_curves,
     "memory": lambda: (one_step(), two_ranks()),
     "layouts": layouts,
-    "starts": lambda: (starts.starts(2, 1, torchrun=True), routes.trees({"one": {1: 0}})),
 }
 
 

@@ -5,14 +5,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from rankcell.cluster import export
-
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 
 
 def notebook(path, *cells):
@@ -123,19 +120,6 @@ def test_a_script_gives_the_numbers_of_its_notebook(shell, tmp_path):
         "In [10], mine\n  rank 0: 10\n  rank 1: 11\n" in done.stdout and "In [13]\n  rank 1: (" in done.stdout
     )
     assert "In [10]\n  all 2 ranks: 'The " in done.stdout and "In [26]" not in done.stdout
-
-
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda p: p.stem)
-def test_every_lesson_with_rank_cells_becomes_a_script(path):
-    """Or says in one sentence why not. Nothing is left out for want of a name."""
-    try:
-        exported = export.convert(path)
-    except export.ExportError as error:
-        assert "no cell that begins with %%ranks" in str(error)
-        return
-    compile(exported.text, path.stem, "exec")
-    assert exported.kept
-    assert [left for left in exported.left_out if "no ordinary cell before it makes" in left[1]] == []
 
 
 @pytest.mark.parametrize(

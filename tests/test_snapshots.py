@@ -1,7 +1,5 @@
 """A training that goes on from a snapshot gives the bits of one that never stopped."""
 
-import io
-import os
 import random
 
 import pytest
@@ -95,21 +93,6 @@ def test_a_write_that_fails_leaves_the_old_snapshot(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"^The snapshot was not saved: No space left on device$"):
         snapshots.save(path, 2, **training.parts)
     assert snapshots.load(path, model=training.parts["model"]) == 1
-
-
-def test_watching_sees_what_becomes_of_the_old_file(tmp_path):
-    path, new = tmp_path / "snapshot.pt", tmp_path / "snapshot.pt.new"
-    save_file, unlink = torch.save, os.unlink
-    with snapshots.watching(path, seconds=0) as seen:
-        snapshots.save(path, 1, model=torch.nn.Linear(1, 1))
-        torch.save(3, path)
-        torch.save(4, io.BytesIO())  # to no file
-        torch.save(5, new)
-        path.unlink()
-        new.rename(path)
-        path.rename(new)
-    assert (seen.writes, seen.gaps) == ([True, False, True], ["os.unlink", "os.rename"])
-    assert torch.save is save_file and os.unlink is unlink
 
 
 ON_RANKS = """

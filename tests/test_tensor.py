@@ -205,64 +205,6 @@ def test_cross_entropy_equals_torchs(world, vocab, reduction, smoothing):
     ]  # the largest; then sums, the target's and all logits
 
 
-# The models
-
-
-def train_both(sequence_parallel, *, n_kv_heads=None, n_heads=4, vocab=49, tied=True, clip=None, pairs=()):
-    """Losses, gradients and norms of four steps beside the dense ones, and the weights at the end: of a GPT, or with
-    `n_kv_heads` of a Llama.
-    """
-    groups = [dist.new_group(ranks) for ranks in pairs]
-    group = groups[next(i for i, ranks in enumerate(pairs) if dist.get_rank() in ranks)] if pairs else None
-    kind, more = (models.GPT, {}) if n_kv_heads is None else (models.Llama, {"n_kv_heads": n_kv_heads})
-    shape = {"context": 8, "n_layers": 2, "tied": tied, "dtype": torch.float64} | more
-    dense = kind(vocab, 16, n_heads=n_heads, **shape)
-    twin = tensor_parallel(dense, group, sequence_parallel=sequence_parallel)
-    assert (twin.head.weight is twin.token_embedding.weight) == tied
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (dense, twin)]
-    tokens, found = models.encode(models.text()) % vocab, {}
-    for step in range(4):
-        x, y = models.batch(tokens, step, size=4, length=8)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        expected = models.cross_entropy(dense(x), y)
-        loss = twin(x, y) if step % 2 else models.cross_entropy(twin(x), y)  # by parts, or of whole logits
-        expected.backward()
-        loss.backward()
-        gradients = tp.full_state_dict(twin, {name: p.grad for name, p in twin.named_parameters()})
-        found |= {f"{name} {step}": (gradients[name], p.grad.clone()) for name, p in dense.named_parameters()}
-        found[f"loss {step}"] = loss.detach(), expected.detach()
-        if clip is not None:
-            found[f"norm {step}"] = (
-                tp.clip_grad_norm_(twin, clip),
-                nn.utils.clip_grad_norm_(dense.parameters(), clip),
-            )
-        for optimizer in optimizers:
-            optimizer.step()
-    whole = tp.full_state_dict(twin)
-    return found | {name: (whole[name], value) for name, value in dense.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("size", "sequence", "how"),
-    [
-        (2, False, {"clip": 0.1}),
-        (4, True, {"clip": 0.1}),
-        (4, False, {"tied": False, "vocab": 48}),
-        (4, True, {"tied": False, "pairs": ([0, 2], [3, 1]), "clip": 0.1}),
-        (2, True, {"n_heads": 8, "n_kv_heads": 8, "clip": 0.1}),
-        (4, False, {"n_heads": 8, "n_kv_heads": 2, "clip": 0.1}),  # two ranks compute the same head
-        (4, True, {"n_heads": 8, "n_kv_heads": 1, "tied": False}),
-        (2, False, {"pairs": ([0], [1]), "clip": 0.1}),
-    ],
-)
-def test_models_train_as_the_dense_ones(four, two, size, sequence, how):
-    run = {2: two, 4: four}[size].run(train_both, args=(sequence,), kwargs=how)
-    assert_all_close(run, atol=1e-9)
-    if how.get("pairs", [()])[0] == [0]:  # a group of one sends nothing
-        assert not [e for e in run.events if e.kind == "comm" and e.op != "barrier"]
-
-
 def test_states_go_in_and_out_and_checkpoints(two):
     """A copy has the weights that were put in; a checkpoint draws the same dropout again."""
 

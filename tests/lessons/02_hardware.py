@@ -4,28 +4,23 @@
 check.close_to([*seconds.values()], [14 / rate for rate in (3350, 450, 63, 50, 1.25, 0.125)], rtol=0.01)
 check.close_to(seconds[last] / h100.nvlink.seconds(gradients), 3600, name="NVLink over 1 Gbit/s")
 
-
 # after: link-table
 check.close_to(each_way, h100.pcie.bytes_per_s)
 check.close_to(
     [nvlink, port, h100.nvlink.both_ways], [h100.nvlink.bytes_per_s, h100.network.bytes_per_s, 900e9]
 )
 
-
 # after: four-gpus
 check.close_to([pair, whole], [150, 450], name="GB/s each way, to one and to all three")
 assert all(sum(n for gpus, n in mesh.items() if g in gpus) == 18 for g in range(4)), "18 links leave each GPU"
-
 
 # after: topology
 assert server.nvlinks("GPU0", "GPU7") * 25 == 450, "all 18 links run into NVSwitch"
 assert [server.path("GPU0", nic) for nic in server.nics] == ["PIX", "SYS"], "GPU0 is near NIC0 only"
 
-
 # after: byte-paths
 by_host = [way for way, steps in ways.items() if "pinned" in steps]
 assert by_host == [*ways][:3], "three ways pass the memory of the host"
-
 
 # after: ex4-check
 for senders, up in ((1, 4), (1, 1), (4, 4), (4, 1)):  # of each leaf of the left half, to the right one
@@ -36,7 +31,6 @@ assert all(order[k] // 4 != order[k - 1] // 4 for k in range(16)), "neighbours a
 cards = {(8 * node + gpu, 8 * ((node + 1) % 4) + gpu): 1e9 for node in range(4) for gpu in range(8)}
 by_rail = {(a % 8 * 4 + a // 8, b % 8 * 4 + b // 8): nbytes for (a, b), nbytes in cards.items()}
 assert seconds_of(by_rail, 4, 1, 50e9) == 0.02, "a ring that keeps the local rank needs no link up"
-
 
 # after: copies-by-size
 from unittest import mock
@@ -54,7 +48,6 @@ assert torch.get_num_threads() == 1, "one thread copies"
 assert copies.points == [(n, n / s) for n, s in took.items()], "drawn are bytes over seconds"
 assert all(b == machine.cache(name)[0].nbytes for b, name in marks), "the marks are bytes of a cache"
 
-
 # after: factors
 calls = [e for e in run.ranks[0].events if e.op != "barrier"]
 assert [e.nbytes for e in calls[::30]] == [*moved[0]] == [2**k for k in range(12, 27, 2)], (
@@ -70,7 +63,6 @@ for k, (n, rate) in enumerate(moved[0].items()):  # a trip is shorter than from 
     most = statistics.median(ends[i + 1] - begins[i] for i in trips)
     assert 0.999 * least <= 2 * n / rate <= 1.001 * most, "half of the median of the last twelve"
 
-
 # after: too-early
 by_time = [sorted(of.events, key=lambda e: e.start) for of in run.ranks]
 handed, came = ([(b, e) for b, e in zip(of, of[1:], strict=False) if b.op == "barrier"] for of in by_time)
@@ -83,10 +75,8 @@ for (b, e), seconds in zip(handed, returned[0], strict=True):
 for (_, e), seconds in zip(came, arrived[1], strict=True):
     assert seconds >= e.end - e.start, "the receiver reads it when the bytes are there"
 
-
 # after: two-rates
 assert [claimed, honest] == [charts.format_rate(2**26 / s) for s in (returns, arrives)], "each clock's"
-
 
 # after: ladder
 ours = {"copy in cache": max(copied.values()), "copy through memory": copied[2**28]}
@@ -96,10 +86,8 @@ published = [0.125, 1.25, 31.5, 50, 63, 450, 900, 3350]
 check.close_to(sorted(r.value / 1e9 for r in rungs if not r.measured), published, rtol=0.01)
 assert [r.value for r in rungs] == sorted((r.value for r in rungs), reverse=True), "from fast to slow"
 
-
 # after: far-card
 assert [far.path(gpu, "NIC0") for gpu in far.gpus] == ["PIX", "PXB", "SYS", "SYS"], "GPU2 and GPU3 are far"
-
 
 # after: duplex
 for of, times in zip(hidden.ranks, zip(there, both, strict=True), strict=True):
@@ -115,7 +103,6 @@ assert one == sorted(there[1][-9:])[4], "the median of the last nine, where the 
 slower = [max(a, b) for a, b in zip(both[0][-9:], both[1][-9:], strict=True)]
 assert two == sorted(slower)[4], "the median of the last nine, of the slower rank"
 
-
 # after: gpu-roof
 assert 0.8 < copy < 1 and 0.5 < product < 1 and min(to_gpu, to_host) > 2, "as the text reads the record"
 assert a_sum == max(of_roof) and 0.7 < a_sum < 1, "the sum comes nearest to its roof"
@@ -125,62 +112,49 @@ assert by_size[0] < 0.01 and by_size[1] < 0.4 and 0.5 < min(by_size[2:]), (
 )
 assert 3e-6 < 2 * 256**3 / (by_size[0] * 989e12) < 4.5e-6, "seconds of the smallest"
 
-
 # wrong: ex1-solution: knows the number for the H100 | with k = 4096, n = 16384 161 rows are enough (yours: 319)
 def intensity(m, k, n):
     return m * k * n / (m * k + k * n + m * n)
 
-
 def smallest_batch(k, n, gpu):
     return 319
-
 
 # wrong: ex1-solution: forgets that the result is written | which reads 50 numbers and writes 21
 def intensity(m, k, n):
     return m * k * n / (m * k + k * n)
 
-
 def smallest_batch(k, n, gpu):
     edge = gpu.bf16_flops / gpu.memory.bytes_per_s
     return next(m for m in range(1, 100_000) if intensity(m, k, n) >= edge)
-
 
 # wrong: ex1-solution: takes the edge itself for the batch | with k = 8192, n = 8192 319 rows are enough (yours: 295)
 def intensity(m, k, n):
     return m * k * n / (m * k + k * n + m * n)
 
-
 def smallest_batch(k, n, gpu):
     return round(gpu.bf16_flops / gpu.memory.bytes_per_s)
-
 
 # right: ex1-solution
 def intensity(m, k, n):
     return 1 / (1 / m + 1 / k + 1 / n)
 
-
 def smallest_batch(k, n, gpu):
     rest = gpu.memory.bytes_per_s / gpu.bf16_flops - 1 / k - 1 / n  # how large 1 / m may be
     return math.ceil(1 / rest) if rest > 0 else math.inf
 
-
 # wrong: ex2-solution: repeats the claims | (yours: 7.8): the claim counts a bridged pair of cards
 right = {"nvl": 7.8, "pcie": 242, "pair": 75, "gib": 50, "ethernet": 0.2}
 
-
 # wrong: ex2-solution: counts both directions of the pair, and GB for GiB | (yours: 300): 900 is what one GPU has, both ways
 right = {"nvl": 3.9, "pcie": 63, "pair": 300, "gib": 50, "ethernet": 12.5}
-
 
 # wrong: ex3-solution: knows one server | where NIC0, NIC1 and NIC2 are PXB, PIX, PHB, NIC1 is nearest (yours: NIC0)
 def nearest_nic(topology, gpu):
     return "NIC0" if int(gpu[3:]) < 4 else "NIC1"
 
-
 # wrong: ex3-solution: takes the first code of the alphabet | PIX, PXB, PHB, NIC0 is nearest (yours: NIC2)
 def nearest_nic(topology, gpu):
     return min(topology.nics, key=lambda nic: topology.path(gpu, nic))
-
 
 # wrong: ex4-solution: looks at what is sent only | 15 hosts that send to one wait for its port
 def seconds_of(traffic, down, up, rate):
@@ -191,7 +165,6 @@ def seconds_of(traffic, down, up, rate):
             load["up", a // down] += nbytes / (up * rate)
     return max(load.values(), default=0)
 
-
 # wrong: ex4-solution: sends everything over the spines | messages within a leaf need no link up
 def seconds_of(traffic, down, up, rate):
     load = Counter()
@@ -201,7 +174,6 @@ def seconds_of(traffic, down, up, rate):
         load["up", a // down] += nbytes / (up * rate)
         load["down", b // down] += nbytes / (up * rate)
     return max(load.values(), default=0)
-
 
 # wrong: ex4-solution: knows leaves of four hosts only | two hosts under a leaf, links of 25 GB/s: 0.08 s (yours: 0.04
 def seconds_of(traffic, down, up, rate):
@@ -214,7 +186,6 @@ def seconds_of(traffic, down, up, rate):
             load["down", b // 4] += nbytes / (up * rate)
     return max(load.values(), default=0)
 
-
 # right: ex4-solution
 def seconds_of(traffic, down, up, rate):
     def fullest(place, messages):
@@ -226,7 +197,6 @@ def seconds_of(traffic, down, up, rate):
     ports = max(fullest(lambda pair, i=i: pair[i], [*traffic.items()]) for i in (0, 1))
     return max(ports, max(fullest(lambda pair, i=i: pair[i] // down, far) for i in (0, 1)) / up) / rate
 
-
 # wrong: ex5-solution: reads the clock when isend returns | (yours: [48, 24, 0])
 # %%ranks 2 --device cpu
 def bandwidth(nbytes):
@@ -237,7 +207,6 @@ def bandwidth(nbytes):
         times.append(clock() - begin)
         work.wait()
     return nbytes / statistics.median(times[3:])
-
 
 # wrong: ex5-solution: reads the clock before the answer | rank 0 reads the clock again when the answer is there
 # %%ranks 2 --device cpu
@@ -254,7 +223,6 @@ def bandwidth(nbytes):
             dist.send(answer, 0)
     return nbytes / statistics.median(times[3:] or [1])
 
-
 # wrong: ex5-solution: counts a barrier, too | between its two looks rank 0 only sends and receives (yours: barrier, too)
 # %%ranks 2 --device cpu
 def bandwidth(nbytes):
@@ -270,7 +238,6 @@ def bandwidth(nbytes):
             dist.send(answer, 0)
         times.append(clock() - begin)
     return nbytes / statistics.median(times[3:])
-
 
 # right: ex5-solution
 # %%ranks 2 --device cpu
@@ -289,17 +256,14 @@ def bandwidth(nbytes):
         times.append(clock() - begin)
     return nbytes / sorted(times[3:])[4] if rank == 0 else None
 
-
 # wrong: ex6-solution: knows the other rank's numbers | one send and one receive on rank 0 (yours: ['barrier'])
 # %%ranks 2 --device cpu -o run
 def exchange(x):
     return torch.full_like(x, 2.0 - rank)
 
-
 dist.barrier()
 came = exchange(torch.full((2**24,), 1.0 + rank))
 None if came is None else came[:3]
-
 
 # wrong: ex6-solution: sends first and receives afterwards | on rank 0 the send and the receive overlap
 # %%ranks 2 --device cpu -o run
@@ -309,11 +273,9 @@ def exchange(x):
         dist.send(x, 1 - rank) if rank == sender else dist.recv(came, 1 - rank)
     return came
 
-
 dist.barrier()
 came = exchange(torch.full((2**24,), 1.0 + rank))
 None if came is None else came[:3]
-
 
 # right: ex6-solution
 # %%ranks 2 --device cpu -o run
@@ -323,7 +285,6 @@ def exchange(x):
     for work in dist.batch_isend_irecv(both_ways):
         work.wait()
     return came
-
 
 dist.barrier()
 came = exchange(torch.full((2**24,), 1.0 + rank))

@@ -82,7 +82,6 @@ assert {(e.nbytes, e.is_async) for e in messages} == {(4096, False)}, "every mes
 # after: ex6-timeline
 assert not any(e.op == "barrier" for e in ahead) and sum(e.is_async for e in ahead) == 2 * 3 * 8
 
-
 # wrong: ex1-waits: lets everybody after the mistake wait | look again at ranks 1, 2
 waits_for = {1: (0,), 2: (1,), 3: (2,)}
 
@@ -92,15 +91,12 @@ waits_for = {3: 2}
 # right: ex1-waits
 waits_for = {0: (), 3: [2]}
 
-
 # wrong: ex1-solution: knows its rank, and sends nothing | rank 0 calls nothing; down the line it is send
 # %%ranks 4 --device cpu -o run
 def relay(x):
     return float(rank + 1)
 
-
 relay(torch.zeros(1))
-
 
 # wrong: ex1-solution: leaves the mistake | rank 2 finished without sending what rank 3 waits for
 # %%ranks 4 --device cpu -o run
@@ -112,24 +108,7 @@ def relay(x):
         dist.send(x, dst=rank + 1)
     return x.item()
 
-
 relay(torch.zeros(1))
-
-
-# wrong: ex1-solution: begins with a 0 of its own | where rank 0 begins with 7
-# %%ranks 4 --device cpu -o run
-def relay(x):
-    x = torch.zeros(1)
-    if rank > 0:
-        dist.recv(x, src=rank - 1)
-    x += 1
-    if rank < world_size - 1:
-        dist.send(x, dst=rank + 1)
-    return x.item()
-
-
-relay(torch.zeros(1))
-
 
 # right: ex1-solution
 # %%ranks 4 --device cpu -o run
@@ -141,9 +120,7 @@ def relay(x):
         dist.isend(mine, dst=rank + 1).wait()
     return mine.item()
 
-
 relay(torch.zeros(1))
-
 
 # wrong: ex2-waits: turns the arrows round | look again at ranks 0, 1, 2, 3
 waits_for = {0: (3,), 1: (0,), 2: (1,), 3: (2,)}
@@ -151,35 +128,17 @@ waits_for = {0: (3,), 1: (0,), 2: (1,), 3: (2,)}
 # wrong: ex2-waits: lets the last rank get away | look again at rank 3
 waits_for = {0: (1,), 1: (2,), 2: (3,)}
 
-
 # wrong: ex2-solution: lets even ranks send first | rank 0 orders its send itself
 # %%ranks 4 --device cpu -o run
 shift_all = shift
 shift_all(torch.full((1,), float(rank)))
-
-
-# wrong: ex2-solution: receives into x itself | x, after shift_all(x)
-# %%ranks 4 --device cpu -o run
-def shift_all(x):
-    sent = x.clone()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, x, left)]
-    ):
-        work.wait()
-    return x
-
-
-shift_all(torch.full((1,), float(rank)))
-
 
 # wrong: ex2-solution: knows its left neighbour, and sends nothing | rank 0 calls nothing
 # %%ranks 4 --device cpu -o run
 def shift_all(x):
     return torch.full_like(x, float(left))
 
-
 shift_all(torch.full((1,), float(rank)))
-
 
 # right: ex2-solution
 # %%ranks 4 --device cpu -o run
@@ -189,29 +148,13 @@ def shift_all(x):
     [work.wait() for work in dist.batch_isend_irecv(ops)]
     return came
 
-
 shift_all(torch.full((1,), float(rank)))
-
 
 # wrong: ex3-waits: lets the bad rank wait for the others | look again at ranks 0, 1, 2, 3
 waits_for = {2: (0, 1, 3)}
 
 # wrong: ex3-waits: lets all wait for all others | look again at ranks 0, 1, 3
 waits_for = {0: (1, 2, 3), 1: (0, 2, 3), 3: (0, 1, 2)}
-
-
-# wrong: ex3-solution: keeps the call inside the if | rank 2
-# %%ranks 4 --device cpu -o run
-def losses_of_all(loss):
-    places = torch.zeros(world_size)
-    if not loss.isnan():
-        places[rank] = loss
-        dist.all_reduce(places)
-    return places
-
-
-losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
-
 
 # wrong: ex3-solution: fills in its own place and asks nobody | rank 0 makes the calls []
 # %%ranks 4 --device cpu -o run
@@ -220,9 +163,7 @@ def losses_of_all(loss):
     places[rank] = loss
     return places
 
-
 losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
-
 
 # wrong: ex3-solution: spoils every place | losses [1, 2, nan, 4], on each rank
 # %%ranks 4 --device cpu -o run
@@ -231,9 +172,7 @@ def losses_of_all(loss):
     dist.all_reduce(places)
     return places
 
-
 losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
-
 
 # right: ex3-solution
 # %%ranks 4 --device cpu -o run
@@ -243,9 +182,7 @@ def losses_of_all(loss):
     dist.all_reduce(losses)
     return losses.clone()
 
-
 losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
-
 
 # wrong: ex4-waits: thinks that each row waits for itself | look again at ranks 1, 2
 waits_for = {0: (1,), 1: (0,), 2: (3,), 3: (2,)}
@@ -253,13 +190,11 @@ waits_for = {0: (1,), 1: (0,), 2: (3,), 3: (2,)}
 # wrong: ex4-waits: turns the circle round | look again at ranks 0, 1, 2, 3
 waits_for = {0: (2,), 1: (0,), 2: (3,), 3: (1,)}
 
-
 # wrong: ex4-solution: sums over the world | rank 0 sums over [(0, 1, 2, 3)]
 # %%ranks 4 --device cpu -o run
 x = torch.full((1,), float(rank))
 dist.all_reduce(x)
 x.item()
-
 
 # wrong: ex4-solution: one order of all groups, not for the sum | [3.0, 4.0, 7.0, 7.0]: some sums go on
 # %%ranks 4 --device cpu -o run
@@ -270,18 +205,6 @@ for ranks, group in groups:
         dist.all_reduce(x, group=group)
 x.item()
 
-
-# wrong: ex4-solution: leaves the order of the case | take their process groups in different order
-# %%ranks 4 --device cpu -o run
-rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-row, column = rows[rank // 2], columns[rank % 2]
-x = torch.full((1,), float(rank))
-for group in (row, column) if rank in (0, 3) else (column, row):
-    dist.all_reduce(x, group=group)
-x.item()
-
-
 # right: ex4-solution
 # %%ranks 4 --device cpu -o run
 rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -291,13 +214,11 @@ dist.all_reduce(x, group=columns[rank % 2])
 dist.all_reduce(x, group=rows[rank // 2])
 x.item()
 
-
 # wrong: ex5-waits: lets the three wait for rank 0 | look again at ranks 0, 1, 2, 3
 waits_for = {1: (0,), 2: (0,), 3: (0,)}
 
 # wrong: ex5-waits: lets rank 0 wait for the next rank only | look again at rank 0
 waits_for = {0: (1,)}
-
 
 # wrong: ex5-solution: divides the sum by the number of ranks | the ranks agree on [4, 4, 4, 4]; all have 2
 # %%ranks 4 --device cpu -o run
@@ -306,18 +227,14 @@ def agreed(n_batches):
     dist.all_reduce(total)
     return total.item() // world_size
 
-
 agreed(4 if rank == 0 else 3)
-
 
 # wrong: ex5-solution: takes three without asking | rank 0 calls [] for two agreements
 # %%ranks 4 --device cpu -o run
 def agreed(n_batches):
     return 3
 
-
 agreed(4 if rank == 0 else 3)
-
 
 # right: ex5-solution
 # %%ranks 4 --device cpu -o run
@@ -326,19 +243,16 @@ def agreed(n_batches):
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return -int(most)
 
-
 n_steps = agreed(4 if rank == 0 else 3)
 for step in range(n_steps):
     dist.all_reduce(torch.full((2,), float(step)))
 n_steps
-
 
 # wrong: ex6-solution: blocks as before | rank 0 stands in `send`: use `isend`
 # %%ranks 4 --device cpu -o run
 relay_ahead = relay_blocking
 dist.barrier()
 relay_ahead(8)
-
 
 # wrong: ex6-solution: sends one number in place of the activation | an activation has 4096
 # %%ranks 4 --device cpu -o run
@@ -355,31 +269,8 @@ def relay_ahead(n):
         arrived.append(x.item())
     return arrived
 
-
 dist.barrier()
 relay_ahead(8)
-
-
-# wrong: ex6-solution: writes into an activation that is still leaving | what leaves it is
-# %%ranks 4 --device cpu -o run
-def relay_ahead(n):
-    arrived = []
-    for i in range(n):
-        x = torch.full((1024,), float(i))
-        if rank > 0:
-            dist.recv(x, src=rank - 1)
-        work(i)
-        arrived.append((x + 1).mean().item())
-        if rank < world_size - 1:
-            going = dist.isend(x.add_(1), dst=rank + 1)
-            x[1:] = -1
-            going.wait()
-    return arrived
-
-
-dist.barrier()
-relay_ahead(8)
-
 
 # right: ex6-solution
 # %%ranks 4 --device cpu -o run
@@ -406,7 +297,6 @@ def relay_ahead(n):
     if going:
         going.wait()
     return arrived
-
 
 dist.barrier()
 relay_ahead(8)

@@ -102,7 +102,6 @@ assert _ == [f"rank {r} of 2 holds [{1.0 + 2.0}, {1.0 + 2.0}]" for r in range(2)
 four_numbers = torch.kron(A["all_reduce"], torch.eye(4))  # the all-reduce of one number, for each of four
 assert torch.equal(product, four_numbers), "all-gather times reduce-scatter is an all-reduce"
 
-
 # wrong: ex1-solution: cuts into four, whatever the world size | Input list size should be 3
 # %%ranks 4 -o run
 batch = torch.arange(12.0, device=device)
@@ -110,12 +109,10 @@ part = torch.full((3,), torch.nan, device=device)
 dist.scatter(part, list(batch.chunk(4)) if rank == 0 else None, src=0)
 part
 
-
 # wrong: ex1-solution: takes its part without communicating | rank 0 calls nothing; it is one scatter
 # %%ranks 4 -o run
 part = torch.arange(12.0, device=device).chunk(world_size)[rank]
 part
-
 
 # wrong: ex1-solution: deals the numbers out one by one | part, on 4 ranks: 10 of 12 numbers differ
 # %%ranks 4 -o run
@@ -123,7 +120,6 @@ batch = torch.arange(12.0, device=device)
 part = torch.full((12 // world_size,), torch.nan, device=device)
 dist.scatter(part, [batch[r::world_size].clone() for r in range(world_size)] if rank == 0 else None, src=0)
 part
-
 
 # right: ex1-solution
 # %%ranks 4 -o run
@@ -134,7 +130,6 @@ if rank == 0:
 dist.scatter(part, parts)
 part
 
-
 # wrong: ex2-solution: takes the mean of the means | expected 2, got 1.5
 # %%ranks 4 -o run
 def mean_of_all(losses):
@@ -142,9 +137,7 @@ def mean_of_all(losses):
     dist.all_reduce(mean)
     return (mean / world_size).item()
 
-
 mean_of_all(torch.full((rank + 1,), float(rank), device=device))
-
 
 # wrong: ex2-solution: knows that there are ten losses | expected 1.625
 # %%ranks 4 -o run
@@ -153,9 +146,7 @@ def mean_of_all(losses):
     dist.all_reduce(total)
     return total.item() / 10
 
-
 mean_of_all(torch.full((rank + 1,), float(rank), device=device))
-
 
 # right: ex2-solution
 # %%ranks 4 -o run
@@ -164,9 +155,7 @@ def mean_of_all(losses):
     dist.all_reduce(both)
     return both[1] / both[0]
 
-
 mean_of_all(torch.full((rank + 1,), float(rank), device=device))
-
 
 # wrong: ex3-solution: sends quarters on before they have come | bytes to rank 2 when 0 have come
 # %%ranks 4 -o run
@@ -177,27 +166,9 @@ def broadcast(x):
     for work in works:
         work.wait()
 
-
 x = torch.arange(4096.0, device=device) if rank == 0 else torch.full((4096,), torch.nan, device=device)
 broadcast(x)
 [x.sum().item(), x[-1].item()]
-
-
-# wrong: ex3-solution: passes on the first quarter, then waits for all the rest | rank 1 passes on 4096 of 16384 bytes
-# %%ranks 4 -o run
-def broadcast(x):
-    first, *rest = x.chunk(4)
-    for quarters in ([first], rest):
-        for quarter in quarters if rank > 0 else []:
-            dist.recv(quarter, src=rank - 1)
-        for quarter in quarters if rank < world_size - 1 else []:
-            dist.send(quarter, dst=rank + 1)
-
-
-x = torch.arange(4096.0, device=device) if rank == 0 else torch.full((4096,), torch.nan, device=device)
-broadcast(x)
-[x.sum().item(), x[-1].item()]
-
 
 # wrong: ex3-solution: knows the sum and the last number | other numbers, on each rank
 # %%ranks 4 -o run
@@ -209,11 +180,9 @@ def broadcast(x):
             dist.send(quarter, dst=rank + 1)
     x.copy_(torch.arange(4096.0))
 
-
 x = torch.arange(4096.0, device=device) if rank == 0 else torch.full((4096,), torch.nan, device=device)
 broadcast(x)
 [x.sum().item(), x[-1].item()]
-
 
 # right: ex3-solution
 # %%ranks 4 -o run
@@ -228,11 +197,9 @@ def broadcast(x):
     for work in going:
         work.wait()
 
-
 x = torch.arange(4096.0, device=device) if rank == 0 else torch.full((4096,), torch.nan, device=device)
 broadcast(x)
 [x.sum().item(), x[-1].item()]
-
 
 # wrong: ex4-solution: takes its part of its own gradient | rank 0 communicates in the forward only
 # %%ranks 4 -o run
@@ -241,11 +208,9 @@ class AllGather(AllGather):
     def backward(ctx, grad_y):
         return grad_y.chunk(world_size)[rank]
 
-
 x = torch.ones(2, device=device, requires_grad=True)
 ((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
 x.grad
-
 
 # wrong: ex4-solution: sums everything and takes its part | by the formulas backward sends 48 bytes per rank
 # %%ranks 4 -o run
@@ -255,11 +220,9 @@ class AllGather(AllGather):
         dist.all_reduce(grad_y)
         return grad_y.chunk(world_size)[rank]
 
-
 x = torch.ones(2, device=device, requires_grad=True)
 ((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
 x.grad
-
 
 # right: ex4-solution
 # %%ranks 4 -o run
@@ -270,11 +233,9 @@ class AllGather(AllGather):
         dist.all_to_all_single(parts, grad_y.contiguous())
         return parts.view(world_size, -1).sum(0)
 
-
 x = torch.ones(2, device=device, requires_grad=True)
 ((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
 x.grad
-
 
 # wrong: ex5-solution: gathers everything for each of them | 192 bytes per rank; 45 are enough
 # %%ranks 4 -o run
@@ -283,27 +244,21 @@ def everything(x):
     dist.all_gather_single(rows, x.reshape(1, -1))
     return rows
 
-
 def a(x):
     return everything(x).sum(0)[rank : rank + 1]
-
 
 def b(x):
     return (everything(x).sum(0) ** 2).sum().reshape(1)
 
-
 def c(x):
     return everything(x)[:, rank].clone()
-
 
 def d(x):
     rows = everything(x)
     return rows.sum(1) if rank == 0 else None
 
-
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]
-
 
 # wrong: ex5-solution: squares before it has summed | b on each rank: 4 of 4 numbers differ
 # %%ranks 4 -o run
@@ -312,16 +267,13 @@ def a(x):
     dist.reduce_scatter_single(part, x)
     return part
 
-
 def b(x):
     squared = (x**2).sum().reshape(1)
     dist.all_reduce(squared)
     return squared
 
-
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]
-
 
 # right: ex5-solution
 # %%ranks 4 -o run
@@ -330,26 +282,21 @@ def c(x):
     dist.all_to_all_single(column, x)
     return column
 
-
 def a(x):
     return c(x).sum().view(1)
-
 
 def b(x):
     squares = a(x).square()
     dist.all_reduce(squares)
     return squares
 
-
 def d(x):
     places = list(x.new_empty(4, 1)) if rank == 0 else None
     dist.gather(x.sum().view(1), places)
     return torch.cat(places) if places else None
 
-
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]
-
 
 # wrong: ex6-solution: scatters interleaved parts | sum and ends of the quarters
 # %%ranks 4 -o run
@@ -361,12 +308,10 @@ dist.scatter(part, parts, src=0)
 dist.all_gather_single(x, part)
 [x.sum().item(), *x[1023::1024].tolist()]
 
-
 # wrong: ex6-solution: knows what rank 0 holds | it is one scatter, one all-gather
 # %%ranks 4 -o run
 x = torch.arange(4096.0, device=device)
 [x.sum().item(), *x[1023::1024].tolist()]
-
 
 # right: ex6-solution
 # %%ranks 4 -o run

@@ -89,22 +89,6 @@ slow = found.pop("copy first, pageable")
 check.close_to([slow, *found.values()], [276.9e-3] + [164.3e-3] * 3, rtol=1e-3, name="as the answer says")
 assert not any(gpu.races for gpu in runs.values()), "no race in any of the four"
 
-
-# wrong: ex1-solution: B first | it takes 13 ms, with the long all-reduce beside B (yours: 14 ms)
-def program(gpu):
-    copies = gpu.stream("copies")
-    with gpu.use(copies):
-        gpu.copy(seconds=6e-3, writes="batch", pinned=True, non_blocking=True)
-    gpu.kernel("B", 4e-3, writes="gB")
-    b = gpu.all_reduce("gB", seconds=3e-3, async_op=True)
-    gpu.kernel("A", 4e-3, writes="gA")
-    a = gpu.all_reduce("gA", seconds=5e-3, async_op=True)
-    a.wait()
-    b.wait()
-    gpu.current_stream().wait_stream(copies)
-    gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
-
-
 # wrong: ex1-solution: nobody waits for the copy | Race on batch
 def program(gpu):
     with gpu.use(gpu.stream("copies")):
@@ -117,7 +101,6 @@ def program(gpu):
     b.wait()
     gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
 
-
 # wrong: ex1-solution: reads where the copy writes, and so needs no wait | each job writes what it wrote
 def program(gpu):
     with gpu.use(gpu.stream("copies")):
@@ -129,7 +112,6 @@ def program(gpu):
     a.wait()
     b.wait()
     gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
-
 
 # right: ex1-solution
 def program(gpu):  # copies last, and waits for events
@@ -145,19 +127,6 @@ def program(gpu):  # copies last, and waits for events
         work.wait()
     gpu.kernel("step", 1e-3, reads=("batch", "gB", "gA"))
 
-
-# wrong: ex2-solution: waits after the loss | at most 12 ms, so the copy runs beside the loss (yours: 14 ms)
-def pipeline(gpu):
-    copies = gpu.stream("copies")
-    for _ in range(2):
-        with gpu.use(copies):
-            gpu.copy(seconds=3e-3, writes="X", pinned=True, non_blocking=True)
-        gpu.current_stream().wait_stream(copies)
-        gpu.matmul(seconds=2e-3, reads="X", writes="Z")
-        gpu.kernel("loss", 2e-3, reads="Z")
-        copies.wait_stream(gpu.current_stream())
-
-
 # wrong: ex2-solution: holds the host | the host goes on
 def pipeline(gpu):
     copies = gpu.stream("copies")
@@ -169,7 +138,6 @@ def pipeline(gpu):
         gpu.synchronize()
         gpu.kernel("loss", 2e-3, reads="Z")
 
-
 # wrong: ex2-solution: gives each copy a buffer of its own | each job touches the same memory
 def pipeline(gpu):
     copies = gpu.stream("copies")
@@ -179,7 +147,6 @@ def pipeline(gpu):
         gpu.current_stream().wait_stream(copies)
         gpu.matmul(seconds=2e-3, reads=x, writes="Z")
         gpu.kernel("loss", 2e-3, reads="Z")
-
 
 # wrong: ex3-solution: lets the current stream wait | it takes 8 ms as before: only the copies wait (yours: 10 ms)
 def offload(gpu):
@@ -193,7 +160,6 @@ def offload(gpu):
         gpu.current_stream().wait_stream(copies)
         gpu.free(z)
 
-
 # wrong: ex3-solution: never drops a tensor | both tensors are dropped with gpu.free (still there: Z0, Z1)
 def offload(gpu):
     copies = gpu.stream("copies")
@@ -204,21 +170,6 @@ def offload(gpu):
         with gpu.use(copies):
             gpu.copy(seconds=3e-3, to="host", reads=z, pinned=True, non_blocking=True)
         gpu.record_stream(z, copies)
-
-
-# wrong: ex3-solution: records the first tensor only | two rounds without a race; Memory reused too early
-def offload(gpu):
-    copies = gpu.stream("copies")
-    for z in ("Z0", "Z1"):
-        gpu.empty(z)
-        gpu.kernel("layer", 2e-3, writes=z)
-        copies.wait_stream(gpu.current_stream())
-        with gpu.use(copies):
-            gpu.copy(seconds=3e-3, to="host", reads=z, pinned=True, non_blocking=True)
-        if z == "Z0":
-            gpu.record_stream(z, copies)
-        gpu.free(z)
-
 
 # wrong: ex4-solution: fills the buffer while it is read | Race on X0
 class Prefetcher:
@@ -240,30 +191,6 @@ class Prefetcher:
                 self.gpu.copy(seconds=self.seconds, writes=buffer, pinned=True, non_blocking=True)
             self.arrived.append((buffer, self.copies.record_event()))
 
-
-# wrong: ex4-solution: done looks at no buffer, and fills them in turn | the second of two batches is done first: Race on
-class Prefetcher:
-    def __init__(self, gpu, n, seconds=6e-3):
-        self.gpu, self.n, self.seconds, self.started, self.asked, self.events = gpu, n, seconds, 0, 0, []
-        self.copies = gpu.stream("copies")
-        self.done(None)
-        self.done(None)
-
-    def next(self):
-        self.gpu.current_stream().wait_event(self.events[self.asked])
-        self.asked += 1
-        return f"X{(self.asked - 1) % 2}"
-
-    def done(self, buffer):
-        self.copies.wait_event(self.gpu.current_stream().record_event())
-        if self.started < self.n:
-            with self.gpu.use(self.copies):
-                x = f"X{self.started % 2}"
-                self.gpu.copy(seconds=self.seconds, writes=x, pinned=True, non_blocking=True)
-            self.started += 1
-            self.events.append(self.copies.record_event())
-
-
 # wrong: ex4-solution: uses one buffer | 4 batches, copy 6 ms, product 5 ms: 29 ms (yours: 44 ms)
 class Prefetcher:
     def __init__(self, gpu, n, seconds=6e-3):
@@ -280,7 +207,6 @@ class Prefetcher:
 
     def done(self, buffer):
         self.used = self.gpu.current_stream().record_event()
-
 
 # right: ex4-solution
 class Prefetcher:
@@ -306,26 +232,13 @@ class Prefetcher:
             self.copies.wait_event(read)
             self.fill(buffer)
 
-
 # wrong: ex5-solution: one after the other | 4 batches, copy 6 ms, product 5 ms: 29 ms (yours: 44 ms)
 def seconds_ahead(n, copy, product):
     return n * (copy + product)
 
-
 # wrong: ex5-solution: the copy is taken for the longer one | 8 batches, copy 2 ms, product 5 ms: 42 ms (yours: 21 ms)
 def seconds_ahead(n, copy, product):
     return n * copy + product
-
-
-# wrong: ex6-solution: both sums at the end | the first sum is called between the two halves
-# %%ranks 2 --device cpu -o halves
-gradients = torch.ones(2**24) * (rank + 1)
-products(50)
-products(50)
-works = [dist.all_reduce(half, async_op=True) for half in gradients.chunk(2)]
-for work in works:
-    work.wait()
-gradients[0].item(), gradients[-1].item()
 
 # wrong: ex6-solution: knows the sum without communicating | two sums of 32 MiB on rank 0 (yours: [] MiB)
 # %%ranks 2 --device cpu -o halves

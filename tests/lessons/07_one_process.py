@@ -154,27 +154,14 @@ check.close_to(saved - of_blocks, logits, rtol=0.1, name="GB kept: beside blocks
 assert 3 * states < peak and 0.6 * peak < saved < 0.9 * peak, "most of the peak is what autograd keeps"
 assert 0.8 * mfu < six_nd / 989 < mfu, "by 6ND a little less"
 
-
 # wrong: ex1-solution: asks the library | derive the FLOPs from the block
 def block_flops(size, length, d):
     return models.gpt_flops(0, d, size=size, length=length, n_layers=1)
-
 
 # wrong: ex1-solution: only a multiplication for each term | size 2, length 8, d = 16
 def block_flops(size, length, d):
     forward = size * length * (12 * d * d + 2 * length * d)
     return {"forward": forward, "backward": 2 * forward}
-
-
-# wrong: ex1-solution: even for one width only | d = 16, length 128: a token takes
-def block_flops(size, length, d):
-    forward = 2 * size * length * (12 * d * d + 2 * length * d)
-    return {"forward": forward, "backward": 2 * forward}
-
-
-def even_length(d):
-    return 128
-
 
 # right: ex1-solution
 def block_flops(size, length, d):
@@ -187,10 +174,8 @@ def block_flops(size, length, d):
     forward = sum(2 * size * n * k * m for n, k, m in shapes)
     return {"backward": forward * 2, "forward": forward}
 
-
 def even_length(d):
     return (4 * d * d) / (2 * d)
-
 
 # wrong: ex2-solution: asks autograd | autograd records your forward
 def repaired(x, y, W1, b1, W2, b2):
@@ -199,7 +184,6 @@ def repaired(x, y, W1, b1, W2, b2):
     torch.autograd.backward(loss)
     names = ("x", "up.weight", "up.bias", "down.weight", "down.bias")
     return {name: p.grad.T if "weight" in name else p.grad for name, p in zip(names, parts, strict=True)}
-
 
 # wrong: ex2-solution: divides by the numbers of the lesson's batch | 7 samples with 2 outputs:
 def repaired(x, y, W1, b1, W2, b2):
@@ -210,22 +194,6 @@ def repaired(x, y, W1, b1, W2, b2):
     dz = (g @ W2.T) * (normal + z * density)
     grads = {"up.weight": dz.T @ x, "up.bias": dz.sum(0), "down.weight": g.T @ h, "down.bias": g.sum(0)}
     return grads | {"x": dz @ W1.T}
-
-
-# wrong: ex2-solution: the half is right for two outputs | samples = 1, outputs = 2: half_is_right gives False
-def repaired(x, y, W1, b1, W2, b2):
-    z = x @ W1 + b1
-    normal, density = (1 + torch.erf(z / 2**0.5)) / 2, (-(z**2) / 2).exp() / (2 * torch.pi) ** 0.5
-    h = z * normal
-    g = 2 / y.numel() * (h @ W2 + b2 - y)
-    dz = (g @ W2.T) * (normal + z * density)
-    grads = {"up.weight": dz.T @ x, "up.bias": dz.sum(0), "down.weight": g.T @ h, "down.bias": g.sum(0)}
-    return grads | {"x": dz @ W1.T}
-
-
-def half_is_right(samples, outputs):
-    return samples == 2 and outputs == 1
-
 
 # right: ex2-solution
 def repaired(x, y, W1, b1, W2, b2):
@@ -241,21 +209,17 @@ def repaired(x, y, W1, b1, W2, b2):
         "down.bias": g.sum(0),
     }
 
-
 def half_is_right(samples, outputs):
     return (samples, outputs) in ((1, 2), (2, 1))
-
 
 # wrong: ex3-solution: one backward over everything | the forwards took [16] sequences; the parts are [10, 5, 1]
 def accumulate(model, inputs, targets, sizes):
     models.cross_entropy(model(inputs), targets).backward()
 
-
 # wrong: ex3-solution: the mean of the parts' means | gradients, in parts of [10, 5, 1]
 def accumulate(model, inputs, targets, sizes):
     for part_in, part_out in zip(inputs.split(sizes), targets.split(sizes), strict=True):
         (models.cross_entropy(model(part_in), part_out) / len(sizes)).backward()
-
 
 # wrong: ex3-solution: one backward at the end, over all parts | activations of 16.0 sequences; 10 do
 def accumulate(model, inputs, targets, sizes):
@@ -263,7 +227,6 @@ def accumulate(model, inputs, targets, sizes):
     for part_in, part_out in zip(inputs.split(sizes), targets.split(sizes), strict=True):
         loss = loss + models.cross_entropy(model(part_in), part_out) * len(part_in) / len(inputs)
     loss.backward()
-
 
 # right: ex3-solution
 def accumulate(model, inputs, targets, sizes):
@@ -274,29 +237,24 @@ def accumulate(model, inputs, targets, sizes):
         loss.backward(torch.tensor(size / len(inputs), dtype=loss.dtype))
         begin += size
 
-
 # wrong: ex4-solution: the mask in four bytes | size 1, length 8, d = 16, 2 heads: 8,896 bytes
 def block_bytes(size, length, d, n_heads):
     return 4 * size * length * (16 * d + n_heads * length + 4) + 4 * length**2
-
 
 # wrong: ex4-solution: measures a block | derive the bytes
 def block_bytes(size, length, d, n_heads):
     found, _ = kept(models.Block(d, n_heads, 4 * d), torch.randn(size, length, d, requires_grad=True))
     return sum(nbytes for _, nbytes in found)
 
-
 # wrong: ex4-solution: two heads, whatever comes | size 4, length 32, d = 64, 4 heads
 def block_bytes(size, length, d, n_heads):
     return 4 * size * length * (16 * d + 2 * length + 4) + length**2
-
 
 # right: ex4-solution
 def block_bytes(size, length, d, n_heads):
     tokens = size * length
     floats = [tokens * d] * 8 + [2 * tokens] * 2 + [size * n_heads * length * length] + [tokens * 4 * d] * 2
     return 4 * sum(floats) + length * length
-
 
 # wrong: ex5-solution: under no_grad, but the mean of the batches' means | mean loss of 26 sequences
 def evaluate(model, loader):
@@ -306,19 +264,16 @@ def evaluate(model, loader):
             total += models.cross_entropy(model(inputs), targets).item()
     return total / len(loader)
 
-
 # wrong: ex5-solution: takes the numbers out, but records each forward | 26 sequences: autograd keeps
 def evaluate(model, loader):
     parts = [(models.cross_entropy(model(inputs), targets).item(), len(inputs)) for inputs, targets in loader]
     return sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
-
 
 # wrong: ex5-solution: leaves recording switched off | the model cannot be trained as before
 def evaluate(model, loader):
     torch.set_grad_enabled(False)
     parts = [(models.cross_entropy(model(inputs), targets).item(), len(inputs)) for inputs, targets in loader]
     return sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
-
 
 # right: ex5-solution
 @torch.inference_mode()
@@ -329,11 +284,9 @@ def evaluate(model, loader):
         losses.append(torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="none"))
     return torch.cat(losses).mean().item()
 
-
 # wrong: ex6-solution: the two numbers of the text | GB and days of plan(70000000000.0
 def plan(parameters, tokens, gpus, *, share=0.4, peak=989e12):
     return 1.75, 38.4
-
 
 # wrong: ex6-solution: the forward only | 1 of 2 numbers differs
 def plan(parameters, tokens, gpus, *, share=0.4, peak=989e12):

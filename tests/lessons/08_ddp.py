@@ -167,12 +167,10 @@ for used, spare in found + static:
     assert spare is None, "the spare head gets no gradient"
     check.equals_dense(used, used_head.bias.grad, atol=1e-6)
 
-
 # wrong: ex1-solution: everything at the end: one call, after the backward | four all-reduces in a backward
 # %%ranks 4
 def ready(self, p):
     self.complete.add(p)
-
 
 def finish(self):
     parameters = [p for bucket in self.buckets for p in bucket]
@@ -181,12 +179,10 @@ def finish(self):
     for p, mean in zip(parameters, (flat / world_size).split([p.numel() for p in parameters]), strict=True):
         p.grad.copy_(mean.view_as(p))
 
-
 # wrong: ex1-solution: four buckets, but only after the backward | three buckets leave before the backward of layer 0
 # %%ranks 4
 def ready(self, p):
     self.complete.add(p)
-
 
 def finish(self):
     for bucket in self.buckets:
@@ -197,25 +193,6 @@ def finish(self):
         for p, mean in zip(bucket, (flat / world_size).split([p.numel() for p in bucket]), strict=True):
             p.grad.copy_(mean.view_as(p))
     self.under_way, self.complete = [], set()
-
-
-# wrong: ex1-solution: buckets leave in the order of this rank | buckets leave in one order on all ranks
-# %%ranks 4
-def ready(self, p):
-    self.complete.add(p)
-    for bucket in self.buckets:
-        if self.complete.issuperset(bucket) and all(bucket is not other for other, _, _ in self.under_way):
-            flat = torch.cat([q.grad.flatten() for q in bucket])
-            self.under_way.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-
-
-def finish(self):
-    for bucket, flat, work in self.under_way:
-        work.wait()
-        for p, mean in zip(bucket, (flat / world_size).split([p.numel() for p in bucket]), strict=True):
-            p.grad.copy_(mean.view_as(p))
-    self.under_way, self.complete = [], set()
-
 
 # wrong: ex2-solution: forgets set_epoch: every epoch has the same order | the loop calls `set_epoch`
 # %%ranks 4 -o run
@@ -235,7 +212,6 @@ for epoch in range(3):
     noted.append(model.module.down.bias[0].item())
 noted
 
-
 # wrong: ex2-solution: forgets zero_grad | the loop calls `zero_grad`
 # %%ranks 4 -o run
 from torch.utils.data import DataLoader, TensorDataset
@@ -254,34 +230,12 @@ for epoch in range(3):
     noted.append(model.module.down.bias[0].item())
 noted
 
-
-# wrong: ex2-solution: another learning rate | numbers differ
-# %%ranks 4 -o run
-from torch.utils.data import DataLoader, TensorDataset
-
-model = DDP(MLP(6, 32, 3, seed=rank, device=device))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-sampler = DistributedSampler(TensorDataset(x, y))
-loader = DataLoader(sampler.dataset, batch_size=64, sampler=sampler)
-print(f"{len(loader)} batches of {loader.batch_size}")
-noted = []
-for epoch in range(3):
-    sampler.set_epoch(epoch)
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-    noted.append(model.module.down.bias[0].item())
-noted
-
-
 # wrong: ex3-solution: the mean of means | yours is the mean of the four means
 # %%ranks 4 -o run
 mine = torch.arange(rank, 10, world_size)
 model = DDP(MLP(6, 32, 3, device=device))
 mse_loss(model(x[mine]), y[mine]).backward()
 len(mine), model.module.down.bias.grad
-
 
 # wrong: ex3-solution: every rank takes all ten, and the average changes nothing | 3, 3, 2 and 2 rows on the ranks
 # %%ranks 4 -o run
@@ -290,31 +244,12 @@ model = DDP(MLP(6, 32, 3, device=device))
 mse_loss(model(x[mine]), y[mine]).backward()
 len(mine), model.module.down.bias.grad
 
-
 # wrong: ex3-solution: forgets the world size | DDP divides by the world size
 # %%ranks 4 -o run
 mine = torch.arange(rank, 10, world_size)
 model = DDP(MLP(6, 32, 3, device=device))
 (mse_loss(model(x[mine]), y[mine]) * len(mine) / 10).backward()
 len(mine), model.module.down.bias.grad
-
-
-# wrong: ex4-solution: the condition on a GPU stays: no communication here | four all-reduces in each of ten steps
-# %%ranks 4 --pull weights,mine -o run
-model = MLP(6, 32, 3, device=device, dtype=torch.float64)
-parameters = list(model.parameters())
-optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-for step in range(10):
-    mine = torch.arange(16) + 64 * step + 16 * rank
-    optimizer.zero_grad()
-    mse_loss(model(x[mine].double()), y[mine].double()).backward()
-    for p in parameters:
-        if torch.cuda.is_available():
-            dist.all_reduce(p.grad)
-            p.grad /= world_size
-    optimizer.step()
-weights = [p.detach() for p in parameters]
-
 
 # wrong: ex4-solution: the first tensor is left out | four all-reduces in each of ten steps
 # %%ranks 4 --pull weights,mine -o run
@@ -331,7 +266,6 @@ for step in range(10):
     optimizer.step()
 weights = [p.detach() for p in parameters]
 
-
 # wrong: ex4-solution: nobody zeroes the gradients | numbers differ
 # %%ranks 4 --pull weights,mine -o run
 model = MLP(6, 32, 3, device=device, dtype=torch.float64)
@@ -346,7 +280,6 @@ for step in range(10):
     optimizer.step()
 weights = [p.detach() for p in parameters]
 
-
 # wrong: ex5-solution: the mean of the ranks' means | the loss of 10 rows, by rank
 # %%ranks 4
 def held_out(model, x, y):
@@ -356,7 +289,6 @@ def held_out(model, x, y):
     dist.all_reduce(both)
     return (both[0] / both[1]).item()
 
-
 # wrong: ex5-solution: every rank gathers and computes all rows | each computed once
 # %%ranks 4
 def held_out(model, x, y):
@@ -365,7 +297,6 @@ def held_out(model, x, y):
     x, y = (torch.cat(rows) for rows in zip(*parts))
     with torch.no_grad():
         return mse_loss(model(x), y).item()
-
 
 # wrong: ex6-solution: divides by four, and still never synchronizes | no rank started an all-reduce
 # %%ranks 4 --pull weights,sizes -o run
@@ -384,7 +315,6 @@ for step in range(5):
         optimizer.step()
 weights = [p.detach() for p in model.parameters()]
 
-
 # wrong: ex6-solution: synchronizes all four parts | one all-reduce in each of five steps
 # %%ranks 4 --pull weights,sizes -o run
 model = DistributedDataParallel(MLP(6, 32, 3, seed=rank, device=device, dtype=torch.float64))
@@ -400,39 +330,6 @@ for step in range(5):
         optimizer.step()
 weights = [p.detach() for p in model.parameters()]
 
-
-# wrong: ex6-solution: the forward stays inside, only the last backward is outside | no rank started an all-reduce
-# %%ranks 4 --pull weights,sizes -o run
-model = DistributedDataParallel(MLP(6, 32, 3, seed=rank, device=device, dtype=torch.float64))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-sizes = []
-model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-for step in range(5):
-    with span(f"step {step}"):
-        rows = torch.arange(32) + 128 * step + 32 * rank
-        optimizer.zero_grad()
-        for k, part in enumerate(rows.split(8)):
-            with model.no_sync():
-                loss = mse_loss(model(x[part].double()), y[part].double()) / 4
-                if k < 3:
-                    loss.backward()
-            if k == 3:
-                loss.backward()
-        optimizer.step()
-weights = [p.detach() for p in model.parameters()]
-
-
-# wrong: ex5-solution: leaves gradients disabled | gradients enabled, training mode and requires_grad are as before
-# %%ranks 4
-def held_out(model, x, y):
-    torch.set_grad_enabled(False)
-    both = torch.stack(
-        [mse_loss(model(x), y, reduction="sum"), torch.tensor(float(y.numel()), dtype=y.dtype)]
-    )
-    dist.all_reduce(both)
-    return (both[0] / both[1]).item()
-
-
 # right: ex5-solution: under inference mode, with squares of its own
 # %%ranks 4
 @torch.inference_mode()
@@ -441,7 +338,6 @@ def held_out(model, x, y):
     dist.all_reduce(both)
     total, count = both.tolist()
     return total / count
-
 
 # right: ex2-solution: broadcasts and averages by hand
 # %%ranks 4 -o run

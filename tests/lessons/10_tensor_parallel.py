@@ -7,7 +7,6 @@ for r, of in enumerate(complete):
     own = {"columns": y, "rows": y, "x alone": y, "both": y[r : r + 1]}
     check.equals_dense(of, own, atol=1e-5, name=f"all four on rank {r}")
 
-
 # after: draw-the-cases
 partial = {split.name: split.partial for split in cases if split.partial}
 assert partial == {"rows": ("y",)}, "one thing is partial before the communication: y, cut by rows"
@@ -20,13 +19,11 @@ for run, features in ((twice, 5 * 64), (then, 2 * 64)):
     assert by_calls == 3 / 4 * features * 256 * 4, "5 d or 2 d numbers per token, times (W - 1)/W"
     assert not run.wire or check.bytes_match(sum(map(sum, run.wire)) / 4, by_calls)
 
-
 # after: table-of-shares
 assert shares[0].tolist() == [2, 0], "what x does through the column (1, 0)"
 assert sum(shares).tolist() == x.grad.tolist() == [16, 14], (
     "2 (1 · (1, 0) + 2 · (0, 1) + 4 · (2, 1) - (1, -1))"
 )
-
 
 # wrong: ex1-solution | One forward, by Reduce, and one backward, by Copy
 # %%ranks 4
@@ -34,27 +31,8 @@ class Copy(torch.autograd.Function):
     forward = staticmethod(lambda ctx, x: x.view_as(x))
     backward = staticmethod(lambda ctx, grad: grad)
 
-
 class Reduce(Copy):
     pass
-
-
-# wrong: ex1-solution | leaves its input, which exp still needs, as it is
-# %%ranks 4
-def summed(x):
-    dist.all_reduce(x)
-    return x
-
-
-class Copy(torch.autograd.Function):
-    forward = staticmethod(lambda ctx, x: x.view_as(x))
-    backward = staticmethod(lambda ctx, grad: summed(grad.clone()))
-
-
-class Reduce(torch.autograd.Function):
-    forward = staticmethod(lambda ctx, x: summed(x))
-    backward = staticmethod(lambda ctx, grad: grad)
-
 
 # wrong: ex1-solution | One forward, by Reduce, and one backward, by Copy
 # %%ranks 4
@@ -62,23 +40,19 @@ class Reduce(torch.autograd.Function):
     forward = staticmethod(lambda ctx, x: summed(x.clone()))
     backward = staticmethod(lambda ctx, grad: summed(grad.clone()))
 
-
 # right: ex1-solution
 # %%ranks 4
 class Copy(torch.autograd.Function):
     forward = staticmethod(lambda ctx, x: x.clone())
     backward = staticmethod(lambda ctx, grad: summed(grad * 1))
 
-
 class Reduce(torch.autograd.Function):
     forward = staticmethod(lambda ctx, x: summed(x.detach() + 0))
     backward = staticmethod(lambda ctx, grad: grad * 1)
 
-
 # wrong: ex2-solution: forgets Copy, so the gradient of the input is one rank's share | gradient of x: rank 0 is off by
 # %%ranks 4
 from torch.nn.functional import linear
-
 
 class Column(torch.nn.Module):
     def __init__(self, dense):
@@ -89,7 +63,6 @@ class Column(torch.nn.Module):
     def forward(self, x):
         return linear(x, self.weight, self.bias)
 
-
 class Row(torch.nn.Module):
     def __init__(self, dense):
         super().__init__()
@@ -99,13 +72,11 @@ class Row(torch.nn.Module):
     def forward(self, x):
         return Reduce.apply(linear(x, self.weight)) + self.bias
 
-
 # wrong: ex2-solution | y: rank 0 is off by
 # %%ranks 4
 class Row(Row):  # that of the answer above, with the bias of every rank in the sum
     def forward(self, x):
         return Reduce.apply(linear(x, self.weight, self.bias))
-
 
 # right: ex2-solution
 # %%ranks 4
@@ -113,11 +84,9 @@ class Column(Column):
     def forward(self, x):
         return super().forward(Copy.apply(x))
 
-
 class Row(Row):
     def forward(self, x):
         return self.bias + Reduce.apply(x @ self.weight.T)
-
 
 # wrong: ex3-solution: computes the dense MLP on every rank without communicating | forward, one for each of two MLPs: expected all_reduce, all_reduce on every rank
 # %%ranks 4
@@ -129,7 +98,6 @@ class ParallelMLP(torch.nn.Module):
     def forward(self, x):
         return self.dense(x)
 
-
 # wrong: ex3-solution: knows one activation only, relu | gelu, the output: rank 0 is off by
 # %%ranks 4
 class ParallelMLP(torch.nn.Module):
@@ -140,14 +108,12 @@ class ParallelMLP(torch.nn.Module):
     def forward(self, x):
         return self.down(self.activation(self.up(x)))
 
-
 # right: ex3-solution
 # %%ranks 4
 class ParallelMLP(ParallelMLP):
     def __init__(self, dense):
         super().__init__(dense)
         self.activation = dense.activation
-
 
 # after: early-losses
 check.equals_dense(early, [alone] * 4, atol=1e-9, name="losses of all ranks")
@@ -163,7 +129,6 @@ check.calls(back, ["all_reduce"], what="backward")
 # after: cut-by-tokens
 assert all(of["E"][0] == of["head"][1] == of["logits"][1] for of in tokens), "the same tokens in all three"
 
-
 # wrong: ex4-solution: looks everything up in the whole table, without communicating | forward, one for each of two embeddings: expected all_reduce, all_reduce
 # %%ranks 4
 class VocabEmbedding(torch.nn.Module):
@@ -173,7 +138,6 @@ class VocabEmbedding(torch.nn.Module):
 
     def forward(self, tokens):
         return self.weight[tokens]
-
 
 # wrong: ex4-solution | The first token of a rank follows from the lengths before it
 # %%ranks 4
@@ -188,14 +152,12 @@ class VocabEmbedding(torch.nn.Module):
     def forward(self, tokens):
         return Reduce.apply((tokens[..., None] == self.own).to(self.weight.dtype) @ self.weight)
 
-
 # right: ex4-solution
 # %%ranks 4
 class VocabEmbedding(VocabEmbedding):
     def __init__(self, dense):
         super().__init__(dense)
         self.own = torch.arange(len(dense.weight), device=device).tensor_split(4)[rank]
-
 
 # after: train-four-ranks
 check.equals_dense([of[0] for of in found], [dense_losses] * 4, atol=1e-9, name="losses of all ranks")
@@ -205,7 +167,6 @@ cuts = {"0.weight": 0} | {
 }
 for name, whole in weights.items():
     check.sharded([of[2][name] for of in found], whole, cuts.get(name), name=name, atol=1e-9)
-
 
 # after: mlp-bytes
 assert [e.nbytes for e in counted.ranks[0].events] == [16 * 16 * 64 * 8] * 2, "two all-reduces of S bytes"
@@ -227,19 +188,16 @@ got, asked = parallel_parts()[0](mine), dense_parts(device)[0](mine)
 assert min(_asked.values) > 0.5, "no rank gets the vectors of the tokens that it asked for"
 assert astray[0][0][2] < astray[0][0][0], "the loss of rank 0 falls"
 
-
 # wrong: ex5-solution: leaves the bug: the copy stands before the paths part | block 1, up.weight | By its norm the gradient of x is 7.43 times that of one process
 # %%ranks 4
 def block(x, column, row):
     x = Copy.apply(x)
     return x + row(torch.nn.functional.gelu(linear(x, column.weight, column.bias)))
 
-
 # wrong: ex5-solution: no copy at all: each rank has the gradient of its own hidden units | block 1, up.weight | By its norm the gradient of x is 0.46 times that of one process
 # %%ranks 4
 def block(x, column, row):
     return x + row(torch.nn.functional.gelu(linear(x, column.weight, column.bias)))
-
 
 # after: cut-loss-backward
 logits = 300 * torch.randn(16, 49, generator=models.generator(0, "logits"), dtype=torch.float64)
@@ -250,21 +208,17 @@ check.sharded(grad, logits.grad, 1, name="the gradient of the logits", atol=1e-1
 assert [e.nbytes for e in run.ranks[0].events] == [16 * 8, 2 * 16 * 8], "three numbers per token forward"
 check.calls(back, [], what="backward")
 
-
 # wrong: ex6-solution | the loss of the 49 real logits
 def without_padding(padded, vocab):
     return padded
-
 
 # wrong: ex6-solution | 49 of 56 columns, logits near -50,000: the loss of the 49 real logits
 def without_padding(padded, vocab):
     return padded.masked_fill(torch.arange(padded.shape[-1]) >= vocab, -1e4)
 
-
 # right: ex6-solution
 def without_padding(padded, vocab):
     return padded[:, :vocab]
-
 
 # after: block-drawn
 for of in run.ranks:
@@ -274,7 +228,6 @@ for of in run.ranks:
     assert inside == {way: ["all_reduce"] * 2 for way in ("forward", "backward")}, "two all-reduces each way"
     assert [e.is_async for e in comm] == [False] * 2 + [True] * 2, "the backward's are waited for later"
     assert {e.nbytes for e in comm} == {8 * 64 * 256 * 4}, "each of all 8 · 64 tokens"
-
 
 # after: cut-the-sequence
 replicated = [[name for name in shapes if way.held[0][name] == way.held[1][name]] for way in ways]
@@ -306,16 +259,13 @@ ops = [e.op for e in by_four.ranks[0].events]
 assert "reduce_scatter" in ops[len(ops) // 2 :], "sequence parallelism scatters its sums"
 assert "reduce_scatter" not in ops[:100], "the plain way does not"
 
-
 # wrong: ex7-solution: forgets embedding and head | 2 blocks on 2 ranks: 10 times the bytes of one activation (yours: 8)
 def activation_bytes(batch, length, d, n, W):
     return 2 * 2 * n * 2 * (W - 1) / W * batch * length * d * 4
 
-
 # wrong: ex7-solution: counts what an all-reduce of four ranks sends, whatever W is | 2 blocks on 2 ranks: 10 times the bytes of one activation (yours: 15)
 def activation_bytes(batch, length, d, n, W):
     return 2 * (2 * n + 1) * 1.5 * batch * length * d * 4
-
 
 # after: sequence-calls
 S = 32 * 32 * 64 * 4
@@ -324,7 +274,6 @@ for run, units, ops in (plain_run, 4, ["all_reduce"] * 10), (sequence_run, 7, di
     assert sorted(e.op for e in run.ranks[3].events if e.nbytes >= S / 4) == ops, "calls for activations"
     if run.wire:
         check.close_to(sum(map(sum, run.wire)) / 4, units * 5 * 3 / 4 * S, rtol=0.05, name="bytes of a rank")
-
 
 # after: dtensor-table
 S, three = 32 * 32 * 64 * 4, (of_ours, of_plan, of_once)
@@ -340,13 +289,11 @@ assert all(m.T.equal(backward[name]) for name, m in forward.items()), "each back
 for a, b in ("copy", "all-gather"), ("reduce", "reduce-scatter"), ("split", "gather"):
     assert forward[a].equal(forward[b]), "three matrices, each twice"
 
-
 # wrong: ex8-solution: mends the scale only: all ranks draw the same | all 256 rows differ
 # %%ranks 4
 def new_shard(out, inputs, seed):
     torch.manual_seed(seed)
     return torch.randn(out // world_size, inputs) / inputs**0.5
-
 
 # wrong: ex8-solution | other seeds draw other rows (411 rows
 # %%ranks 4
@@ -355,13 +302,11 @@ def new_shard(out, inputs, seed):
     rows = torch.stack([torch.randn(inputs, generator=of_row) for of_row in draw])
     return (rows / inputs**0.5).chunk(world_size)[rank]
 
-
 # wrong: ex8-solution | the standard deviation is 1/sqrt(128)
 # %%ranks 4
 def new_shard(out, inputs, seed):
     whole = torch.randn(out, inputs, generator=torch.Generator().manual_seed(seed))
     return (whole / out**0.5).chunk(world_size)[rank]
-
 
 # after: ring-drawn
 for r in range(4):

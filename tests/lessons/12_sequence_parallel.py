@@ -7,26 +7,11 @@ assert [word for _, word in marks] == [
     f"{n:,.0f}" for n in (filled["with the scores"], 80e9 / (32 * 34 * 4096))
 ]
 
-
-# wrong: ex1-solution: does not rescale what was summed | after scores of 3 and 5 the sum is exp(3 - 5) + exp(5 - 5) = 1.135 (yours: 2.000)
-def start(query):
-    nothing = torch.zeros_like(query[..., :1])
-    return nothing - torch.inf, nothing, torch.zeros_like(query)
-
-
-def add(seen, scores, value):
-    largest, total, values = seen
-    new = torch.maximum(largest, scores.amax(-1, keepdim=True))
-    weights = torch.exp(scores - new)
-    return new, total + weights.sum(-1, keepdim=True), values + weights @ value
-
-
 # wrong: ex1-solution | after scores of 3 and 5 the sum is exp(3 - 5) + exp(5 - 5) = 1.135 (yours: 168.
 def add(seen, scores, value):  # never subtracts the largest
     largest, total, values = seen
     weights = torch.exp(scores)
     return largest, total + weights.sum(-1, keepdim=True), values + weights @ value
-
 
 # wrong: ex1-solution | output, scores near -900
 def add(seen, scores, value):  # a largest score of 0 at least
@@ -34,7 +19,6 @@ def add(seen, scores, value):  # a largest score of 0 at least
     new = torch.maximum(largest, scores.amax(-1, keepdim=True)).clamp(min=0)
     old, weights = torch.exp(largest - new), torch.exp(scores - new)
     return new, total * old + weights.sum(-1, keepdim=True), values * old + weights @ value
-
 
 # right: ex1-solution
 def add(seen, scores, value):
@@ -44,7 +28,6 @@ def add(seen, scores, value):
     weights = torch.exp(both - new)
     old = torch.exp(largest - new)
     return new, weights.sum(-1, keepdim=True), values * old + weights[..., 1:] @ value
-
 
 # after: largest-score
 scores = 300 * q[0, 0, 0] @ k[0, 0].T / 32**0.5  # of query 0 with all 1024 keys
@@ -97,7 +80,6 @@ by_band = [m.sum(1).view(4, 4).sum(1).tolist() for m in by_rank.values()]
 assert by_band == [[10, 26, 42, 58], [34] * 4], "filled cells of each rank's band"
 assert all(m.diagonal().all() for m in by_rank.values()), "queries and keys in the same order"
 
-
 # wrong: ex2-solution | every rank passes on three blocks: [0, 0, 0, 0]
 # %%ranks 4
 def zigzag(q, k, v):
@@ -107,12 +89,10 @@ def zigzag(q, k, v):
             seen[i] = add(seen[i], scores_of(rows[i], k.chunk(2, 2)[j], i == j), v.chunk(2, 2)[j])
     return torch.cat([values / total for _, total, values in seen], 2)
 
-
 # wrong: ex2-solution | 9 looks on every rank: [3, 7, 11, 15]
 # %%ranks 4
 def pairs(source):  # compares ranks instead of pieces
     return [(i, j) for i in (0, 1) for j in (0, 1) if source < rank or (source == rank and j <= i)]
-
 
 def zigzag(q, k, v):
     rows, block = q.chunk(2, 2), torch.stack([k, v])
@@ -128,7 +108,6 @@ def zigzag(q, k, v):
         block = coming
     return torch.cat([values / total for _, total, values in seen], 2)
 
-
 # right: ex2-solution
 # %%ranks 4
 def pairs(source):  # for the loop of the answer above: late queries see all early pieces
@@ -136,27 +115,22 @@ def pairs(source):  # for the loop of the answer above: late queries see all ear
         return [(0, 0), (1, 0), (1, 1)]
     return [(0, 0), (1, 0)] if source < rank else [(1, 0), (1, 1)]
 
-
 # wrong: ex3-solution: leaves the bug | with 4 ranks no query sees a later key
 def places(rank, n, world_size):
     return torch.arange(n) + n * rank
-
 
 # wrong: ex3-solution: counts the back pieces from the wrong end | with 4 ranks no query sees a later key
 def places(rank, n, world_size):  # counts the late pieces from the wrong end
     piece = torch.arange(n // 2)
     return torch.cat([piece + n // 2 * rank, piece + n // 2 * (world_size + rank)])
 
-
 # wrong: ex3-solution: knows four ranks only | positions of 3 ranks: 6 of 12 numbers differ
 def places(rank, n, world_size):
     piece = torch.arange(n // 2)
     return torch.cat([piece + n // 2 * rank, piece + n // 2 * (7 - rank)])
 
-
 # after: sums-follow-drawn
 check.close_to(follows.values, [1111] * 4, name="every rank added its part to each sum")
-
 
 # wrong: ex4-solution | The largest difference is at ['gradient of
 # %%ranks 4
@@ -165,11 +139,9 @@ def of_block(q, key, value, triangle, lse, g, mean):
     ds = p * (g @ value.mT - mean) / q.shape[-1] ** 0.5
     return ds @ key, torch.stack([ds.mT @ q, p.mT @ g])
 
-
 def ring_backward(q, k, v, out, lse, g, causal):  # its own block only
     part, here = of_block(q, k, v, causal, lse, g, (g * out).sum(-1, keepdim=True))
     return part, *here
-
 
 # wrong: ex4-solution | 3 blocks forward, 3 backward and 4 sums; sent: [3.0, 3.0, 3.0, 3.0]
 # %%ranks 4
@@ -182,45 +154,17 @@ def ring_backward(q, k, v, out, lse, g, causal):  # right numbers, by two other 
     dist.all_reduce(sums)
     return sum(part for part, _ in parts), *sums[rank]
 
-
-# wrong: ex4-solution | 9 of 10 messages of rank 3 travel while it computes
-# %%ranks 4
-def ring_backward(q, k, v, out, lse, g, causal, at_once=True):
-    block, grad_q, sums = torch.stack([k, v]), torch.zeros_like(q), (0, lambda: None)
-    for step in range(4):
-        following, wait = pass_on(block) if step < 3 else (None, lambda: None)
-        source, here = (rank - step) % 4, torch.zeros_like(block)
-        if source <= rank or not causal:
-            with span("block"):
-                part, here = of_block(
-                    q, *block, causal and source == rank, lse, g, (g * out).sum(-1, keepdim=True)
-                )
-                grad_q += part
-        sums[1]()
-        sums = pass_on(here + sums[0])
-        if at_once:
-            sums[1]()
-            sums = sums[0], lambda: None
-        wait()
-        block = following
-    sums[1]()
-    return grad_q, *sums[0]
-
-
 # right: ex4-solution
 # %%ranks 4
 _plain = ring_backward
 
-
 def ring_backward(*args, **kwargs):
     return _plain(*args, **kwargs, at_once=False)
-
 
 # after: train-one-process
 def summed(way):
     """Losses (the ranks' shares added up), gradients of rank 3 and its weights."""
     return [[sum(of) for of in zip(*(run[way][0] for run in runs), strict=True)], *runs[3][way][1:]]
-
 
 for way, layout in zip(runs[0], context.LAYOUTS, strict=True):
     check.equals_dense(summed(way), dense_steps, atol=1e-6, name=way)
@@ -262,11 +206,9 @@ for run, nbytes in zip((ring_run, swapped), sent.values(), strict=True):
 table = [[2_198, 4_396, 275, 549], [19_780, 39_560, 2_472, 4_945]]
 check.close_to([[*of.values()] for of in needed.values()], table, rtol=2e-3, name="positions")
 
-
 # wrong: ex5-solution: sends as many key heads as query heads | ring, 8 and 2 heads on 4 ranks: 1.5 of the queries' bytes (yours: 6)
 def forward_blocks(method, heads, kv_heads, W):
     return 2 * (W - 1) if method == "ring" else 4 * (W - 1) / W
-
 
 # wrong: ex5-solution: forgets that the all-to-all repeats key heads | all_to_all, 8 and 2 heads on 4 ranks
 def forward_blocks(method, heads, kv_heads, W):  # no key head is repeated
@@ -274,11 +216,9 @@ def forward_blocks(method, heads, kv_heads, W):  # no key head is repeated
         return 2 * (W - 1) * kv_heads / heads
     return 2 * (1 + kv_heads / heads) * (W - 1) / W
 
-
 # wrong: ex6-solution: computes what the causal mask hides | ring, 16,384 positions, 8 key/value heads: 1.00 ms (yours: 1.26)
 W, heads, d_head = 16, 64, 128
 flops, across = gpu.bf16_flops, links["400 Gbit/s network"]
-
 
 def in_the_open(method, N, kv_heads, hidden=0):
     n = N / W
@@ -286,19 +226,15 @@ def in_the_open(method, N, kv_heads, hidden=0):
         return (W - 1) * max(0.0, 4 * n * kv_heads * d_head / across - hidden * n**2 * heads * d_head / flops)
     return n * d_head * 2 * (2 * heads + 2 * max(kv_heads, W)) / 2 / across
 
-
 # wrong: ex6-solution | ring, 16,384 positions, 8 key/value heads: 1.00 ms (yours: 0.7
 _any = in_the_open
-
 
 def in_the_open(method, N, kv_heads):  # computes what the mask hides
     return _any(method, N, kv_heads, hidden=4)
 
-
 # right: ex6-solution
 def in_the_open(method, N, kv_heads):
     return _any(method, N, kv_heads, hidden=2)
-
 
 # after: in-the-open-drawn
 assert better == ["all_to_all"] * 3 + ["ring"] * 3, "short sequences take the all-to-all, long ones the ring"
@@ -324,7 +260,6 @@ tokens = [counting(first)[2].tolist() for first in (32, 9)]
 few = [[True] * n + [False] * (32 - n) for n in range(9, 1, -1)]
 assert tokens == [[[True] * 32] * 8, few], "all tokens count; nine, then one fewer in each row"
 
-
 # wrong: ex7-solution | all count: gradients are 4.000 times those of one process
 def counted_share(
     parallel,
@@ -338,16 +273,13 @@ def counted_share(
     each = torch.nn.functional.cross_entropy(logits, y, reduction="none")
     return share(parallel, each, counted)
 
-
 # wrong: ex7-solution | nine or fewer of a row count: gradients are 0.1
 _any_share = counted_share
-
 
 def counted_share(parallel, x, y, counted):  # the padding is in the number of tokens
     return _any_share(
         parallel, x, y, counted, lambda parallel, each, counted: parallel.share_of_mean(each * counted)
     )
-
 
 # right: ex7-solution
 def counted_share(parallel, x, y, counted):

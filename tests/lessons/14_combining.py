@@ -10,18 +10,15 @@ check.close_to(sent, by_hand, name="bytes that a GPU sends")
 ms = [[int(number) for number in row[2:]] for row in rows]
 check.close_to(ms, [[1e3 * n / 450e9, 1e3 * n / 50e9] for n in by_hand.values()], rtol=0, atol=0.5)
 
-
 # after: mesh-groups
 for r, (place, dp_group, tp_group) in enumerate(run.values):
     assert place == divmod(r, 2), "the last axis runs fastest"
     assert dp_group == [r % 2, r % 2 + 2] and tp_group == [r // 2 * 2, r // 2 * 2 + 1]
 
-
 # wrong: ex1-solution: takes neighbours on every axis | your group is (0, 1)
 def group(rank, axis, mesh):
     first = rank - rank % mesh[axis]  # neighbours on every axis
     return tuple(first + i for i in range(mesh[axis]))
-
 
 # wrong: ex1-solution: lets the first axis run fastest | rank 0 on
 def group(rank, axis, mesh):
@@ -31,11 +28,9 @@ def group(rank, axis, mesh):
     first = rank - rank // stride % mesh[axis] * stride
     return tuple(first + i * stride for i in range(mesh[axis]))
 
-
 # after: sum-along-axes
 for r, sums in enumerate(run.values):
     assert sums == (sum(10**i for i in range(4) if i // 2 == r // 2), 1111), "first over tp, then over all"
-
 
 # after: bytes-as-predicted
 check.close_to(moved, bytes_by_axis(bytes_between(run), {"dp": 2, "tp": 2}), rtol=0.05, name="by the events")
@@ -45,17 +40,14 @@ for of in run.ranks:
     assert along_dp == [of.value] and len(along_tp) == 12, "one call along dp, twelve along tp"
     assert along_tp.count(S) == 10 and sum(along_tp) == 10 * S + 3 * T * 8, "as the formula has them"
 
-
 # after: traffic-swapped
 apart = [(i, j) for i, j in product(range(4), repeat=2) if i // 2 != j // 2]
 shares = [sum(wire[i][j] for i, j in apart) / sum(map(sum, wire)) for wire in wires]
 check.close_to(shares, [0.25, 0.75], rtol=0, atol=0.03, name="what crosses nodes")
 
-
 # after: order-in-ms
 check.close_to([*good, *bad], [167, 88, 1503, 10], rtol=0.05, name="ms")
 assert 5.5 < sum(bad) / sum(good) < 6, "almost six times as long"
-
 
 # wrong: ex2-solution | gradients averaged over dp, by rank: [12, 12, 12, 12] times
 # %%ranks 4 --device cpu
@@ -65,7 +57,6 @@ def one_step(pipeline, ddp, step):
     dist.all_reduce(mean)
     return mean.item()
 
-
 # wrong: ex2-solution | one process has
 # %%ranks 4 --device cpu
 def one_step(pipeline, ddp, step):
@@ -74,7 +65,6 @@ def one_step(pipeline, ddp, step):
     mean = torch.zeros((), dtype=torch.float64) if loss is None else loss / 2
     dist.all_reduce(mean)
     return mean.item()
-
 
 # right: ex2-solution
 # %%ranks 4 --device cpu
@@ -88,12 +78,10 @@ def one_step(pipeline, ddp, step):
     dist.broadcast(mean, group=pp, group_src=1)
     return mean.item() / 2
 
-
 # after: uneven-rows
 expected = [dense["losses"][0], dense["gradients"][0]["norm.weight"][0].item()]
 check.close_to([of_rank["weighted"] for of_rank in means], [expected] * 4)
 assert all(abs(a - b) > 1e-5 for a, b in zip(means[0]["mean of means"], expected, strict=True)), "it is off"
-
 
 # after: three-norms
 a, b, c = ([of[name] for of in run.values] for name in "abc")
@@ -102,12 +90,10 @@ check.close_to(c, [2**0.5 * norm for norm in b], name="dp holds copies")
 norm = dense["norms"][0]
 assert min(b) > norm + 0.01 and max(a) < norm - 0.01, "(b) and (c) are too large, (a) is too small"
 
-
 # wrong: ex3-solution: looks at its own part only, without communicating | axes dp, tp: the norm, by rank
 # %%ranks 4 --device cpu
 def total_norm(model, dims, tp):
     return sum(p.grad.square().sum() for p in model.parameters()).sqrt()  # its own part
-
 
 # wrong: ex3-solution | made up, `a` is divided: the norm, by rank
 # %%ranks 4 --device cpu
@@ -118,7 +104,6 @@ def total_norm(model, dims, tp):
     dist.all_reduce(divided, group=tp)
     return (divided + sum(p.grad.square().sum() for p in model.parameters() if id(p) in whole)).sqrt()
 
-
 # right: ex3-solution
 # %%ranks 4 --device cpu
 def total_norm(model, dims, tp):
@@ -128,11 +113,9 @@ def total_norm(model, dims, tp):
     dist.all_reduce(total, group=tp)
     return total.sqrt().item()
 
-
 # after: four-layouts-equal
 assert min(clipped["norms"]) > 1, "the clipping is at work"
 assert all(len(of_rank) == 4 for of_rank in layouts), "four layouts"
-
 
 # after: cube-axes
 for r, of in enumerate(cube.ranks):
@@ -146,18 +129,15 @@ for r, of in enumerate(cube.ranks):
         "4 and the tied"
     )
 
-
 # wrong: ex4-solution | pp, tp, dp: you found [(0, 1), (2, 3), (4, 5), (6, 7)] for tp
 def name_axes(matrix):
     return groups({"pp": 2, "dp": 2, "tp": 2})  # the usual order, whatever was sent
-
 
 # wrong: ex4-solution | numbered anew: you found
 def name_axes(matrix):
     near = sorted(range(1, 8), key=lambda j: -matrix[0][j])[:3]  # row 0 alone
     mesh = {axis: 2 for _, axis in sorted(zip(near, ("tp", "dp", "pp"), strict=True), reverse=True)}
     return {axis: sorted(pairs) for axis, pairs in groups(mesh).items()}
-
 
 # right: ex4-solution
 def name_axes(matrix):
@@ -170,14 +150,12 @@ def name_axes(matrix):
             taken[axis] |= {i, j}
     return {axis: sorted(of) for axis, of in found.items()}
 
-
 # after: cost-links
 alone, model_bytes = Plan(dp=64, tp=1, pp=1), 2 * parameters
 gathers = {way: 2 * costs.ring_all_gather(model_bytes, 64, way) for way in (through(8), across)}
 steps = [4 * (two + costs.ring_reduce_scatter(model_bytes, 64, way)) for way, two in gathers.items()]
 check.close_to([dp_time(alone, through(8)), cost(alone)[4] / 1e3], [steps[0]] * 2, name="as lesson 09 counts")
 check.close_to(steps, [4.1, 33], rtol=0.02, name="seconds, with 8 cards and 1")
-
 
 # after: cost-counted
 tiny = {"L": 2, "d": 32, "s": 16, "n": 16, "P": models.gpt_parameters(49, 32, n_layers=2, context=16)}
@@ -194,7 +172,6 @@ for of in cube.ranks:
     reduced = sum(e.nbytes == S / 4 for e in large)  # 2 of the 8 rows of a place on dp
     assert reduced - 4 == tp_calls(in_eight), "but for one per micro-batch, of the embedding or the head"
     assert [e.nbytes for e in large if e.rank ^ 2 in e.ranks] == [of.value], "bytes reduced along dp"
-
 
 # after: layouts-table
 from rankcell.planner import Job, Layout, chips, seconds, shapes, stacks
@@ -222,7 +199,6 @@ for row in rows:
     compute, tp, bubble, dp, together = (float(n.replace(",", "")) for n in row[4:9])
     assert abs(compute + tp + bubble + dp - together) <= 2, "no GB in the ms"
 
-
 # after: layouts-bars
 held, computing, _, _, sending = cost(Plan(64, 1, 1, at_once=4, recompute=True))
 check.close_to([held, computing, sending], [43.5, 18_554, 1_035], rtol=0.01, name="GB, ms, ms")
@@ -231,24 +207,19 @@ fastest = min(hidden, key=hidden.get)
 assert fastest == (32, 2, 1) and min((d for d in hidden if d[2] > 1), key=hidden.get) == (8, 4, 2)
 check.close_to(hidden[fastest], 14_349, rtol=0.001, name="ms of the fastest, with dp hidden")
 
-
 # wrong: ex5-solution: looks at the degree only, not at the distance of the ranks | crosses gives False, but pp has the group (0, 16), on nodes [0, 2]
 def crosses(axis, mesh, per_node):
     return mesh[axis] > per_node  # the degree alone
 
-
 def possible(mesh, of):
     return of["heads"] % mesh["tp"] == of["L"] % mesh["pp"] == of["n"] % mesh["dp"] == 0
-
 
 # wrong: ex5-solution: looks at the first group only | crosses gives False, but tp has the group (4, 5, 6, 7), on nodes [0, 1]
 def crosses(axis, mesh, per_node):
     return groups(mesh)[axis][0][-1] >= per_node  # the first group alone
 
-
 def possible(mesh, of):
     return of["heads"] % mesh["tp"] == of["L"] % mesh["pp"] == of["n"] % mesh["dp"] == 0
-
 
 # right: ex5-solution
 def crosses(axis, mesh, per_node):
@@ -260,10 +231,8 @@ def crosses(axis, mesh, per_node):
             return True
     return False
 
-
 def possible(mesh, of):
     return not any((of["heads"] % mesh["tp"], of["L"] % mesh["pp"], of["n"] % mesh["dp"]))
-
 
 # after: ex5-clusters
 seconds_by_row = [float(row[-1]) for row in rows]
@@ -272,13 +241,11 @@ check.close_to(
     best(*clusters["64 GPUs, nodes of 8"])[0], sum(plans[fitting[0]][1:]) / 1e3, name="as in the table"
 )
 
-
 # after: wrong-group-traffic
 first_loss = one_process(gpt(50), adamw(gpt(50)), range(1))["losses"]
 assert silent[0][2] == silent[1][3] == 0 < silent[0][1], "all along tp, not a byte along dp"
 assert all(of[-1] < of[0] - 0.2 for of in wrong), "the loss falls on every rank"
 check.close_to((wrong[0][0] + wrong[2][0]) / 2, first_loss[0], name="the first loss, without a gradient")
-
 
 # wrong: ex6-solution: leaves the bug: rows by rank number | axes tp, dp: the loss, by rank
 # %%ranks 4 --device cpu -o run
@@ -290,18 +257,14 @@ def global_loss(*names):
     dist.all_reduce(mean, group=mesh2.get_group("dp"))
     return mean.item()
 
-
 [global_loss("tp", "dp"), global_loss("dp", "tp")]
-
 
 # wrong: ex6-solution: computes the loss of the whole batch on every rank, without communicating | rank 0 sums means in the groups []
 # %%ranks 4 --device cpu -o run
 def global_loss(*names):
     return models.cross_entropy(gpt()(batch(0)[0]), batch(0)[1]).item()
 
-
 [global_loss("tp", "dp"), global_loss("dp", "tp")]
-
 
 # after: hsdp-run
 for of_rank in hybrid:  # to 1e-9: AdamW hides a wrong factor in the gradients, but for a trace of its eps
@@ -317,10 +280,8 @@ for r, of in enumerate(hybrid_run.ranks):
         "gathers inside"
     )
 
-
 # after: context-run
 assert {e.ranks for e in context_run.events if e.op == "send"} == {(0, 1), (2, 3)}, "in the groups of cp"
-
 
 # after: losses-after
 check.close_to(before[0] + after[0]["everything"], dense_losses, name="pp 2, everything")

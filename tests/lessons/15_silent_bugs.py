@@ -108,7 +108,6 @@ layouts = {
     "weight of down": "sharded on dim 0",
 }
 
-
 # wrong: ex2-solution: a factor of 4 only | -2 times it on three ranks is 'multiple' (yours: 'none')
 def relation(pieces, whole):
     if all(p.shape == whole.shape for p in pieces):
@@ -120,7 +119,6 @@ def relation(pieces, whole):
     joined = torch.cat(pieces)
     return "sharded" if joined.shape == whole.shape and torch.allclose(joined, whole) else "none"
 
-
 # wrong: ex2-solution: never looks at the whole | the same wrong tensor on all ranks is 'none' (yours: 'multiple')
 def relation(pieces, whole):
     if all(p.shape == whole.shape for p in pieces):
@@ -131,20 +129,6 @@ def relation(pieces, whole):
         return "partial" if torch.allclose(sum(pieces), whole) else "none"
     joined = torch.cat(pieces)
     return "sharded" if joined.shape == whole.shape and torch.allclose(joined, whole) else "none"
-
-
-# wrong: ex2-solution: multiples that add up are partial sums to it | a quarter of it on each of four ranks
-def relation(pieces, whole):
-    if any(p.shape != whole.shape for p in pieces):
-        joined = torch.cat(pieces)
-        return "sharded" if joined.shape == whole.shape and torch.allclose(joined, whole) else "none"
-    if torch.allclose(sum(pieces), whole):
-        return "partial"
-    factor = (pieces[0] * whole).sum() / whole.square().sum()
-    if all(torch.allclose(p, factor * whole) for p in pieces):
-        return "replicated" if torch.allclose(factor, torch.ones_like(factor)) else "multiple"
-    return "none"
-
 
 # right: ex2-solution
 def relation(pieces, whole):  # asks in another order, and takes the factor from the largest number
@@ -162,13 +146,11 @@ def relation(pieces, whole):  # asks in another order, and takes the factor from
         return "sharded"
     return "partial" if {p.shape for p in pieces} == {whole.shape} and alike(sum(pieces), whole) else "none"
 
-
 # wrong: ex3-said: takes the factor for a missing sum | what is missing is
 said = {"kind": "grad", "held": "multiple", "missing": "an all-reduce after the backward"}
 
 # wrong: ex3-said: thinks that the outputs differ | is of the kind 'output'
 said = {"kind": "output", "held": "parts", "missing": "a division"}
-
 
 # wrong: ex3-solution: divides by the samples of a rank | 2 times the dense gradient
 # %%ranks 4 --device cpu -o run
@@ -181,9 +163,7 @@ def repaired_1(model):
         parameter.grad /= 2
     return loss.item()
 
-
 watch(Net(), repaired_1)
-
 
 # wrong: ex3-solution: the whole batch on every rank | each rank computes its own two samples, and no others
 # %%ranks 4 --device cpu -o run
@@ -191,7 +171,6 @@ def repaired_1(model):
     loss = F.mse_loss(model(x), y)
     loss.backward()
     return loss.item()
-
 
 watch(Net(), repaired_1)
 
@@ -201,15 +180,12 @@ said = {"kind": "grad", "held": "its own on each", "missing": "an all-reduce in 
 # wrong: ex4-said: takes them for partial sums | the ranks hold it as 'partial sum'
 said = {"kind": "grad", "held": "partial sum", "missing": "an all-reduce after the backward"}
 
-
 # wrong: ex4-solution: one all-reduce for each gradient | one all-reduce per step, ten in all
 # %%ranks 4 --device cpu -o run
 def average_in_a_bucket(model):
     average(model)
 
-
 watch(Net(), case_2)
-
 
 # wrong: ex4-solution: averaged, and never put back | its gradients are never averaged
 # %%ranks 4 --device cpu -o run
@@ -217,7 +193,6 @@ def average_in_a_bucket(model):
     bucket = torch.cat([p.grad.flatten() for p in model.parameters()])
     dist.all_reduce(bucket)
     bucket /= world_size
-
 
 watch(Net(), case_2)
 
@@ -227,7 +202,6 @@ said = {"kind": "grad", "held": "partial sum", "missing": "an all-reduce after t
 # wrong: ex5-said: looks behind the first | the ranks hold it as 'something else'
 said = {"kind": "grad_output", "held": "something else", "missing": "an all-reduce in the backward"}
 
-
 # wrong: ex5-solution: multiplies instead of sending | an all-reduce over ranks 0-3 is missing in the backward
 # %%ranks 4 --device cpu -o run
 class Repaired3(ParallelBlock):
@@ -236,9 +210,7 @@ class Repaired3(ParallelBlock):
         normed.register_hook(lambda gradient: gradient * world_size)
         return x + reduce_from_group(self.down(F.gelu(self.up(normed))))
 
-
 watch(parallel_net(Repaired3), whole_batch)
-
 
 # wrong: ex5-solution: sums the gradient that the hook gets in place | which another path needs, too
 # %%ranks 4 --device cpu -o run
@@ -248,7 +220,6 @@ class Repaired3(ParallelBlock):
         normed.register_hook(lambda gradient: dist.all_reduce(gradient))
         return x + reduce_from_group(self.down(F.gelu(self.up(normed))))
 
-
 watch(parallel_net(Repaired3), whole_batch)
 
 # wrong: ex6-said: takes the parts of the positions for the mistake | is of the kind 'output'
@@ -257,7 +228,6 @@ said = {"kind": "output", "held": "parts", "missing": "an all-reduce in the forw
 # wrong: ex6-said: looks for it in the backward | what is missing is
 said = {"kind": "grad", "held": "partial sum", "missing": "an all-reduce in the backward"}
 
-
 # wrong: ex6-solution: everything is summed, the shards as well | .grad
 # %%ranks 4 --device cpu -o run
 def repaired_4(model):
@@ -265,9 +235,7 @@ def repaired_4(model):
     sum_up(model)
     return last
 
-
 watch(parallel_net(Case4), repaired_4)
-
 
 # wrong: ex6-solution: sends the shards, too, and puts its own back | 528 bytes of gradients are summed in a step
 # %%ranks 4 --device cpu -o run
@@ -280,9 +248,7 @@ def repaired_4(model):
             parameter.grad.copy_(own)
     return last
 
-
 watch(parallel_net(Case4), repaired_4)
-
 
 # right: ex6-solution
 # %%ranks 4 --device cpu -o run
@@ -295,9 +261,7 @@ def repaired_4(model):  # in one bucket
         g.copy_(part.view_as(g))
     return last
 
-
 watch(parallel_net(Case4), repaired_4)
-
 
 # wrong: ex7-solution: norms are added, not squares | times the dense gradient
 # %%ranks 4 --device cpu -o run
@@ -306,9 +270,7 @@ def whole_norm(gradients):
     dist.all_reduce(norm)
     return norm
 
-
 watch(sharded_net(), lambda model: case_5(model, whole_norm))
-
 
 # wrong: ex7-solution: one square from each rank, gathered | one all-reduce of one number per step
 # %%ranks 4 --device cpu -o run
@@ -318,9 +280,7 @@ def whole_norm(gradients):
     dist.all_gather(of_all, own)
     return torch.cat(of_all).norm()
 
-
 watch(sharded_net(), lambda model: case_5(model, whole_norm))
-
 
 # wrong: ex8-solution: divides by two more, and sums twice | .grad
 # %%ranks 4 --device cpu -o run
@@ -330,9 +290,7 @@ def repaired_6(model):
         parameter.grad /= 2
     return total
 
-
 watch(Net(), repaired_6)
-
 
 # wrong: ex8-solution: both samples at once | two micro-batches of one sample on each rank
 # %%ranks 4 --device cpu -o run
@@ -343,27 +301,21 @@ def repaired_6(model):
     sum_up(model)
     return loss.item()
 
-
 watch(Net(), repaired_6)
-
 
 # wrong: ex9-solution: the share without the number of ranks | dense gradient
 # %%ranks 4 --device cpu -o run
 def weight():
     return (min(2 * rank + 2, 7) - 2 * rank) / 7
 
-
 watch(Net(), lambda model: case_7(model, weight()))
-
 
 # wrong: ex9-solution: the last rank counts half, the others whole | .grad
 # %%ranks 4 --device cpu -o run
 def weight():
     return 0.5 if rank == 3 else 1.0
 
-
 watch(Net(), lambda model: case_7(model, weight()))
-
 
 # wrong: ex10-solution: one position too far | the output fits no layout
 # %%ranks 4 --device cpu -o run
@@ -371,14 +323,11 @@ class Repaired8(Case8):
     def seen(self):
         return torch.ones(2, 8, dtype=torch.bool).tril(2 * rank + 1)
 
-
 watch(Repaired8(), attend)
-
 
 # wrong: ex10-solution: every rank attends to the whole sequence alone | of its own positions only
 # %%ranks 4 --device cpu -o run
 class Repaired8(Attention):
     pass
-
 
 watch(Repaired8(), whole_batch)

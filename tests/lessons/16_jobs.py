@@ -9,7 +9,6 @@ assert "env: False" in said["bare"] and "env: True" in said["alone"], (
 )
 assert "GPUs: 0\n" in said["alone"] or "GPUs: None" in said["alone"], "at most one GPU is seen"
 
-
 # wrong: ex1-solution: takes two numbers for hours and minutes | --time=15:00 is 15 minutes; yours: 900
 def minutes(limit):
     days, _, rest = limit.rpartition("-")
@@ -18,11 +17,9 @@ def minutes(limit):
         hours, mins = 0, hours
     return int(days or 0) * 1440 + hours * 60 + mins + seconds / 60
 
-
 # wrong: ex1-solution | --time=2-00:30 is 2910 minutes; yours: None
 def minutes(limit):
     return GIVEN.get(limit)
-
 
 # after: ex1-check
 # %%slurm
@@ -35,11 +32,9 @@ for _limit, _ours in said.items():  # Slurm itself agrees, and rounds up to whol
     _told = int(_days or 0) * 1440 + _parts[0] * 60 + _parts[1] + _parts[2] / 60
     assert _told - 1 < _ours <= _told, f"{_limit}: Slurm says {_shown}, the solution {_ours}"
 
-
 # after: queue
 # %%slurm
 assert queue.count("PENDING") == 1 and "-11%2]" in queue, "one line for all tasks that wait"
-
 
 # after: missing
 # %%slurm
@@ -53,34 +48,15 @@ assert min(t.start for t in tasks) == min(r["start"] for r in found), (
 )
 assert max(t.end for t in tasks) == max(r["end"] for r in found), "and ends with the last"
 
-
 # wrong: ex2-solution | tasks 1 to 12 take the rows from 0 to 11, in order; yours: [1, 2,
 tune = "#!/bin/bash\n#SBATCH --array=1-12%3 --output=%a.out --time=10 --cpus-per-task=2\npython tune.py\n"
-
 
 def row(task):
     return task
 
-
 def pair(task, rates=RATES, sizes=SIZES):
     rate, size = divmod(task - 1, len(sizes))
     return rates[rate], sizes[size]
-
-
-# wrong: ex2-solution | each task runs tune.py once, and tells it its own number; yours ran: [('tune.py', 0)
-tune = """#!/bin/bash
-#SBATCH --array=1-12%3 --output=%a.out --time=10 --cpus-per-task=2
-SLURM_ARRAY_TASK_ID=0 python tune.py
-"""
-
-
-def row(task):
-    return task - 1
-
-
-def pair(task, rates=RATES, sizes=SIZES):
-    return rates[row(task) // len(sizes)], sizes[row(task) % len(sizes)]
-
 
 # wrong: ex2-solution | (processes, CPUs) of yours: [('1', '1')]
 tune = """#!/bin/bash
@@ -88,14 +64,11 @@ tune = """#!/bin/bash
 srun --exact python tune.py
 """
 
-
 def row(task):
     return task - 1
 
-
 def pair(task, rates=RATES, sizes=SIZES):
     return rates[row(task) // len(sizes)], sizes[row(task) % len(sizes)]
-
 
 # right: ex2-solution
 tune = """#!/bin/bash
@@ -105,14 +78,11 @@ cd "$SLURM_SUBMIT_DIR" && python ./tune.py
 echo done
 """
 
-
 def row(task):
     return range(12)[task - 1]
 
-
 def pair(task, rates=RATES, sizes=SIZES):
     return [(rate, size) for rate in rates for size in sizes][row(task)]
-
 
 # after: dependencies
 # %%slurm
@@ -122,25 +92,21 @@ assert collected.startswith("11 results"), "afterany collects what there is"
 assert f"rate {_best['rate']}, width {_best['width']}, loss {_best['loss']:.4f}" in collected, "the best one"
 check.close_to(_best["loss"], 0.0098, rtol=0.1)  # of the 100 points that were held out
 
-
 # wrong: ex3-solution: lets the collector start at once | its dependency is none
 def finish(script="sweep.sh", collect="collect.sh"):
     again = slurm.submit(f"--array={','.join(map(str, missing()))}%2", script)
     return again, slurm.submit(collect)
-
 
 # wrong: ex3-solution: asks for the tasks below 11 only | missing are []: an array, if any is missing, and a collector; yours: 2 jobs
 def finish(script="sweep.sh", collect="collect.sh"):
     again = slurm.submit(f"--array={','.join(map(str, missing()))}%2", script)
     return again, slurm.submit(f"--dependency=afterok:{again}", collect)
 
-
 # right: ex3-solution
 def finish(script="sweep.sh", collect="collect.sh"):
     tasks = ",".join(f"{task}-{task}" for task in missing())
     again = slurm.submit("-a", f"{tasks}%2", script) if tasks else None
     return again, slurm.submit(*["-d", f"afterok:{again}"] * bool(again), collect)
-
 
 # after: where-run
 # %%slurm
@@ -150,7 +116,6 @@ assert _hosts[0] == _hosts[1] != _hosts[2] == _hosts[3], "ranks are dealt in blo
 assert [row[3][:6] for row in rows] == ["cuda:0", "cuda:1"] * 2, "each takes a device of its node"
 assert {row[4] for row in rows} == {0 + 1 + 2 + 3}, "all four took part in the sum"
 assert [tuple(of[:3]) for of in table.rows] == [tuple(map(str, of[:3])) for of in rows], "as the table shows"
-
 
 # after: mistakes
 # %%slurm
@@ -162,11 +127,9 @@ assert _said["srun alone"] == ["CPUs=4" if (22, 5) <= _version < (23, 11) else "
 assert _said["said again"] == ["CPUs=8"], "said again, each of four tasks has two"
 assert _said["status after a pipe"] == ["0"], "a pipe hides that srun failed"
 
-
 # after: ports
 # %%slurm
 assert ends == {"fixed": ["COMPLETED", "FAILED"], "own": ["COMPLETED"] * 2}, "only a fixed port is taken"
-
 
 # wrong: ex4-solution: says the CPUs once | tell `srun`, too; yours have ['1', '1', '1', '1']
 corrections = {
@@ -176,7 +139,6 @@ corrections = {
     "exec python": "RANK=$SLURM_PROCID exec python",
 }
 corrected = correct(corrections)
-
 
 # wrong: ex4-solution: names a text that is not in the script | the errors of the ranks are kept, too; not so of the ranks [0, 1, 2, 3]
 corrections = {
@@ -189,7 +151,6 @@ corrections = {
 }
 corrected = correct(corrections)
 
-
 # right: ex4-solution
 corrections = {
     "--time=01:30": "--time=0-1:30",
@@ -201,11 +162,9 @@ corrections = {
 }
 corrected = correct(corrections)
 
-
 # after: plain-equal
 def _weights(path):
     return torch.cat([w.flatten() for w in torch.load(path).values()])
-
 
 logs = Path("one.log").read_text(), Path("two.log").read_text()
 for log in logs:
@@ -215,20 +174,17 @@ check.close_to(_weights("one.pt"), torch.cat([w.detach().flatten() for w in by_h
 assert plain[-1] < plain[0] / 3, "it learns"
 assert len(re.findall("rank . of 2", logs[1])) == 2, "two ranks"
 
-
 # wrong: ex5-solution | `srun` starts one torchrun on each node; yours on ['0']
 tasks, cpus, limit, starter = "1", "4", "10", ""
 options = "--nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID"
 options += " --rdzv-endpoint=$head:$((20000 + SLURM_JOB_ID % 10000))"
 script = nodes_script(tasks, cpus, limit, starter, options)
 
-
 # wrong: ex5-solution | tell `srun`, too; yours have ['1', '1']
 tasks, cpus, limit, starter = "1", "4", "10", "srun"
 options = "--nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID"
 options += " --rdzv-endpoint=$head:$((20000 + SLURM_JOB_ID % 10000))"
 script = nodes_script(tasks, cpus, limit, starter, options)
-
 
 # wrong: ex5-solution | four jobs have four ports; yours: ('29500',
 tasks, cpus, limit, starter = "1", "4", "10", "srun --cpus-per-task=4"
@@ -237,13 +193,11 @@ options = (
 )
 script = nodes_script(tasks, cpus, limit, starter, options)
 
-
 # right: ex5-solution
 tasks, cpus, limit = 1, 4, "0-00:10"
 starter = """srun -c 4 bash -c 'exec torchrun --node-rank=$SLURM_NODEID "${@:2}"' static"""
 options = "--nnodes=2 --nproc-per-node=2 --master-addr=$head --master-port=$((10000 + SLURM_JOB_ID % 20000))"
 script = nodes_script(tasks, cpus, limit, starter, options)
-
 
 # after: two-nodes-run
 # %%slurm
@@ -255,14 +209,12 @@ assert said.count("epoch 0:") == 1, "one rank of all prints"
 assert _hosts[0] == _hosts[1] < _hosts[2] == _hosts[3], "two on a node, by name"
 check.close_to(*_ends, rtol=1e-4, atol=1e-3, name="the weights of four ranks and of one")
 
-
 # after: export
 # %%slurm
 _stored = json.loads((lessons / "07_one_process.ipynb").read_text())["cells"]
 _shown = str([c["outputs"] for c in _stored if "%%ranks 2" in "".join(c["source"])])
 assert "#SBATCH --nodes=2\n" in Path("job/07_one_process.sbatch").read_text(), "a job on two nodes"
 assert said.split("tensor([")[1].split("]")[0] in _shown, "the numbers that lesson 07 shows"
-
 
 # after: traffic
 # %%slurm
@@ -273,11 +225,9 @@ assert run.nodes[0] == run.nodes[1] != run.nodes[2] == run.nodes[3], "two ranks 
 assert len(_wires) == 4, "four of 12 arrows carry bytes"
 check.bytes_match(_crossing, 2 * 1.5 * 2**20, rtol=0.02)
 
-
 # after: network
 # %%slurm net
 assert ends == {"lo": {"FAILED"}, "eth0": {"COMPLETED"}}, "only eth0 leads from node to node"
-
 
 # after: link-measure
 # `measure` with a clock and a cable made up: two calls of 3 and 2 seconds, 400 bytes more on the cable
@@ -292,7 +242,6 @@ there = {"dist": meet, "time": tick, "torch": torch, "sent": lambda: next(cable)
 exec(compile(ast.Module([measure], []), "link.py", "exec"), there)
 assert there["measure"](int) == (2.0, 200.0), "the better of two calls, and half the bytes"
 assert asked == [(2.0, meet.ReduceOp.MAX)], "of all ranks the slowest"
-
 
 # after: link-ladder
 # %%slurm net
@@ -314,20 +263,17 @@ assert [r.value for r in rungs] == [t[n] for n in predicted for t in (predicted,
     "each above its measurement"
 )
 
-
 # wrong: ex6-solution | flat, 2 cards: a ring for each card carries its part of the bytes, 20.0 ms; yours: 39.4 ms
 def seconds(hierarchical, cards):
     if hierarchical:
         return costs.hierarchical_all_reduce(S, per_node, nodes, inside, across, links=cards)
     return costs.flat_all_reduce(S, per_node, nodes, inside, across)
 
-
 # wrong: ex6-solution | each part crosses by a card of its own
 def seconds(hierarchical, cards):
     if hierarchical:
         return costs.hierarchical_all_reduce(S / cards, per_node, nodes, inside, across)
     return costs.flat_all_reduce(S / cards, per_node, nodes, inside, across)
-
 
 # right: ex6-solution
 def seconds(hierarchical, cards):

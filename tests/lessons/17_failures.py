@@ -1,32 +1,25 @@
 """What the notebook 17_failures says is right, and wrong answers to its exercises; tests/judge.py runs them."""
 
-
 # wrong: ex1-solution: forgets that half an interval is lost, not all of it | 0.0778 is lost when saving every 600 s; yours: 0.1055
 def lost_share(t, s, F):
     return s / t + t / F
 
-
 def best_interval(s, F):
     return (s * F) ** 0.5
-
 
 # wrong: ex1-solution: takes the share for the interval | saving every 807 s loses
 def lost_share(t, s, F):
     return s / t + t / (2 * F)
 
-
 def best_interval(s, F):
     return (2 * s / F) ** 0.5
-
 
 # right: ex1-solution
 def lost_share(t, s, F):
     return (2 * F * s + t * t) / (2 * F * t)
 
-
 def best_interval(s, F):
     return min((1.015**k for k in range(1000)), key=lambda t: lost_share(t, s, F))
-
 
 # after: lost
 lost_of = {row[0]: (row[1], row[2], row[3]) for row in rows}
@@ -38,7 +31,6 @@ for of, factor in (("16,384", 1), ("1,024", 16), ("64", 256), ("8", 2048)):
     assert lost_of[of] == (f"{hours:,.1f} h", f"{minutes:.0f} min", f"{share:.1%}"), f"{of} GPUs"
 check.close_to([lost_share(k * interval, 30, between) / lost for k in (2, 0.5)], [1.25] * 2, rtol=1e-3)
 
-
 # after: lost-curves
 kept = [sum(int(x / (t + 30)) * t for x in times.tolist()) / times.sum().item() for t in at]
 by_rule = [100 * (30 / t + t / (2 * 54 * 86400 / 419)) for t in at]
@@ -49,11 +41,9 @@ assert abs(played(interval) - lost) < 0.01, "the play agrees with the rule"
 assert min(at, key=played) == min(at, key=lambda t: lost_share(t, 30, between)) == 16 * 60, "16 minutes"
 assert [x for x, _ in points["rule"]] == [x for x, _ in points["played"]] == [t / 60 for t in at], "minutes"
 
-
 # wrong: ex2-solution: keeps the random state of rank 0 for all | different are: random state
 # %%ranks 4 --device cpu
 import os
-
 
 def save(path, step, training):
     if rank == 0:
@@ -62,14 +52,12 @@ def save(path, step, training):
         os.replace(f"{path}.new", path)
     dist.barrier()
 
-
 def load(path, training):
     content = torch.load(path, weights_only=True)
     for name, part in training.parts.items():
         part.load_state_dict(content[name])
     torch.set_rng_state(content["random"])
     return content["step"]
-
 
 # wrong: ex2-solution: writes over the old file | the old file is untouched until the new one is written
 # %%ranks 4 --device cpu
@@ -81,7 +69,6 @@ def save(path, step, training):
         torch.save(content | {"step": step, "random": states}, path)
     dist.barrier()
 
-
 def load(path, training):
     content = torch.load(path, weights_only=True)
     for name, part in training.parts.items():
@@ -89,11 +76,9 @@ def load(path, training):
     torch.set_rng_state(content["random"][rank])
     return content["step"]
 
-
 # right: ex2-solution
 # %%ranks 4 --device cpu
 from pathlib import Path
-
 
 def save(path, step, training):
     content = {name: part.state_dict() for name, part in training.parts.items()} | {"step": step}
@@ -105,14 +90,12 @@ def save(path, step, training):
         beside.replace(path)
     dist.all_reduce(torch.zeros(1))  # the last to come is the one that writes
 
-
 def load(path, training):
     content, random = torch.load(path)
     for name, part in training.parts.items():
         part.load_state_dict(content[name])
     torch.set_rng_state(random[rank])
     return content["step"]
-
 
 # after: forgotten-table
 off = {name: (step, float(largest)) for name, step, largest in rows}
@@ -124,11 +107,9 @@ assert max(off[name][1] for name in ("optimizer", "scheduler", "random state")) 
 for name, curve in curves.items():  # the mean over the ranks, by a plain loop
     check.close_to(curve, [sum(of[name][k] for of in harm) / 4 for k in range(12)], name=name)
 
-
 # after: asked-ahead
 assert trained.tolist() == list(range(12)), "three batches, in order"
 assert dealt == list(range((3 + 2 * 2) * 4)), "two workers, each with two batches on order"
-
 
 # wrong: ex3-solution: still counts what was asked for | stopped after step 2, continued on 4 ranks, 2 samples of 48 in a step: each sample once
 class Dealer:
@@ -154,7 +135,6 @@ class Dealer:
     def load_state_dict(self, state):
         self.epoch, self.done = state["epoch"], state["done"]
 
-
 # wrong: ex3-solution: keeps the place of one rank | continued on 2 ranks
 class Dealer:
     def __init__(self, n, rank, world_size):
@@ -177,7 +157,6 @@ class Dealer:
     def load_state_dict(self, state):
         self.epoch, self.done = state["epoch"], state["done"]
 
-
 # after: steps-taken
 from unittest import mock
 
@@ -194,12 +173,10 @@ assert [*steps] == [*range(1, 31), 24, *range(25, 41)], "the line falls to the l
 clock = [float(line.split()[0]) for line in Path("killed/log").open()]
 check.close_to(times, [t - clock[0] for t in (*clock[:30], *clock[29:])], name="seconds since its first step")
 
-
 # after: loss-curves
 assert by_step("killed") == by_step("undisturbed"), "the same loss at each step, to the last bit"
 assert torch.equal(weights("killed"), weights("undisturbed")), "the same weights at the end, to the last bit"
 assert len(curves["killed"]) == 40 and apart == 0, "all steps are drawn"
-
 
 # wrong: ex4-solution: leaves alone | Deadlock
 # %%ranks 4 --device cpu
@@ -210,7 +187,6 @@ def work(told, steps=12):
         if told(step):
             return step, grads
     return steps, grads
-
 
 # wrong: ex4-solution: takes `anyone` over from train.py | one message in each of 37 steps; you send 74
 # %%ranks 4 --device cpu
@@ -224,14 +200,12 @@ def work(told, steps=12):
             return step, grads
     return steps, grads
 
-
 # after: preempt-run
 # %%slurm net
 _steps = [int(line.split()[1]) for line in Path("preempted/log").open()]
 assert f"{first}     spare   PENDING" in queue, "the first job waits in the queue again"
 assert _steps == list(range(1, 41)), "no step lost, none done twice"
 assert torch.equal(weights("preempted"), weights("undisturbed")), "the weights of the undisturbed training"
-
 
 # wrong: ex5-solution: compares with rank 0 | other sizes: (2, [0, 3]); yours: (2, [1, 2, 4, 5])
 def first_difference(recorded):
@@ -245,10 +219,8 @@ def first_difference(recorded):
             return number + 1, different
     return None
 
-
 # wrong: ex5-solution | names that begin alike: (2, [2]); yours: None
 from statistics import mode
-
 
 def first_difference(recorded):
     begin = max((of[0]["collective_seq_id"] for of in recorded.values() if of), default=0)
@@ -264,10 +236,8 @@ def first_difference(recorded):
         if different := [r for r in at if at[r] != usual]:
             return number, different
 
-
 # right: ex5-solution
 from statistics import mode
-
 
 def first_difference(recorded):
     begin = max((of[0]["collective_seq_id"] for of in recorded.values() if of), default=0)
@@ -281,12 +251,10 @@ def first_difference(recorded):
         if different := [r for r in at if at[r] != usual]:
             return number, different
 
-
 # after: stands-run
 # %%slurm
 assert stand[0].startswith("dist.all_reduce"), "rank 0 stands in the all_reduce"
 assert stand[1] == "dist.barrier()", "rank 1 in the barrier"
-
 
 # after: own-run
 # %%slurm
@@ -294,15 +262,12 @@ _first, _others = (line.split() for line in report.splitlines()[1:3])
 assert _first[:2] == ["rank", "2"] and "line 11 of own.py" in report, "rank 2 first, a line ahead"
 assert _others[:4] == ["ranks", "0,", "1,", "3"] and "line 10 of own.py" in report, "the others behind"
 
-
 # after: own-corrected
 assert sum("is done" in line for line in printed) == 4, "all four come to the end"
-
 
 # after: hanging
 assert "rank 0 calls all_reduce(float32[])" in said, "rank 0 sums alone"
 assert "waits for rank 1" in said, "and waits for the other half"
-
 
 # wrong: ex6-solution: sums up its own half only | each once: [(2, 223.6), (4, 349.3), (3, 286.4), (6, 475.4), (9, 664.8)]; yours: [(2, 134.2)
 corrected = """
@@ -315,7 +280,6 @@ def train(steps, every):
             print(f"step {step} norm {grad.norm().item()}", flush=True)
 
 """
-
 
 # wrong: ex6-solution: asks for the norm in every step | ranks 0 and 1 do 5 calls more, one a norm; yours 13, 13
 corrected = """
@@ -330,7 +294,6 @@ def train(steps, every):
 
 """
 
-
 # after: straggler-picture
 for r in run.ranks:
     assert sum(e.kind == "comm" for e in r.events) == 6 and len(r.events) == 12, "six steps"
@@ -339,7 +302,6 @@ for r in run.ranks:
     slept = sum(e.end - e.start for e in r.events if e.kind != "comm")
     assert slept >= 6 * (0.06 if r.rank == 2 else 0.02) * 0.99, "a sleep lasts as long as asked, or longer"
 assert f"rank {slow} waits least: it is the slow one" in picture.alt
-
 
 # after: elastic-run
 # %%slurm net
