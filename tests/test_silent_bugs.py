@@ -142,7 +142,6 @@ def test_there_are_enough_and_none_twice():
     assert len({bug.source("broken") for bug in BUGS}) == len(BUGS)
 
 
-@pytest.mark.alike(12)
 @pytest.mark.parametrize("bug", BUGS, ids=names_of)
 def test_a_bug_is_found_and_named(four, bug):
     verdict = bug.verdict(four, "broken")
@@ -150,14 +149,12 @@ def test_a_bug_is_found_and_named(four, bug):
     assert bug.is_first(verdict.first), f"wanted {bug.fields['first']}, and it says\n{verdict}"
 
 
-@pytest.mark.alike(12)
 @pytest.mark.parametrize("bug", BUGS, ids=names_of)
 def test_the_mended_version_is_right(four, bug):
     verdict = bug.verdict(four, "mended")
     assert verdict.ok, f"{bug.path.stem}: false alarm\n{verdict}"
 
 
-@pytest.mark.alike(12)
 @pytest.mark.parametrize("bug", WATCHED, ids=names_of)
 def test_the_broken_loss_goes_down(four, bug):
     """That is what makes it silent."""

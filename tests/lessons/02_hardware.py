@@ -156,15 +156,6 @@ def nearest_nic(topology, gpu):
 def nearest_nic(topology, gpu):
     return min(topology.nics, key=lambda nic: topology.path(gpu, nic))
 
-# wrong: ex4-solution: looks at what is sent only | 15 hosts that send to one wait for its port
-def seconds_of(traffic, down, up, rate):
-    load = Counter()
-    for (a, b), nbytes in traffic.items():
-        load["out", a] += nbytes / rate
-        if a // down != b // down:
-            load["up", a // down] += nbytes / (up * rate)
-    return max(load.values(), default=0)
-
 # wrong: ex4-solution: sends everything over the spines | messages within a leaf need no link up
 def seconds_of(traffic, down, up, rate):
     load = Counter()
@@ -196,17 +187,6 @@ def seconds_of(traffic, down, up, rate):
     far = [(pair, n) for pair, n in traffic.items() if pair[0] // down != pair[1] // down]
     ports = max(fullest(lambda pair, i=i: pair[i], [*traffic.items()]) for i in (0, 1))
     return max(ports, max(fullest(lambda pair, i=i: pair[i] // down, far) for i in (0, 1)) / up) / rate
-
-# wrong: ex5-solution: reads the clock when isend returns | (yours: [48, 24, 0])
-# %%ranks 2 --device cpu
-def bandwidth(nbytes):
-    x, times = torch.ones(nbytes, dtype=torch.uint8), []
-    for _ in range(12):
-        begin = clock()
-        work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
-        times.append(clock() - begin)
-        work.wait()
-    return nbytes / statistics.median(times[3:])
 
 # wrong: ex5-solution: reads the clock before the answer | rank 0 reads the clock again when the answer is there
 # %%ranks 2 --device cpu

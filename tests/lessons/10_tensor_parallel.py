@@ -34,6 +34,20 @@ class Copy(torch.autograd.Function):
 class Reduce(Copy):
     pass
 
+# wrong: ex1-solution | leaves its input, which exp still needs, as it is
+# %%ranks 4
+def summed(x):
+    dist.all_reduce(x)
+    return x
+
+class Copy(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
+    backward = staticmethod(lambda ctx, grad: summed(grad.clone()))
+
+class Reduce(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: summed(x))
+    backward = staticmethod(lambda ctx, grad: grad)
+
 # wrong: ex1-solution | One forward, by Reduce, and one backward, by Copy
 # %%ranks 4
 class Reduce(torch.autograd.Function):

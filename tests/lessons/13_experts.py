@@ -111,6 +111,23 @@ def through_experts(x, expert, weight, everyone):  # the experts that happen to 
         [layer.experts[e](row) for row, e in zip(x, expert.tolist(), strict=True)]
     )
 
+# wrong: ex4-solution | of 128 tokens have their expert's output, in their place
+# %%ranks 4
+def exchange(rows, sent, received):
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent)
+    return arrived
+
+def through_experts(x, expert, weight, everyone, put_back=lambda order: order):
+    sent = everyone[rank].view(world_size, 2).sum(1).tolist()
+    here = everyone[:, 2 * rank : 2 * rank + 2]
+    number = torch.arange(2, device=x.device).repeat(world_size).repeat_interleave(here.flatten())
+    order = expert.argsort(stable=True)
+    arrived = exchange(x[order], sent, here.sum(1).tolist())
+    both = [layer.experts[2 * rank + i](arrived) for i in (0, 1)]
+    done = torch.where(number[:, None] == 0, *both)
+    return weight[:, None] * exchange(done, here.sum(1).tolist(), sent)[put_back(order)]
+
 # wrong: ex4-solution | gradient of x
 # %%ranks 4
 _any = through_experts
