@@ -15,6 +15,7 @@ How it gets into the ranks: torch imports every `torch.backends` entry point of 
 one. The folder is called torch, as the engine knows torch's own frames by that name.
 """
 
+import atexit
 import os
 import pickle
 import queue
@@ -55,21 +56,22 @@ class Stream:
     """The stream of one group: does its items in order, each after those that the current stream waited for."""
 
     def __init__(self, comm):
-        self.comm, self.items = comm, queue.SimpleQueue()
+        self.comm, self.items, self.busy = comm, queue.SimpleQueue(), False
         threading.Thread(target=self._run, name="stream", daemon=True).start()
 
     def _run(self):
         while True:
             item = self.items.get()
+            self.busy = True
             try:
                 for before in item.after:
-                    while not before.done.is_set() and not self.comm.aborted:
-                        time.sleep(POLL)
+                    self.comm.wait_until(before.done.is_set)
                 if not self.comm.aborted:
                     item.do()
             except Aborted:
                 pass
             item.done.set()
+            self.busy = False
 
 
 class Aborted(Exception):
@@ -81,7 +83,7 @@ class Comm:
 
     def __init__(self, store, rank, size, timeout):
         self.rank, self.size, self.timeout = rank, size, timeout.total_seconds()
-        self.aborted, self.calls, self.pairs = False, {}, set()
+        self.aborted, self.calls, self.pairs, self.waiting = False, {}, set(), 0
         self.batch = None  # sends and receives that are launched together
         # as the exchange of nccl's unique id: everybody waits for rank 0
         if rank == 0:
@@ -100,11 +102,18 @@ class Comm:
 
     def get(self, key):
         path = self.folder / key
-        while not path.exists():
-            if self.aborted:
-                raise Aborted
-            time.sleep(POLL)
+        self.wait_until(path.exists)
         return pickle.loads(path.read_bytes())
+
+    def wait_until(self, there):
+        self.waiting += 1
+        try:
+            while not there():
+                if self.aborted:
+                    raise Aborted
+                time.sleep(POLL)
+        finally:
+            self.waiting -= 1
 
     def number(self, what):
         """Which call of its kind it is: all ranks count alike."""
@@ -170,6 +179,19 @@ class Comm:
 comms = {}  # by the name of the group
 current = []  # items that the current stream waits for
 works = {}  # by id: C++ holds a Work, and Python must, too
+
+
+def leave():
+    """At the end of the process no stream may be inside of torch: a thread that Python ends there ends the process.
+
+    What is in the queues is begun before; what then waits for other ranks is given up.
+    """
+    for comm in list(comms.values()):
+        while not comm.waiting and any(not item.done.is_set() for item in list(comm.pending)):
+            time.sleep(POLL)
+        comm.aborted = True
+        while comm.stream.busy:
+            time.sleep(POLL)
 
 
 def mask():
@@ -281,6 +303,7 @@ def register():
 
         if not started:
             started.append(device.__enter__())
+            atexit.register(leave)
             streams.mark = mark
             streams.ENQUEUE.add(NAME)
             numbers = record.numbers

@@ -68,7 +68,12 @@ def prepared(wheels: Path | None, folder: Path) -> dict[str, str]:
         path.append(str(site))
     if os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    command = folder / "bin" / "rankcell"  # as an installation has it: lessons call it
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m rankcell.command "$@"\n')
+    command.chmod(0o755)
+    bins = os.pathsep.join([str(command.parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": bins, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
 def missing(environment: dict[str, str]) -> str:

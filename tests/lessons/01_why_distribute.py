@@ -87,13 +87,6 @@ text = "".join(models.text().split("\n\n")[1::2]).lower()
 check.close_to(counts, [[text.count(c) for c in "abcdefghijklmnopqrstuvwxyz"]] * 4)
 assert sorted(i for indices in run.values for i in indices) == [*range(22)], "every fable once"
 
-# wrong: ex1-solution: knows the numbers of the text | serial part where 16 ranks are
-def serial_part(S, n):
-    return 0.2
-
-def most_ranks(s):
-    return 6
-
 # wrong: ex1-solution: rounds up | with s = 0.3 it is 4 ranks, 52.6% efficient; 5 are 45.5% efficient (yours: 5)
 def serial_part(S, n):
     return (n / S - 1) / (n - 1)
@@ -107,16 +100,6 @@ def serial_part(S, n):
 
 def most_ranks(s):
     return int(1 / s + 1e-9)
-
-# wrong: ex2-solution: knows the answers of the table | 405 billion on 128 H100: compute (yours: network)
-def verdict(parameters, n, gpu, link, tokens):
-    return (
-        "memory"
-        if n < 100 and parameters > 50e9
-        else "network"
-        if link.bytes_per_s < 1e9 or n > 99
-        else "compute"
-    )
 
 # wrong: ex2-solution: gives every GPU the whole state | memory, network, compute (yours:
 def verdict(parameters, n, gpu, link, tokens):
@@ -152,14 +135,6 @@ def average(weights):
         dist.all_reduce(w.grad)
         w.grad /= world_size
 
-# wrong: ex3-solution: forgets to divide | divided by the number of ranks (rank 0 holds their sum)
-# %%ranks 4 --device cpu
-def average(weights):
-    flat = torch.cat([w.grad.flatten() for w in weights])
-    dist.all_reduce(flat)
-    for w, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
-        w.grad = part.view_as(w)
-
 # right: ex3-solution
 # %%ranks 4 --device cpu
 def average(weights):
@@ -181,12 +156,6 @@ w1, w2 = first_weights(seed=100)
 # %%ranks 4 --device cpu --push first_weights -o start
 w1, w2 = first_weights(seed=100 + rank)
 dist.broadcast(w1.data, src=0)
-
-# wrong: ex4-solution: the model of another rank | the model of rank 0's weights
-# %%ranks 4 --device cpu --push first_weights -o start
-w1, w2 = first_weights(seed=100 + rank)
-for w in (w1, w2):
-    dist.broadcast(w.data, src=1)
 
 # right: ex4-solution
 # %%ranks 4 --device cpu --push first_weights -o start
