@@ -10,6 +10,7 @@ import torch
 import rankcell
 from rankcell import models
 from rankcell.draw import memory
+from rankcell.engine import meter
 from rankcell.engine import spans as modules
 
 
@@ -69,6 +70,15 @@ def test_only_memory_that_somebody_holds_is_counted():
 
 
 UNIT, UNITS = 64 * 64 * 4, 16  # bytes of a layer, layers
+
+
+def test_of_many_samples_the_highest_is_kept(monkeypatch):
+    monkeypatch.setattr(meter, "MAX_SAMPLES", 6)
+    for high in range(8):  # one of them is a sample that goes where only every second is kept
+        with meter.Meter() as held:
+            for i in range(8):
+                torch.ones(1000 if i == high else 10).add(1)
+        assert held.peak.rest == 2 * 4000
 
 
 def test_a_sharded_model_is_seen_shard_by_shard(four):

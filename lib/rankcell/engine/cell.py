@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import errors
 from ..results import Run, name_ranks
-from . import diagnose
+from . import diagnose, system
 from .mailbox import Mailbox
 from .messages import Status, Task
 from .parts import Part, unpack
@@ -211,6 +211,7 @@ class Cell:
             parts[rank].freed = True
         began = time.monotonic()
         cpu = {rank: status.cpu for rank, status in self._last.items()}
+        used = {rank: self._used(rank) for rank in running}
         mailbox.ask(running, about, wait=GRACE / 2)
         again = time.monotonic() + GRACE / 4
         silent: Counter[int] = Counter()  # how often a rank did not even answer
@@ -220,12 +221,19 @@ class Cell:
                 answers: dict[int, Status | None] = mailbox.ask(running, "status", wait=GRACE / 4)
                 silent.update(r for r in running if answers.get(r) is None)
                 late = now > began + PATIENCE
-                stubborn = [r for r in running if late or silent[r] > 1 or _spins(answers.get(r), cpu.get(r))]
+                # a silent rank that has run meanwhile holds the interpreter; another one may only want a core
+                deaf = {r for r in running if silent[r] > 1 and self._used(r) - used[r] >= SPINS}
+                stubborn = [r for r in running if late or r in deaf or _spins(answers.get(r), cpu.get(r))]
                 self._end(stubborn)
             elif now > again:  # a first interrupt may have been swallowed by an `except`
                 again = now + GRACE / 4
                 mailbox.ask(running, about, wait=0.05)
             mailbox.pump(0.05)
+
+    def _used(self, rank: int) -> float:
+        """CPU seconds of the rank's process; 0 where it is on another machine."""
+        host = self._mailbox.host
+        return 0.0 if host.place_of(rank)[2] else system.process_cpu_seconds(host.pids.get(rank, 0))
 
     def _end(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks`, and note that it was our doing."""

@@ -210,6 +210,15 @@ def restore_memory_limits(limits: dict[int, tuple[int, int]]) -> None:
                 resource.setrlimit(kind, (wanted, now_hard))
 
 
+def process_cpu_seconds(pid: int) -> float:
+    """CPU seconds that a process of this machine has used (Linux); 0 where unknown."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
+
+
 def thread_cpu_seconds(ident: int) -> float | None:
     """CPU seconds that the thread `ident` of this process has used; None where unknown (macOS)."""
     clock = getattr(time, "pthread_getcpuclockid", None)

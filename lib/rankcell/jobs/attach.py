@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..engine import system
 from ..results import name_ranks
 from . import explain, flight, inside, records, stacks, verdict
 from .records import Record
@@ -135,13 +136,13 @@ def look(processes: Sequence[Process]) -> tuple[list[Record], list[str]]:
     Raises:
         Unseen: no stack can be read.
     """
-    before = {p.pid: inside.used(p.pid, stacks.cpu_seconds(p.pid))[0] for p in processes}
+    before = {p.pid: inside.used(p.pid, system.process_cpu_seconds(p.pid))[0] for p in processes}
     time.sleep(WATCHED)
     found, problems = [], []
     size = max([p.world_size for p in processes] + [len(processes)])
     for process in processes:
         busy = (
-            inside.used(process.pid, stacks.cpu_seconds(process.pid))[0] - before[process.pid]
+            inside.used(process.pid, system.process_cpu_seconds(process.pid))[0] - before[process.pid]
             > COMPUTES * WATCHED
         )
         try:

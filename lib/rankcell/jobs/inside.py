@@ -237,7 +237,7 @@ def used(pid: int, own: float) -> tuple[float, int]:
     cpu, moved = own, 0
     for each in (pid, *stacks.children(pid)):
         if each != pid:
-            cpu += stacks.cpu_seconds(each)
+            cpu += system.process_cpu_seconds(each)
         with contextlib.suppress(OSError, ValueError, IndexError):
             words = Path(f"/proc/{each}/io").read_text().split()
             moved += int(words[1]) + int(words[3])  # rchar, wchar
@@ -246,7 +246,7 @@ def used(pid: int, own: float) -> tuple[float, int]:
 
 def peek(pid: int, folder: str) -> Look:
     """A process of this machine that does not answer: what it uses, and its stack."""
-    return Look(None, *used(pid, stacks.cpu_seconds(pid)), threads=stacks.ask(pid, folder))
+    return Look(None, *used(pid, system.process_cpu_seconds(pid)), threads=stacks.ask(pid, folder))
 
 
 def arrive(rank: int | None = None, world_size: int | None = None) -> Inside | None:

@@ -137,15 +137,6 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU seconds that a process has used (Linux); 0 where unknown."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        return 0.0
-
-
 def state_of(pid: int) -> str:
     """The kernel's letter for a process: "R", "S", "D", "T", "Z"; "" where unknown."""
     try:
