@@ -2,16 +2,16 @@
 
 `ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online
 softmax; `all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors
-of one rank's positions, and both have a backward; keys and values may have fewer heads, and a sequence may be
-made of several documents. `ContextParallel` runs a GPT or Llama of `rankcell.models` on them.
+of one rank's positions, and both have a backward; keys and values may have fewer heads. `ContextParallel`
+runs a GPT or Llama of `rankcell.models` on them.
 
-What it does not do: it uses no fused kernel for the blocks of the ring, sends keys and values to ranks that
-will not look at them, has no dropout on the attention weights, and no backward of the backward. All ranks
+What it does not do: it knows causal attention only; it uses no fused kernel for the blocks of the ring, sends
+keys and values to ranks that will not look at them, and has no dropout on the attention weights. All ranks
 need equally many positions, and must start from equal parameters: nothing is broadcast.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from .. import models
 from ..models import repeat_heads, rotate
-from . import group as groups
+from . import group
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -87,15 +87,13 @@ def _count(length: int, world_size: int, layout: str) -> int:
 # What one block of keys does to one block of queries
 
 
-def _scores(query: Tensor, key: Tensor, triangle: bool, seen: Tensor | None) -> Tensor:
-    """`(..., queries, keys)`; with `triangle` query i sees the keys up to i of its own piece, and with `seen`
-    only those where that is true.
-    """
+def _scores(query: Tensor, key: Tensor, triangle: bool) -> Tensor:
+    """`(..., queries, keys)`; with `triangle` query i sees the keys up to i of its own piece."""
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    if triangle:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
-    return scores if seen is None else scores.masked_fill(~seen, -math.inf)
+    if not triangle:
+        return scores
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, -math.inf)
 
 
 class OnlineSoftmax:
@@ -103,7 +101,7 @@ class OnlineSoftmax:
 
     For each query: the largest score so far, the sum of exp(score - largest), and the sum of the values with
     the same factors. From https://arxiv.org/abs/1805.02867 (2018), section 3, with the values added as in
-    https://arxiv.org/abs/2112.05682 (2021). A query must see at least one key in all.
+    https://arxiv.org/abs/2112.05682 (2021).
     """
 
     def __init__(self, query: Tensor) -> None:
@@ -112,13 +110,12 @@ class OnlineSoftmax:
         self.sum = torch.zeros_like(query[..., :1])
         self.values = torch.zeros_like(query)
 
-    def add(self, key: Tensor, value: Tensor, *, triangle: bool = False, seen: Tensor | None = None) -> None:
-        """See one more block: `(..., keys, d_head)` each; of `seen`, `(..., queries, keys)`, what is true."""
-        scores = _scores(self.query, key, triangle, seen)
+    def add(self, key: Tensor, value: Tensor, *, triangle: bool = False) -> None:
+        """See one more block: `(..., keys, d_head)` each."""
+        scores = _scores(self.query, key, triangle)
         largest = torch.maximum(self.largest, scores.amax(-1, keepdim=True))
-        base = largest.masked_fill(largest == -math.inf, 0)  # where a query has seen no key yet
-        old = torch.exp(self.largest - base)  # what was summed had another largest score: rescale it
-        weights = torch.exp(scores - base)
+        old = torch.exp(self.largest - largest)  # what was summed had another largest score: rescale it
+        weights = torch.exp(scores - largest)
         self.sum = self.sum * old + weights.sum(-1, keepdim=True)
         self.values = self.values * old + weights @ value
         self.largest = largest
@@ -141,7 +138,6 @@ def block_backward(
     correction: Tensor,
     *,
     triangle: bool = False,
-    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one block of keys adds to the gradients of query, key and value.
 
@@ -149,7 +145,7 @@ def block_backward(
     derivative of softmax subtracts the mean of the incoming gradients, and that mean over *all* keys is known
     from the output. From https://arxiv.org/abs/2205.14135 (FlashAttention, 2022), appendix B.2.
     """
-    weights = torch.exp(_scores(query, key, triangle, seen) - log_sum_exp)  # final ones: no rescaling here
+    weights = torch.exp(_scores(query, key, triangle) - log_sum_exp)  # final ones: no rescaling here
     grad_scores = weights * (grad @ value.transpose(-2, -1) - correction) / math.sqrt(query.shape[-1])
     return grad_scores @ key, grad_scores.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ grad
 
@@ -160,10 +156,11 @@ def block_backward(
 class _Ring:
     """This rank's two neighbours in a process group, and messages to the next from the one before."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self.group = process_group or dist.group.WORLD
+    def __init__(self, process_group: dist.ProcessGroup | None, layout: str) -> None:
+        self.group, self.layout = process_group or dist.group.WORLD, layout
         self.rank, self.world_size = _place(self.group)
         self.next, self.previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        self.n_pieces = len(pieces(0, self.world_size, layout=layout))
 
     def start(self, sent: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Send a tensor on and receive its like, at once: where it will be, and what to call before use."""
@@ -183,120 +180,80 @@ class _Ring:
 
         return received, wait
 
-    def source(self, step: int) -> int:
-        """Whose block this rank holds after so many steps."""
-        return (self.rank - step) % self.world_size
+    def cut(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`(..., positions, d_head)` by pieces of the sequence."""
+        return x.chunk(self.n_pieces, -2)
 
+    def pairs(self, step: int) -> list[tuple[int, int, bool]]:
+        """Which of this rank's pieces of queries sees which piece of the keys that it holds after so many
+        steps, and whether only its triangle.
 
-def _pairs(rank: int, source: int, world_size: int, layout: str, causal: bool) -> list[tuple[int, int, bool]]:
-    """Which piece of a rank's queries meets which piece of the source's keys, and whether only its triangle.
-
-    Pieces are whole stretches of the sequence, so a pair is seen in full, not at all, or, where both are the
-    same piece, in its triangle.
-    """
-    mine, theirs = (pieces(r, world_size, layout=layout) for r in (rank, source))
-    if not causal:
-        return [(i, j, False) for i in range(len(mine)) for j in range(len(theirs))]
-    return [(i, j, a == b) for i, a in enumerate(mine) for j, b in enumerate(theirs) if b <= a]
+        Pieces are whole stretches of the sequence, so a pair is seen in full, not at all, or, where both are
+        the same piece, in its triangle.
+        """
+        source = (self.rank - step) % self.world_size
+        mine, theirs = (pieces(r, self.world_size, layout=self.layout) for r in (self.rank, source))
+        return [(i, j, a == b) for i, a in enumerate(mine) for j, b in enumerate(theirs) if b <= a]
 
 
 class _RingAttention(torch.autograd.Function):
     """The two directions of `ring_attention`; saves the output and one number per query, no weights.
 
     Queries are `(..., kv_heads, heads / kv_heads, positions, d_head)`, and keys and values have a 1 in that
-    place: each of their heads meets all queries that it serves. `documents` are all ranks', by rank.
+    place: each of their heads meets all queries that it serves.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Sequence[Tensor] | None,
-        ring: _Ring,
-        layout: str,
-        causal: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)  # 16-bit sums would be too coarse
-        own = len(pieces(0, ring.world_size, layout=layout))
-        state = [OnlineSoftmax(part.to(exact)) for part in query.chunk(own, -2)]
+        state = [OnlineSoftmax(part.to(exact)) for part in ring.cut(query)]
         block = torch.stack([key, value])  # one message: (2, ..., keys, d_head)
         for step in range(ring.world_size):
             if step < ring.world_size - 1:
                 coming, wait = ring.start(block)  # the next block travels while this one is used
-            keys, values = (part.chunk(own, -2) for part in block.to(exact).unbind())
-            source = ring.source(step)
-            for i, j, triangle in _pairs(ring.rank, source, ring.world_size, layout, causal):
-                seen = _same_document(documents, ring.rank, i, source, j, own)
-                state[i].add(keys[j], values[j], triangle=triangle, seen=seen)
+            keys, values = map(ring.cut, block.to(exact).unbind())
+            for i, j, triangle in ring.pairs(step):
+                state[i].add(keys[j], values[j], triangle=triangle)
             if step < ring.world_size - 1:
                 wait()
                 block = coming
         output = torch.cat([s.output() for s in state], -2)
         log_sum_exp = torch.cat([s.log_sum_exp() for s in state], -2)
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.how = documents, ring, layout, causal
+        ctx.ring = ring
         return output.to(query.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
-        documents, ring, layout, causal = ctx.how
-        exact, own = output.dtype, len(pieces(0, ring.world_size, layout=layout))
-        grad = grad.to(exact)
+        ring, exact, grad = ctx.ring, output.dtype, grad.to(output.dtype)
         correction = (grad * output).sum(-1, keepdim=True)
-        rows = [t.chunk(own, -2) for t in (query.to(exact), grad, log_sum_exp, correction)]
+        rows = [ring.cut(t) for t in (query.to(exact), grad, log_sum_exp, correction)]
         grad_query = torch.zeros_like(output)
-        block, so_far, wait_sum = torch.stack([key, value]), None, None
+        block = torch.stack([key, value])
+        so_far, wait_sum = torch.zeros_like(block, dtype=exact), lambda: None
         for step in range(ring.world_size):
             if step < ring.world_size - 1:
                 coming, wait = ring.start(block)
-            keys, values = (part.chunk(own, -2) for part in block.to(exact).unbind())
-            here = torch.zeros_like(block, dtype=exact)  # what this rank adds to the block's gradients
-            here_key, here_value = (part.chunk(own, -2) for part in here.unbind())
-            source = ring.source(step)
-            for i, j, triangle in _pairs(ring.rank, source, ring.world_size, layout, causal):
+            keys, values = map(ring.cut, block.to(exact).unbind())
+            here = torch.zeros_like(so_far)  # what this rank adds to the block's gradients
+            here_key, here_value = map(ring.cut, here.unbind())
+            for i, j, triangle in ring.pairs(step):
                 q, g, lse, c = (part[i] for part in rows)
-                seen = _same_document(documents, ring.rank, i, source, j, own)
-                parts = block_backward(q, keys[j], values[j], g, lse, c, triangle=triangle, seen=seen)
-                places = grad_query.chunk(own, -2)[i], here_key[j], here_value[j]
+                parts = block_backward(q, keys[j], values[j], g, lse, c, triangle=triangle)
+                places = ring.cut(grad_query)[i], here_key[j], here_value[j]
                 for place, part in zip(places, parts, strict=True):
                     place += part.sum_to_size(place.shape)  # over the query heads that a key served
-            if so_far is not None:
-                wait_sum()  # the sum of the ranks before, which came while this rank computed
-                here += so_far
-            so_far, wait_sum = ring.start(here)  # one step behind its block; the last one brings it home
+            wait_sum()  # the sum of the ranks before, which came while this rank computed
+            # one step behind its block; the last one brings it home
+            so_far, wait_sum = ring.start(here + so_far)
             if step < ring.world_size - 1:
                 wait()
                 block = coming
         wait_sum()
         grad_key, grad_value = so_far.to(key.dtype).unbind()
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, None
-
-
-def _same_document(
-    documents: Sequence[Tensor] | None, rank: int, i: int, source: int, j: int, own: int
-) -> Tensor | None:
-    """Which keys of a piece each query of another sees: `(..., 1, 1, queries, keys)`. None if all."""
-    if documents is None:
-        return None
-    queries, keys = documents[rank].chunk(own, -1)[i], documents[source].chunk(own, -1)[j]
-    return (queries[..., :, None] == keys[..., None, :])[..., None, None, :, :]
-
-
-def _gather_documents(documents: Tensor, query: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """All ranks' document numbers, by rank: one all-gather of a number per position."""
-    expected = (*query.shape[:-3], query.shape[-2])
-    if tuple(documents.shape) != expected:
-        raise ValueError(
-            f"The documents need one number for each of this rank's positions, {expected}; they have "
-            f"{tuple(documents.shape)}. Cut them with `split`, as the tokens."
-        )
-    found = [torch.empty_like(documents) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, documents.contiguous(), group=group)
-    return found
+        return grad_query.to(query.dtype), grad_key, grad_value, None
 
 
 def ring_attention(
@@ -304,12 +261,11 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     *,
-    causal: bool = True,
     layout: str = "zigzag",
-    documents: Tensor | None = None,
+    documents: None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries over all ranks' positions: `(batch, heads, length / W, d_head)`.
+    """Causal attention of this rank's queries over all ranks' positions: `(batch, heads, length / W, d_head)`.
 
     Keys and values go round the ring of the group in W - 1 steps, and each block is used while the next one
     travels. In the backward they go round again, with their gradients one step behind. No rank ever holds
@@ -318,20 +274,19 @@ def ring_attention(
     Args:
         query, key, value: this rank's positions, in the order of `positions`; of one dtype. Key and value may
             have fewer heads than the query, each for as many query heads in a row.
-        layout: "zigzag" gives causal ranks equal work; "contiguous" gives the last rank the most.
-        documents: `(batch, length / W)` whole numbers. Only positions with the same number see each other;
-            padding gets a number that no document has. All ranks give it, or none.
+        layout: "zigzag" gives ranks equal work; "contiguous" gives the last rank the most.
+        documents: only `all_to_all_attention` knows them.
 
     Raises:
         ValueError: the shapes do not fit, the local length is odd under zigzag, or there is no such layout.
     """
+    if documents is not None:
+        raise ValueError("The ring knows no documents in a sequence. Use the all-to-all.")
     _check_shapes(query, key, value)
-    ring = _Ring(process_group)
+    ring = _Ring(process_group, layout)
     _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
-    everyone = None if documents is None else _gather_documents(documents, query, ring.group)
     grouped = query.unflatten(-3, (key.shape[-3], -1))  # (..., kv_heads, heads / kv_heads, positions, d_head)
-    keys, values = key.unsqueeze(-3), value.unsqueeze(-3)
-    return _RingAttention.apply(grouped, keys, values, everyone, ring, layout, causal).flatten(-4, -3)
+    return _RingAttention.apply(grouped, key.unsqueeze(-3), value.unsqueeze(-3), ring).flatten(-4, -3)
 
 
 # Heads against positions
@@ -346,8 +301,7 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
         ctx.how = cut, join, group
-        world_size = dist.get_world_size(group)
-        send = torch.stack(x.chunk(world_size, cut))  # (W, ...): part r is for rank r
+        send = torch.stack(x.chunk(dist.get_world_size(group), cut))  # (W, ...): part r is for rank r
         received = torch.empty_like(send)
         dist.all_to_all_single(received, send, group=group)
         return torch.cat(received.unbind(), join)  # part r came from rank r
@@ -359,43 +313,27 @@ class _Swap(torch.autograd.Function):
         return _Swap.apply(grad, join, cut, group), None, None, None
 
 
-def positions_to_heads(x: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """`(..., heads, length / W, d)` on every rank -> `(..., heads / W, length, d)`.
-
-    Fewer heads, all positions; those stand in the order of the ranks. Its backward is `heads_to_positions`.
-    """
-    return _Swap.apply(x, x.dim() - 3, x.dim() - 2, process_group or dist.group.WORLD)
-
-
-def heads_to_positions(x: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """`(..., heads / W, length, d)` on every rank -> `(..., heads, length / W, d)`: the way back."""
-    return _Swap.apply(x, x.dim() - 2, x.dim() - 3, process_group or dist.group.WORLD)
-
-
 def all_to_all_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    causal: bool = True,
     layout: str = "zigzag",
     documents: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
-    attention: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """The same result as `ring_attention`, by two all-to-alls: each rank computes W-th of the heads in full.
 
-    `attention` is called with all positions in order and equally many heads, as `attention(query, key, value,
-    is_causal=causal)` or, with documents, with `attn_mask=` true where a query sees a key: any kernel for one
-    device will do. If there are fewer key/value heads than ranks, they are sent to several of them. From
+    If there are fewer key/value heads than ranks, they are sent to several of them. With `documents`,
+    `(batch, length / W)` whole numbers, only positions with the same number see each other. From
     https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses, 2023).
 
     Raises:
         ValueError: the ranks cannot share the heads, the shapes do not fit, or the layout does not.
     """
     _check_shapes(query, key, value)
-    group = process_group or dist.group.WORLD
-    _, world_size = _place(group)
+    process_group = process_group or dist.group.WORLD
+    _, world_size = _place(process_group)
     n_heads, n_kv_heads, length = query.shape[-3], key.shape[-3], query.shape[-2] * world_size
     _count(length, world_size, layout)
     if n_heads % world_size:
@@ -410,22 +348,23 @@ def all_to_all_attention(
         )
     if n_kv_heads < world_size:  # one for each rank
         key, value = (repeat_heads(t, world_size) for t in (key, value))
+    order = torch.cat([positions(length, r, world_size, layout=layout) for r in range(world_size)])
+    order = order.to(query.device)
     by_rank = [t.unflatten(-3, (world_size, -1)) for t in (query, key, value)]  # (..., W, heads / W, ...)
     mine = [t.shape[-3] for t in by_rank]
     together = torch.cat(by_rank, -3).flatten(-4, -3)  # one all-to-all for the three
-    whole = positions_to_heads(together, process_group=group)
-    order = torch.cat([positions(length, r, world_size, layout=layout) for r in range(world_size)])
-    order = order.to(query.device)
+    whole = _Swap.apply(together, query.dim() - 3, query.dim() - 2, process_group)  # my heads, all positions
     parts = whole.index_select(-2, order.argsort()).split(mine, -3)
-    same = (parts[0], *(repeat_heads(t, mine[0]) for t in parts[1:]))
+    query, key, value = (parts[0], *(repeat_heads(t, mine[0]) for t in parts[1:]))
     if documents is None:
-        output = attention(*same, is_causal=causal)
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     else:
-        numbers = torch.cat(_gather_documents(documents, query, group), -1)
-        numbers = numbers.index_select(-1, order.argsort())  # (..., length)
-        seen = (numbers[..., :, None] == numbers[..., None, :])[..., None, :, :]
-        output = attention(*same, attn_mask=seen.tril() if causal else seen)
-    return heads_to_positions(output.index_select(-2, order), process_group=group)
+        of_ranks = [torch.empty_like(documents) for _ in range(world_size)]
+        dist.all_gather(of_ranks, documents.contiguous(), group=process_group)
+        numbers = torch.cat(of_ranks, -1).index_select(-1, order.argsort())  # (..., length)
+        seen = (numbers[..., :, None] == numbers[..., None, :])[..., None, :, :].tril()
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    return _Swap.apply(output.index_select(-2, order), query.dim() - 2, query.dim() - 3, process_group)
 
 
 def bytes_sent(method: str, block: int, world_size: int, *, kv_block: int | None = None) -> dict[str, float]:
@@ -435,7 +374,7 @@ def bytes_sent(method: str, block: int, world_size: int, *, kv_block: int | None
     `kv_block` is that of its keys, and of its values, by default the same; with fewer key/value heads it is
     smaller; where an all-to-all has fewer of those than ranks, give the bytes of one head per rank. The
     gradients of the ring travel in the dtype they are summed in; the formula is for float32 and float64,
-    where that is the dtype of the keys. Document numbers are left out.
+    where that is the dtype of the keys.
 
         bytes_sent("ring", 100, 4)               # {"forward": 600, "backward": 1400}
         bytes_sent("ring", 100, 4, kv_block=25)  # {"forward": 150, "backward": 350}
@@ -463,9 +402,9 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _place(group: dist.ProcessGroup) -> tuple[int, int]:
+def _place(process_group: dist.ProcessGroup) -> tuple[int, int]:
     """This rank's number in the group, and the group's size."""
-    return groups.place(group, "this context parallelism", use="call it")
+    return group.place(process_group, "this context parallelism", use="call it")
 
 
 # Losses and gradients
@@ -491,15 +430,11 @@ def sum_gradients(
     One all-reduce per dtype. A parameter that this rank did not use counts as zero; all ranks must give the
     same parameters.
     """
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in dict.fromkeys(p for p in parameters if p.requires_grad):  # a tied weight once
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for together in by_dtype.values():
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in together]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=process_group)
-        for parameter, part in zip(together, flat.split([p.numel() for p in together]), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
+    trained = list(dict.fromkeys(p for p in parameters if p.requires_grad))  # a tied weight once
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    group.all_reduce_together([p.grad for p in trained if p.grad is not None], process_group)
 
 
 # A model

@@ -1,9 +1,8 @@
-"""What the strategies share: a rank's place in a group, one all-reduce of many tensors, one gradient norm.
+"""What the strategies share: a rank's place in a group, many tensors in one message, one gradient norm.
 
 Nothing here knows a model. It does not make groups: `dist.new_group` or a device mesh does.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -33,15 +32,9 @@ def has_numbers(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors begin at the same number of the same storage."""
-    storages = (tensor.untyped_storage()._cdata for tensor in (a, b))
-    return len(set(storages)) == 1 and a.storage_offset() == b.storage_offset()
-
-
 @torch.no_grad()
 def all_reduce_together(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
-    """Sum each tensor over the ranks of a group, in place, with one all-reduce per dtype and device.
+    """Sum each tensor over the ranks of a group, in place, with one all-reduce per dtype.
 
     All ranks must give tensors of the same shapes in the same order.
     """
@@ -49,24 +42,26 @@ def all_reduce_together(tensors: Iterable[Tensor], process_group: dist.ProcessGr
 
 
 @torch.no_grad()
-def broadcast_together(
-    tensors: Iterable[Tensor], source: int, process_group: dist.ProcessGroup | None = None
-) -> None:
-    """Give each tensor the values it has on one rank, with one broadcast per dtype and device.
+def broadcast_together(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
+    """Give each tensor the values it has on the first rank of the group, with one broadcast per dtype."""
+    _together(tensors, lambda flat: dist.broadcast(flat, group_src=0, group=process_group))
 
-    `source` is that rank's number in the group.
-    """
-    rank = source if process_group is None else dist.get_global_rank(process_group, source)
-    _together(tensors, lambda flat: dist.broadcast(flat, rank, group=process_group))
+
+@torch.no_grad()
+def broadcast_each(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
+    """The same with a broadcast for each tensor, which needs no memory for a copy."""
+    for tensor in tensors:
+        tensor.data = tensor.data.contiguous()
+        if tensor.numel():
+            dist.broadcast(tensor.data, group_src=0, group=process_group)
 
 
 def _together(tensors: Iterable[Tensor], send: Callable[[Tensor], object]) -> None:
-    """Put tensors of one dtype and device into a flat one, `send` it, and copy back what it then holds."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """Put tensors of one dtype into a flat one, `send` it, and copy back what it then holds."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        alike.setdefault((real.dtype, real.device), []).append(real)
-    for together in alike.values():
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for together in by_dtype.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in together])
         if not flat.numel():
             continue
@@ -100,12 +95,3 @@ def clip_grad_norm_(
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.dtype))
     return norm
-
-
-def settle(work: dist.Work) -> None:
-    """Wait for a collective whose result nobody wants any more, because the step it belonged to failed.
-
-    The collective may have failed with it, or its group may be gone: that is no news to whoever starts anew.
-    """
-    with contextlib.suppress(RuntimeError):
-        work.wait()

@@ -5,9 +5,8 @@ asynchronous sends and receives, which are posted in an order that both ends sha
 still whatever the schedule. `split_gpt` cuts a GPT or Llama into stages.
 
 What it does not do: a stage takes one tensor and gives one tensor, each with the samples in its first dim.
-Where a stage does not pass the gradient on, those before it get zeros, not None. There is no automatic mixed
-precision, and no running ahead with old weights (no weight stashing): all micro-batches of a step see the
-same weights. Tested with gloo.
+There is no evaluation, no automatic mixed precision, and no running ahead with old weights (no weight
+stashing): all micro-batches of a step see the same weights. Tested with gloo.
 """
 
 import copy
@@ -19,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..schedules import Action, Schedule, forward_only, needs, rounds
+from .. import models
+from ..schedules import Action, Schedule, needs, rounds
 
 Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
 
@@ -30,8 +31,8 @@ Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
 class Pipeline:
     """The stages of this rank, and the engine that trains them with the other ranks of a group.
 
-    Data parallelism averages after `step`, or stage by stage in `on_gradients`. A stage in a `DDP` would
-    average after every micro-batch, and in a split backward before the weights have their gradients.
+    Data parallelism averages after `step`. A stage in a `DDP` would average after every micro-batch, and in a
+    split backward before the weights have their gradients: call `step` inside its `no_sync`.
 
     Args:
         stages: all stages of the model in order, of which this rank's are taken; or only this rank's, by
@@ -40,19 +41,14 @@ class Pipeline:
         loss: called on the last stage with its output and the targets of a micro-batch, gives their mean.
         between: shape of what one stage sends to the next for one sample, for example (length, d_model).
             If it is not always the same: a function of the receiving stage and the first stage's inputs of
-            the micro-batch, that gives the whole shape.
-        dtype: of what is sent, by default that of this rank's first parameter, or torch's default dtype if it
-            has none. All ranks need the same.
+            the micro-batch, that gives the whole shape. Its dtype is that of this rank's first parameter.
         process_group: the ranks of the pipeline, by default all. Rank r of the group runs `actions[r]`.
         span: called with the name of each action around its computing, for example `rankcell.span`.
-        on_gradients: called with the number of a stage as soon as its gradients are complete, so that
-            another average can start while other stages still compute.
 
     >>> pipeline = Pipeline(split_gpt(model, 4), one_f_one_b(4, 8), cross_entropy, between=(32, 64))
     >>> optimizer = torch.optim.AdamW(pipeline.parameters())
     >>> loss = pipeline.step(x, y)  # gradients are in .grad
     >>> optimizer.step()
-    >>> pipeline.evaluate(x, y)  # the loss without gradients
     """
 
     def __init__(
@@ -62,14 +58,11 @@ class Pipeline:
         loss: Callable[[Tensor, Tensor], Tensor],
         *,
         between: Shape,
-        dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
         span: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-        on_gradients: Callable[[int], None] | None = None,
     ) -> None:
         self.group = process_group or dist.group.WORLD
-        self.schedule, self.loss, self.between = schedule, loss, between
-        self.span, self.on_gradients = span, on_gradients
+        self.schedule, self.loss, self.between, self.span = schedule, loss, between, span
         if dist.get_world_size(self.group) != schedule.n_ranks:
             raise ValueError(
                 f"The schedule is for {schedule.n_ranks} ranks, and the process group has "
@@ -77,13 +70,9 @@ class Pipeline:
             )
         self.route = _Route(schedule, dist.get_rank(self.group))  # raises if the schedule cannot run
         self.stages = self._own(stages)
-        first = next(self.parameters(), None)
-        self.dtype = dtype or (torch.get_default_dtype() if first is None else first.dtype)
-        self.device = None if first is None else first.device
-        # Posted early, a message moves as soon as it is there. Only gloo allows it: see `_Route.messages`.
-        self._ahead = 2 if dist.get_backend(self.group) == "gloo" else 0
+        first = next(self.parameters(), torch.empty(0))
+        self.dtype, self.device = first.dtype, first.device
         self.peak = 0  # micro-batches whose activations this rank held at most in the last step
-        self._evaluations: dict[int, _Route] = {}  # by number of micro-batches
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""
@@ -109,56 +98,14 @@ class Pipeline:
 
         Raises:
             ValueError: the batch has fewer samples than the schedule has micro-batches.
-            RuntimeError: gradients are switched off.
         """
-        if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "`step` finds gradients, and they are switched off here. Leave torch.no_grad, or call "
-                "`evaluate`."
-            )
         m = self.schedule.n_microbatches
         if len(inputs) < m or len(targets) != len(inputs):
             raise ValueError(
                 f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches. "
                 f"Give at least one sample to each, and one target for each input."
             )
-        if not self.schedule.trains:
-            raise ValueError(
-                "This schedule has forwards only, and `step` trains. Call `evaluate`, or give the pipeline a "
-                "schedule with backwards."
-            )
-        return _Step(self, self.route, inputs.tensor_split(m), targets.tensor_split(m)).run()
-
-    @torch.no_grad()
-    def evaluate(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
-        """The loss of the batch without training, or without targets the outputs of the last stage for it,
-        in order. On the rank of the last stage; None on the others.
-
-        Forwards only, in the order of the schedule (`schedules.forward_only`): nothing is kept for a backward
-        and gradients stay as they are. The stages are in evaluation mode meanwhile, so there is no dropout.
-        The batch may be smaller than the number of micro-batches: then each sample is one.
-
-        Raises:
-            ValueError: there are no inputs, or another number of targets.
-        """
-        if not len(inputs) or (targets is not None and len(targets) != len(inputs)):
-            raise ValueError(
-                f"{len(inputs)} inputs cannot be evaluated with "
-                f"{'no' if targets is None else len(targets)} targets. Give at least one input, and one "
-                f"target for each or none at all."
-            )
-        m = min(self.schedule.n_microbatches, len(inputs))
-        if m not in self._evaluations:
-            self._evaluations[m] = _Route(forward_only(self.schedule, m), self.route.rank)
-        before = [(part, part.training) for module in self.stages.values() for part in module.modules()]
-        try:
-            for module in self.stages.values():
-                module.eval()
-            cut = None if targets is None else targets.tensor_split(m)
-            return _Step(self, self._evaluations[m], inputs.tensor_split(m), cut).run()
-        finally:
-            for part, training in before:
-                part.training = training
+        return _Step(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
 
     def shape(self, stage: int, inputs: Tensor) -> tuple[int, ...]:
         """The shape of what `stage` receives for the micro-batch of the first stage's `inputs`."""
@@ -168,15 +115,14 @@ class Pipeline:
 
     def _own(self, stages: Sequence[nn.Module] | Mapping[int, nn.Module]) -> dict[int, nn.Module]:
         mine = self.route.stages
-        if not isinstance(stages, Mapping):
-            if len(stages) != self.schedule.n_stages:
-                raise ValueError(
-                    f"The schedule has {self.schedule.n_stages} stages, and {len(stages)} modules came. Give "
-                    f"them all in order, or this rank's by number: {{{mine[0]}: module}}."
-                )
-            return {stage: stages[stage] for stage in mine}
-        if sorted(stages) != mine:
-            raise ValueError(f"Rank {self.route.rank} runs the stages {mine} and got {sorted(stages)}.")
+        if isinstance(stages, Mapping):
+            if sorted(stages) != mine:
+                raise ValueError(f"Rank {self.route.rank} runs the stages {mine} and got {sorted(stages)}.")
+        elif len(stages) != self.schedule.n_stages:
+            raise ValueError(
+                f"The schedule has {self.schedule.n_stages} stages, and {len(stages)} modules came. Give "
+                f"them all in order, or this rank's by number: {{{mine[0]}: module}}."
+            )
         return {stage: stages[stage] for stage in mine}
 
 
@@ -189,12 +135,10 @@ class _Route:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.rank, self.actions, self.n_stages = rank, schedule.actions[rank], schedule.n_stages
-        self.trains = schedule.trains
         self.rounds = rounds(schedule)
         self.homes = {a.stage: rank for rank, actions in enumerate(schedule.actions) for a in actions}
         self.stages = sorted(stage for stage, home in self.homes.items() if home == rank)
         self.split = {(a.stage, a.microbatch) for a in self.rounds if a.kind == "I"}
-        self.last = {s: [a for a in self.actions if a.stage == s][-1] for s in self.stages}
         self.messages = self._messages()
 
     def user(self, action: Action) -> Action | None:
@@ -228,70 +172,54 @@ class _Route:
 class _Step:
     """One batch on its way through the pipeline: what has arrived, what is kept, what is on its way."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        route: _Route,
-        inputs: Sequence[Tensor],
-        targets: Sequence[Tensor] | None,
-    ) -> None:
-        self.pipeline, self.route, self.inputs, self.targets = pipeline, route, inputs, targets
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self.pipeline, self.route, self.inputs, self.targets = pipeline, pipeline.route, inputs, targets
         self.samples = sum(map(len, inputs))
-        self.coming = deque(route.messages)
+        self.coming = deque(self.route.messages)
         self.posted: dict[Action, tuple[dist.Work, Tensor]] = {}  # receives, with their buffers
         self.here: dict[Action, Tensor] = {}  # what stages of this same rank computed
         self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a buffer lives until its send is waited for
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
         self.later: dict[tuple[int, int], _WeightsLater] = {}  # weight gradients put off
-        # of the last stage, by micro-batch: shares of the loss, or outputs
-        self.results: dict[int, Tensor] = {}
-        self.peak = 0
+        self.losses: dict[int, Tensor] = {}  # of the last stage, by micro-batch: shares of the loss
 
     def run(self) -> Tensor | None:
         """Execute this rank's list of actions."""
-        pipeline, route = self.pipeline, self.route
-        before = self._set_shared_aside() if route.trains else []
+        shared = [p for stage in self.pipeline.stages.values() for p in _shared(stage).values()]
+        before = [(p, p.grad) for p in shared]  # gradients of earlier steps: they were added up then
+        for parameter in shared:
+            parameter.grad = None
         compute = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
-        for action in route.actions:
-            self._ask_for_what_comes(action)
+        self.pipeline.peak = 0
+        for action in self.route.actions:
+            self._post_receives(action)
             arrived = self._take(action)
-            with pipeline.span(str(action)):
+            with self.pipeline.span(str(action)):
                 result = compute[action.kind](action, arrived)
-            self.peak = max(self.peak, len(self.kept.keys() | self.later.keys()))
-            self._pass_on(action, result)
-            ends = route.trains and route.last[action.stage] == action
-            if ends and not _shared(pipeline.stages[action.stage]):
-                self._complete(action.stage)
+            self.pipeline.peak = max(self.pipeline.peak, len(self.kept.keys() | self.later.keys()))
+            if result is not None:
+                self._pass_on(action, result)
         for work, _ in self.sent.values():
             work.wait()
-        if route.trains:
-            self._add_shared(before)
-            pipeline.peak = self.peak
-        return self._result()
-
-    def _result(self) -> Tensor | None:
-        in_order = [result for _, result in sorted(self.results.items())]
-        if not in_order:
-            return None
-        return torch.cat(in_order) if self.targets is None else torch.stack(in_order).sum()
+        self._add_shared()
+        for parameter, grad in before:
+            if grad is not None and parameter.grad is not None:
+                parameter.grad += grad
+        losses = [loss for _, loss in sorted(self.losses.items())]
+        return torch.stack(losses).sum() if losses else None
 
     # Messages
 
-    def _ask_for_what_comes(self, action: Action) -> None:
-        """Post the receive of each message that is earlier in the order of all ranks than this action, and of
-        a few later ones where the backend allows it.
-        """
+    def _post_receives(self, action: Action) -> None:
+        """Post the receive of each message that is earlier in the order of all ranks than this action."""
         pipeline, route = self.pipeline, self.route
-        turn, rank = route.key(action)
-        until = turn + pipeline._ahead, rank
-        while self.coming and route.key(self.coming[0]) < until:
+        while self.coming and route.key(self.coming[0]) < route.key(action):
             producer = self.coming.popleft()
             boundary = producer.stage + (producer.kind == "F")  # the later of the two stages
             shape = pipeline.shape(boundary, self.inputs[producer.microbatch])
-            device = pipeline.device or self.inputs[0].device
-            buffer = torch.empty(shape, dtype=pipeline.dtype, device=device)
-            source = route.homes[producer.stage]
-            work = dist.irecv(buffer, group=pipeline.group, group_src=source)
+            buffer = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
+            work = dist.irecv(buffer, group=pipeline.group, group_src=route.homes[producer.stage])
+            assert work is not None
             self.posted[producer] = work, buffer
 
     def _take(self, action: Action) -> Tensor | None:
@@ -310,10 +238,10 @@ class _Step:
             return buffer
         return None
 
-    def _pass_on(self, action: Action, result: Tensor | None) -> None:
+    def _pass_on(self, action: Action, result: Tensor) -> None:
         """Start to send the result to the stage that needs it, and go on."""
         pipeline, route, user = self.pipeline, self.route, self.route.user(action)
-        if user is None or result is None:
+        if user is None:
             return
         if route.homes[user.stage] == route.rank:
             self.here[action] = result
@@ -322,30 +250,18 @@ class _Step:
         if tuple(result.shape) != shape or result.dtype != pipeline.dtype:
             raise ValueError(
                 f"{action} computed {result.dtype} {tuple(result.shape)}, and stage {user.stage} expects "
-                f"{pipeline.dtype} {shape}. Make `between` and `dtype` say what the stages do."
+                f"{pipeline.dtype} {shape}. Make `between` say what the stages do."
             )
         result = result.contiguous()
         work = dist.isend(result, group=pipeline.group, group_dst=route.homes[user.stage])
+        assert work is not None
         self.sent[action] = work, result
-        self._let_go(action)
-
-    def _let_go(self, now: Action) -> None:
-        """Wait for old sends, so that their buffers do not pile up over the micro-batches.
-
-        Only for those that are used in an earlier round than `now`: waiting for a later one could be for
-        ever. In training a send of activations is waited for when their gradient comes back.
-        """
-        route = self.route
-        old = [action for action in self.sent if action.kind != "F" or not route.trains]
-        for action in old[: -2 * self.pipeline.schedule.n_ranks]:
-            if route.rounds[route.user(action)] < route.rounds[now]:
-                self.sent.pop(action)[0].wait()
 
     # Computing
 
     def _forward(self, action: Action, arrived: Tensor | None) -> Tensor:
         stage, _, j = action
-        if arrived is not None and self.route.trains:
+        if arrived is not None:
             arrived.requires_grad_()
         if (stage, j) in self.route.split:
             self.later[stage, j] = _WeightsLater()
@@ -357,81 +273,46 @@ class _Step:
                 f"one, for example the values joined with torch.cat."
             )
         if stage == self.route.n_stages - 1:
-            if self.targets is not None:
-                # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
-                share = len(self.inputs[j]) / self.samples
-                out = self.pipeline.loss(out, self.targets[j]) * share
-            self.results[j] = out.detach()
-        if self.route.trains:
-            self.kept[stage, j] = arrived, out
+            # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
+            out = self.pipeline.loss(out, self.targets[j]) * (len(self.inputs[j]) / self.samples)
+            self.losses[j] = out.detach()
+        self.kept[stage, j] = arrived, out
         return out.detach()
 
     def _backward(self, action: Action, arrived: Tensor | None) -> Tensor | None:
         """Both halves, or for "I" all but the products that only a weight's gradient needs."""
-        place = action.stage, action.microbatch
-        x, out = self.kept.pop(place)
-        later = self.later.get(place)
-        if out.requires_grad:  # not where all that led to it is frozen
-            grad = torch.ones_like(out) if arrived is None else arrived  # the loss has none
-            if later is None:
-                torch.autograd.backward(out, grad)
-            else:
-                later.run_backward([out], [grad])
-        if x is None:
-            return None
-        return torch.zeros_like(x) if x.grad is None else x.grad  # the stage before waits for it
+        x, out = self.kept.pop((action.stage, action.microbatch))
+        torch.autograd.backward(out, torch.ones_like(out) if arrived is None else arrived)
+        return None if x is None else x.grad  # the stage before waits for it
 
     def _weights(self, action: Action, arrived: None) -> None:
         self.later.pop((action.stage, action.microbatch)).run()
 
-    def _complete(self, stage: int) -> None:
-        if self.pipeline.on_gradients is not None:
-            self.pipeline.on_gradients(stage)
-
     # A parameter that two stages share
 
-    def _set_shared_aside(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Gradients of earlier steps of the shared parameters: they were added up then."""
-        found = []
-        for stage in self.pipeline.stages.values():
-            for parameter in _shared(stage).values():
-                found.append((parameter, parameter.grad))
-                parameter.grad = None
-        return found
-
     @torch.no_grad()
-    def _add_shared(self, before: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
-        """Give both copies of a shared parameter the sum of their gradients: an all-reduce between two ranks.
+    def _add_shared(self) -> None:
+        """Give both copies of a shared parameter the sum of their gradients.
 
-        It is an exchange and an addition, so no process group of the two has to be made.
+        It is an exchange and an addition between two ranks, so no process group of the two has to be made.
         """
-        pipeline = self.pipeline
-        pairs = sorted(
-            (min(stage, other), max(stage, other), stage, parameter)
-            for stage, module in pipeline.stages.items()
-            for other, parameter in _shared(module).items()
-        )
-        for low, high, stage, parameter in pairs:
-            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            parameter.grad = mine
-            other = self.route.homes[high if stage == low else low]
-            if other != self.route.rank:
-                theirs = torch.empty_like(mine)
-                ends = [(dist.isend, mine, "group_dst"), (dist.irecv, theirs, "group_src")]
-                ends = ends if self.route.rank < other else ends[::-1]  # one order for both
-                works = [post(x, group=pipeline.group, **{end: other}) for post, x, end in ends]
-                for work in works:
-                    work.wait()
-                parameter.grad = mine + theirs
-            elif stage == high:
-                twin = _shared(pipeline.stages[low])[high]
-                parameter.grad = mine + twin.grad
-                twin.grad = parameter.grad.clone()
-        for parameter, grad in before:
-            if grad is not None:
-                parameter.grad.add_(grad)
-        for stage in sorted({stage for *_, stage, _ in pairs}):
-            self._complete(stage)
+        stages, group = self.pipeline.stages, self.pipeline.group
+        for stage, module in stages.items():
+            for other, parameter in _shared(module).items():
+                assert parameter.grad is not None
+                if other not in stages:
+                    peer, theirs = self.route.homes[other], torch.empty_like(parameter.grad)
+                    exchange = [
+                        dist.P2POp(dist.isend, parameter.grad, group=group, group_peer=peer),
+                        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+                    ]
+                    for work in dist.batch_isend_irecv(exchange):
+                        work.wait()
+                    parameter.grad = parameter.grad + theirs
+                elif stage < other:
+                    twin = _shared(stages[other])[stage]
+                    parameter.grad += twin.grad
+                    twin.grad = parameter.grad.clone()
 
 
 def _shared(stage: nn.Module) -> Mapping[int, nn.Parameter]:
@@ -445,70 +326,27 @@ def _shared(stage: nn.Module) -> Mapping[int, nn.Parameter]:
 class _WeightsLater(TorchFunctionMode):
     """Inside, the backward of each F.linear computes the gradient of its input only, and leaves a job.
 
-    A weight that is computed, for example masked or normalised, is cut off from what it was computed from: a
-    leaf stands in for it and collects its gradient, and `run` takes that further. So this object is that of
-    one micro-batch, entered in its forward and in both halves of its backward, where a checkpoint computes
-    the forward again.
+    A weight that is computed from others is not put off, and there must be no checkpoint inside.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.jobs: list[Callable[[], None]] = []
-        self.computed: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a weight, and what stands in for it
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf):
+            return _Linear.apply(input, weight, bias, self.jobs)
+        return F.linear(input, weight, bias)
+
     def run(self) -> None:
         """Compute the gradients that were put off."""
         while self.jobs:
             self.jobs.pop(0)()
-        found = [(weight, leaf.grad) for weight, leaf in self.computed.values() if leaf.grad is not None]
-        self.computed = {}
-        if found:  # together: they may come from the same parameters
-            self.run_backward(*zip(*found, strict=True))
-            self.run()  # a layer that computed a weight has left its own job
-
-    def run_backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """`torch.autograd.backward`, inside this. What computed weights came from is kept for `run`."""
-        with self:
-            # torch.autograd.backward would leave every mode first, and then a checkpoint would compute its
-            # forward again with torch's own F.linear and find that it does not save the same tensors
-            torch.autograd.Variable._execution_engine.run_backward(
-                tuple(tensors), tuple(grads), bool(self.computed), False, (),
-                allow_unreachable=True, accumulate_grad=True,
-            )  # fmt: skip
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        learnt = [t for t in (weight, bias) if t is not None and t.requires_grad]
-        if not learnt or not all(map(_is_of_parameters_only, learnt)):
-            return F.linear(input, weight, bias)
-        return _Linear.apply(input, self._leaf(weight), None if bias is None else self._leaf(bias), self.jobs)
-
-    def _leaf(self, weight: Tensor) -> Tensor:
-        if weight.is_leaf:
-            return weight
-        return self.computed.setdefault(id(weight), (weight, weight.detach().requires_grad_()))[1]
-
-
-def _is_of_parameters_only(tensor: Tensor) -> bool:
-    """Whether a weight is a parameter or computed from parameters. If it depends on what came into the
-    stage, its gradient is part of what the stage before waits for and cannot be put off.
-    """
-    if tensor.grad_fn is None:
-        return isinstance(tensor, nn.Parameter)
-    nodes, seen = [tensor.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter):
-            return False
-        nodes += [before for before, _ in node.next_functions if before is not None]
-    return True
 
 
 class _Linear(torch.autograd.Function):
@@ -516,25 +354,21 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, jobs: list) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.leaves, ctx.jobs = (weight, bias), jobs
+        ctx.save_for_backward(x, weight, bias)
+        ctx.jobs = jobs
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        saved, weight = ctx.saved_tensors
-        x = saved.detach()  # the job needs its numbers, not what it was computed from
-        leaves = ctx.leaves  # a checkpoint saves copies; the gradients belong to these
+        x, weight, bias = ctx.saved_tensors
 
         def job() -> None:
             rows = grad.reshape(-1, grad.shape[-1])  # (samples, out)
-            found = []
-            if leaves[0].requires_grad:
-                found.append((leaves[0], rows.T @ x.reshape(-1, x.shape[-1])))
-            if leaves[1] is not None and leaves[1].requires_grad:
-                found.append((leaves[1], rows.sum(0)))
             # on leaves this adds to `.grad`, and calls their hooks
-            torch.autograd.backward(*map(list, zip(*found, strict=True)))
+            weight.backward(rows.T @ x.reshape(-1, x.shape[-1]))
+            if bias is not None and bias.requires_grad:
+                bias.backward(rows.sum(0))
 
         ctx.jobs.append(job)
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None

@@ -2,19 +2,19 @@
 
 The six functions at the top move activations between ranks and know their own backward. On them stand the
 linear layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every
-layer takes its part of a weight that was drawn whole, so together they compute what the dense layers compute.
-`parallel.transformer` builds the GPT and the Llama from them.
+layer takes its part of a dense layer, which must be the same on all ranks, so together they compute what the
+dense layers compute. `parallel.transformer` builds the GPT and the Llama from them.
 
 With `sequence_parallel` the activations between the layers are divided along the sequence instead of being
 held whole by every rank. What a rank then holds is `(batch, length / ranks, features)`.
 
 What it does not do: it does not give each rank its batch (all ranks of the group must get the same one), it
-does not split layers unevenly (only a vocabulary). It sets no seeds: with dropout all ranks of a group must
-be seeded alike. Gradients of gradients go through the six functions, not through the layers.
+does not split layers unevenly (only a vocabulary), and has no automatic mixed precision and no gradients of
+gradients. It sets no seeds: with dropout all ranks of a group must be seeded alike.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from . import group
+from . import group as groups
 
 FEATURES, SEQUENCE = -1, -2  # the dims of an activation (..., length, features)
 
@@ -37,61 +37,58 @@ class Group:
         if isinstance(process_group, Group):
             process_group = process_group.process_group
         self.process_group = process_group or dist.group.WORLD
-        self.rank, self.size = group.place(self.process_group, "this layer", use="build it")
+        self.rank, self.size = groups.place(self.process_group, "this layer", use="build it")
 
     def __deepcopy__(self, _: dict) -> "Group":
         return self
 
-    def part(self, total: int) -> slice:
-        """This rank's part of `total` things; the first parts are longer by one where it must be."""
-        return slice(*_bounds(total, self.rank, self.size))
+    def part(self, total: int, rank: int | None = None) -> slice:
+        """A rank's part of `total` things, by default this one's; the first parts are longer by one where it
+        must be.
+        """
+        rank = self.rank if rank is None else rank
+        small, longer = divmod(total, self.size)
+        return slice(rank * small + min(rank, longer), (rank + 1) * small + min(rank + 1, longer))
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of `x` along `dim`, as a tensor of its own."""
+        mine = self.part(x.shape[dim])
+        part = x.narrow(dim, mine.start, mine.stop - mine.start)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, which stays as it is."""
+        x = x.clone(memory_format=torch.contiguous_format)
+        self.all_reduce(x)
+        return x
 
     def all_reduce(self, x: Tensor, *, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
         """Sum `x`, which must be contiguous, over the ranks in place."""
-        if self.size > 1:
-            return dist.all_reduce(x, op=op, group=self.process_group, async_op=async_op)
-        return None
+        return dist.all_reduce(x, op=op, group=self.process_group, async_op=async_op)
 
     def all_gather(self, x: Tensor, dim: int, total: int | None = None) -> Tensor:
         """The parts of all ranks in a row along `dim`; `total` is their sum where they are not equal."""
-        start, finish = self.start_all_gather(x, dim, total)
-        if start is not None:
-            start.wait()
-        return finish()
-
-    def start_all_gather(self, x: Tensor, dim: int, total: int | None = None) -> tuple[Any, Any]:
-        """An all-gather on its way, and what to call for its result once it was waited for."""
         dim = _checked(dim, x)
-        if self.size == 1:
-            return None, lambda: x
         total = total or x.shape[dim] * self.size
         longest = -(-total // self.size)
         if x.shape[dim] < longest:  # all ranks must send equally much
             x = torch.cat([x, x.narrow(dim, 0, 1)], dim)
-        x = x.contiguous()
         parts = x.new_empty(self.size, *x.shape)
-        work = dist.all_gather_single(parts.flatten(0, 1), x, group=self.process_group, async_op=True)
-
-        def finish() -> Tensor:
-            if total == longest * self.size:
-                return parts.movedim(0, dim).flatten(dim, dim + 1)
-            lengths = [b - a for a, b in (_bounds(total, r, self.size) for r in range(self.size))]
-            return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim)
-
-        return work, finish
+        dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=self.process_group)
+        if total == longest * self.size:
+            return parts.movedim(0, dim).flatten(dim, dim + 1)
+        lengths = [part.stop - part.start for part in (self.part(total, r) for r in range(self.size))]
+        return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, lengths, strict=True)], dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part, along `dim`, of the sum over the ranks."""
         work, mine = self.start_reduce_scatter(x, dim)
-        if work is not None:
-            work.wait()
+        work.wait()
         return mine
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> tuple[Any, Tensor]:
         """A reduce-scatter on its way, and the tensor that holds its result once it was waited for."""
         dim = _checked(dim, x)
-        if self.size == 1:
-            return None, x
         self.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         mine = torch.empty_like(parts[0])
@@ -107,10 +104,8 @@ class Group:
             )
 
 
-def _bounds(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Where the part of `rank` begins and ends, as `torch.tensor_split` cuts."""
-    small, longer = divmod(total, size)
-    return rank * small + min(rank, longer), (rank + 1) * small + min(rank + 1, longer)
+ProcessGroup = dist.ProcessGroup | Group | None
+Move = Callable[[Tensor], Tensor]
 
 
 def _checked(dim: int, x: Tensor) -> int:
@@ -126,79 +121,22 @@ def _checked(dim: int, x: Tensor) -> int:
 # Six functions in three pairs: the backward of each is the forward of the other one
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """`forth(x)`, and `back` of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _Reduce.apply(grad, ctx.group, False), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
-        ctx.group = group
-        if in_place:
-            ctx.mark_dirty(x)
-        else:
-            x = x.clone(memory_format=torch.contiguous_format)
-        group.all_reduce(x)
-        return x
+    def forward(ctx: Any, x: Tensor, forth: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return forth(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _Copy.apply(grad, ctx.group), None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad), None, None
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group, ctx.total = dim, group, x.shape[dim]
-        start, stop = _bounds(ctx.total, group.rank, group.size)
-        return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _Gather.apply(grad, ctx.dim, ctx.group, ctx.total), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, total: int | None) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return group.all_gather(x, dim, total)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _Split.apply(grad, ctx.dim, ctx.group), None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return group.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _ReduceScatter.apply(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return group.reduce_scatter(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _AllGather.apply(grad, ctx.dim, ctx.group), None, None
-
-
-ProcessGroup = dist.ProcessGroup | Group | None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def copy_to_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
@@ -206,23 +144,22 @@ def copy_to_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
 
     Backward sums what the ranks found: forward nothing, backward an all-reduce.
     """
-    return _Copy.apply(x, Group(process_group))
+    return _Pair.apply(x, _same, Group(process_group).sum)
 
 
-def reduce_from_group(x: Tensor, *, in_place: bool = False, process_group: ProcessGroup = None) -> Tensor:
+def reduce_from_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
     """The sum of all ranks' `x`, on every rank. Forward an all-reduce, backward nothing.
 
-    The ranks must do the same with it afterwards, so that their gradients are one and the same. `in_place`
-    writes over `x`, which must be contiguous.
+    The ranks must do the same with it afterwards, so that their gradients are one and the same.
     """
-    return _Reduce.apply(x, Group(process_group), in_place)
+    return _Pair.apply(x, Group(process_group).sum, _same)
 
 
 def split_to_group(x: Tensor, dim: int = FEATURES, *, process_group: ProcessGroup = None) -> Tensor:
     """This rank's part along `dim` of `x`, which every rank holds whole. Backward an all-gather."""
     group = Group(process_group)
     group.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
-    return _Split.apply(x, dim, group)
+    return _Pair.apply(x, lambda x: group.own(x, dim), lambda grad: group.all_gather(grad, dim))
 
 
 def gather_from_group(
@@ -233,7 +170,8 @@ def gather_from_group(
     The ranks must do the same with it afterwards; where they do different things, use `all_gather`. `total`
     is the length of the whole where the parts are not equally long.
     """
-    return _Gather.apply(x, dim, Group(process_group), total)
+    group = Group(process_group)
+    return _Pair.apply(x, lambda x: group.all_gather(x, dim, total), lambda grad: group.own(grad, dim))
 
 
 def all_gather(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGroup = None) -> Tensor:
@@ -241,25 +179,27 @@ def all_gather(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGroup = 
 
     Backward a reduce-scatter.
     """
-    return _AllGather.apply(x, dim, Group(process_group))
+    group = Group(process_group)
+    return _Pair.apply(x, lambda x: group.all_gather(x, dim), lambda grad: group.reduce_scatter(grad, dim))
 
 
 def reduce_scatter(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGroup = None) -> Tensor:
     """This rank's part along `dim` of the sum of all ranks' `x`. Backward an all-gather."""
-    return _ReduceScatter.apply(x, dim, Group(process_group))
+    group = Group(process_group)
+    return _Pair.apply(x, lambda x: group.reduce_scatter(x, dim), lambda grad: group.all_gather(grad, dim))
 
 
-class _CopyParameters(torch.autograd.Function):
+class _CopyTogether(torch.autograd.Function):
     """`copy_to_group` for several tensors at once: their gradients travel in one all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return tuple(t.view_as(t) for t in tensors)
+        return tuple(map(_same, tensors))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([g.flatten() for g in grads])
         ctx.group.all_reduce(flat)
         pieces = flat.split([g.numel() for g in grads])
@@ -284,29 +224,25 @@ class _Columns(torch.autograd.Function):
         ctx.group, ctx.gathers, ctx.n = group, gathers, len(layers) // 2
         ctx.save_for_backward(x, *layers)
         whole = group.all_gather(x, SEQUENCE) if gathers else x
-        return tuple(F.linear(whole, w, b) for w, b in zip(layers[: ctx.n], layers[ctx.n :], strict=True))
+        pairs = zip(layers[: ctx.n], layers[ctx.n :], strict=True)
+        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group, n = ctx.group, ctx.n
         x, *layers = ctx.saved_tensors
         needs_x, _, _, *needs = ctx.needs_input_grad
-        gathering = sending = grad_x = None
+        sending = grad_x = None
+        if needs_x:
+            grad_x = sum(grad @ weight for grad, weight in zip(grads, layers[:n], strict=True))
+            if ctx.gathers:
+                sending, grad_x = group.start_reduce_scatter(grad_x, SEQUENCE)
+            else:
+                sending = group.all_reduce(grad_x, async_op=True)
         if ctx.gathers and any(needs[:n]):  # only gradients of weights need the whole input again
-            gathering, gathered = group.start_all_gather(x, SEQUENCE)
-        if needs_x:  # meanwhile, this rank's share of the gradient of the input, added over the layers
-            grad_x = grads[0] @ layers[0]
-            for grad, weight in zip(grads[1:], layers[1:n], strict=True):
-                grad_x = _add_product(grad_x, grad, weight)
-        if gathering is not None:
-            gathering.wait()
-            x = gathered()
-        if needs_x and ctx.gathers:
-            sending, grad_x = group.start_reduce_scatter(grad_x, SEQUENCE)
-        elif needs_x:
-            sending = group.all_reduce(grad_x, async_op=True)
-        rows, *flat = (t.reshape(-1, t.shape[-1]) for t in (x, *grads))  # meanwhile, the weights
+            x = group.all_gather(x, SEQUENCE)
+        rows, *flat = (t.reshape(-1, t.shape[-1]) for t in (x, *grads))
         weights = [grad.t() @ rows if need else None for grad, need in zip(flat, needs[:n], strict=True)]
         biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[n:], strict=True)]
         if sending is not None:
@@ -314,182 +250,110 @@ class _Columns(torch.autograd.Function):
         return grad_x, None, None, *weights, *biases
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`total + a @ b`, in place."""
-    total.view(-1, total.shape[-1]).addmm_(a.reshape(-1, a.shape[-1]), b)
-    return total
-
-
 def columns(x: Tensor, layers: "Sequence[ColumnParallelLinear | SlicedLinear]") -> tuple[Tensor, ...]:
     """What several layers that divide their outputs compute from the same input, with one communication."""
     weights, biases = zip(*(layer.own() for layer in layers), strict=True)
-    tensors = *weights, *biases
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, *tensors = (t if t is None else t.to(dtype) for t in (x, *tensors))
-    first = layers[0]
-    return _Columns.apply(x, first.group, first.sequence_parallel, *tensors)
+    return _Columns.apply(x, layers[0].group, layers[0].sequence_parallel, *weights, *biases)
 
 
 class ParallelLayer(nn.Module):
-    """A layer of which each rank holds a part. `sharded` says along which dim each parameter is divided."""
+    """A layer of which each rank holds a part. `sharded` says along which dim each parameter is divided.
+
+    Args:
+        dense: the layer to take this rank's part of; it must be the same on all ranks.
+        process_group: the ranks that share the layer, by default all.
+        sequence_parallel: whether what lies between the layers is divided along the sequence.
+    """
 
     sharded: ClassVar[Mapping[str, int]] = {}
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, process_group: ProcessGroup, sequence_parallel: bool) -> None:
+    def __init__(
+        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
+    ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = Group(process_group), sequence_parallel
-
-    def take(self, dense: nn.Module) -> None:
-        """Copy this rank's part of the parameters of a dense layer."""
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
         for name, parameter in dense.named_parameters(recurse=False):
-            part = self.part_of(name, parameter.detach())
-            mine = nn.Parameter(part.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
+            mine = nn.Parameter(self.part_of(name, parameter.detach()), parameter.requires_grad)
             setattr(self, name, mine)
 
     def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter of the dense layer, as a view."""
-        if (dim := self.sharded.get(name)) is None:
-            return whole
-        mine = self.group.part(whole.shape[dim])
-        return whole.narrow(dim, mine.start, mine.stop - mine.start)
-
-    def take_first(self, dense: nn.Module) -> None:
-        """The same of the layer that the group's first rank drew, whatever the others drew."""
-        for parameter in dense.parameters():
-            if not parameter.is_meta and self.group.size > 1:
-                dist.broadcast(parameter.detach(), group_src=0, group=self.group.process_group)
-        self.take(dense)
+        """This rank's part of a parameter of the dense layer, a tensor of its own."""
+        return self.group.own(whole, self.sharded[name]) if name in self.sharded else whole.clone()
 
 
-class _ParallelLinear(ParallelLayer):
-    """What column and row have in common: made of a dense layer, or drawn whole."""
-
-    in_features: int
-    out_features: int
-
-    @classmethod
-    def from_linear(cls, dense: nn.Linear, **options: Any) -> Self:
-        """A layer with this rank's part of `dense`, which must be the same on all ranks. The options are
-        those of the class.
-        """
-        layer = cls(dense.in_features, dense.out_features, dense.bias is not None, device="meta", **options)
-        layer.take(dense)
-        return layer
-
-
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLayer):
     """A linear layer of which each rank holds some outputs: `(..., in)` -> `(..., out / ranks)`.
 
     `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so
-    these are columns of A. A new layer draws its weights whole, as `nn.Linear` does, and every rank keeps its
-    part of what the group's first rank drew.
+    these are columns of A. With `sequence_parallel` the input is this rank's part of the sequence. `uneven`
+    lets the first ranks have one output more where the number of ranks does not divide them.
 
-    Args:
-        bias: each rank holds the bias of its outputs.
-        gather_output: return all outputs on every rank, `(..., out)`.
-        process_group: the ranks that share the layer, by default all.
-        sequence_parallel: the input is this rank's part of the sequence, `(..., length / ranks, in)`.
-        uneven: let the first ranks have one output more where the number of ranks does not divide them.
-
-    >>> up, down = ColumnParallelLinear(64, 256), RowParallelLinear(256, 64)
+    >>> up = ColumnParallelLinear.from_linear(nn.Linear(64, 256))
+    >>> down = RowParallelLinear.from_linear(nn.Linear(256, 64))
     >>> y = down(torch.relu(up(x)))  # x: the same on all ranks, and so is y
     """
 
     sharded: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        gather_output: bool = False,
-        process_group: ProcessGroup = None,
-        sequence_parallel: bool = False,
-        uneven: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(process_group, sequence_parallel)
+    @classmethod
+    def from_linear(
+        cls, dense: nn.Linear, process_group: ProcessGroup = None, *, uneven: bool = False, **options: Any
+    ) -> "ColumnParallelLinear":
+        """This rank's part of `dense`, which must be the same on all ranks."""
         if not uneven:
-            self.group.check_divides(out_features, "output features of a column-parallel layer")
-        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        self.take_first(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+            what = "output features of a column-parallel layer"
+            Group(process_group).check_divides(dense.out_features, what)
+        layer = cls(dense, process_group, **options)
+        layer.out_features = dense.out_features
+        return layer
+
+    out_features: int
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank computes with."""
         return self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's outputs, or all of them with `gather_output`."""
-        (y,) = columns(x, [self])
-        if self.gather_output:
-            y = _Gather.apply(y, FEATURES, self.group, self.out_features)
-        return y
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features} / {self.group.size} ranks"
+        """This rank's outputs."""
+        return columns(x, [self])[0]
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLayer):
     """A linear layer of which each rank holds some inputs: `(..., in / ranks)` -> `(..., out)`, summed.
 
     `weight` is `dense.weight.chunk(ranks, 1)[rank]`. Every rank holds the whole bias, which is added once,
-    after the sum.
-
-    Args:
-        input_is_parallel: the input holds this rank's features, as a column-parallel layer returns them. If
-            not, it is the whole input and the layer takes its part.
-        process_group: the ranks that share the layer, by default all.
-        sequence_parallel: return this rank's part of the sequence, `(..., length / ranks, out)`.
+    after the sum. With `sequence_parallel` it returns this rank's part of the sequence.
     """
 
     sharded: ClassVar[Mapping[str, int]] = {"weight": 1}
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        input_is_parallel: bool = True,
-        process_group: ProcessGroup = None,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(process_group, sequence_parallel)
-        self.group.check_divides(in_features, "input features of a row-parallel layer")
-        self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel = input_is_parallel
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        self.take_first(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+    @classmethod
+    def from_linear(
+        cls, dense: nn.Linear, process_group: ProcessGroup = None, **options: Any
+    ) -> "RowParallelLinear":
+        """This rank's part of `dense`, which must be the same on all ranks."""
+        what = "input features of a row-parallel layer"
+        Group(process_group).check_divides(dense.in_features, what)
+        return cls(dense, process_group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole sum, or this rank's part of the sequence."""
-        if not self.input_is_parallel:
-            x = split_to_group(x, process_group=self.group)
         if x.shape[-1] != self.weight.shape[1]:
             raise ValueError(
-                f"This row-parallel layer expects {self.weight.shape[1]} of its {self.in_features} input "
-                f"features on each of {self.group.size} ranks and got {x.shape[-1]}. Give it the output of a "
-                f"column-parallel layer, or set input_is_parallel=False and give it the whole input."
+                f"This row-parallel layer expects {self.weight.shape[1]} input features on each of "
+                f"{self.group.size} ranks and got {x.shape[-1]}. Give it the output of a column-parallel layer."
             )
         y = F.linear(x, self.weight)
         if not self.sequence_parallel:
-            y = _Reduce.apply(y, self.group, True)  # in place: the product's backward does not need y
-            return y if self.bias is None else y + self.bias.to(y.dtype)
-        y = _ReduceScatter.apply(y, SEQUENCE, self.group)
-        if self.bias is not None:  # each rank adds it to other tokens: its gradient is a sum over ranks
-            y = y + _Copy.apply(self.bias, self.group).to(y.dtype)
-        return y
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features} / {self.group.size} ranks, {self.out_features}"
+            y = reduce_from_group(y, process_group=self.group)
+            return y if self.bias is None else y + self.bias
+        y = reduce_scatter(y, process_group=self.group)
+        # each rank adds the bias to other tokens: its gradient is a sum over ranks
+        return y if self.bias is None else y + copy_to_group(self.bias, process_group=self.group)
 
 
 class SlicedLinear(ParallelLayer):
@@ -504,29 +368,16 @@ class SlicedLinear(ParallelLayer):
     """
 
     def __init__(
-        self,
-        dense: nn.Linear,
-        outputs: slice,
-        *,
-        process_group: ProcessGroup = None,
-        sequence_parallel: bool = False,
+        self, dense: nn.Linear, outputs: slice, process_group: ProcessGroup = None, **options: Any
     ) -> None:
-        super().__init__(process_group, sequence_parallel)
+        super().__init__(dense, process_group, **options)
         self.outputs = outputs
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        self.take(dense)
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank computes with."""
         have = [p for p in (self.weight, self.bias) if p is not None]
-        parts = [whole[self.outputs] for whole in _CopyParameters.apply(self.group, *have)]
+        parts = [whole[self.outputs] for whole in _CopyTogether.apply(self.group, *have)]
         return parts[0], parts[1] if len(parts) > 1 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """This rank's outputs."""
-        (y,) = columns(x, [self])
-        return y
 
 
 class ReplicatedNorm(ParallelLayer):
@@ -535,37 +386,13 @@ class ReplicatedNorm(ParallelLayer):
     """
 
     def __init__(self, dense: nn.LayerNorm | nn.RMSNorm, process_group: ProcessGroup = None) -> None:
-        super().__init__(process_group, True)
-        self.normalized_shape, self.eps = dense.normalized_shape, dense.eps
-        self.norm = F.layer_norm if isinstance(dense, nn.LayerNorm) else F.rms_norm
-        self.register_parameter("weight", None)
-        self.register_parameter("bias", None)
-        self.take(dense)
+        super().__init__(dense, process_group, sequence_parallel=True)
+        self.normalized_shape, self.eps = list(dense.normalized_shape), dense.eps
+        self.norm: Any = F.layer_norm if isinstance(dense, nn.LayerNorm) else F.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         have = [p for p in (self.weight, self.bias) if p is not None]
-        copies = _CopyParameters.apply(self.group, *have) if have else ()
-        return self.norm(x, self.normalized_shape, *copies, eps=self.eps)
-
-
-class ParallelDropout(nn.Module):
-    """Dropout whose mask every rank draws for itself: for other heads, or other tokens, another mask.
-
-    The mask depends on torch's global random numbers and the rank, and every rank takes equally many of
-    them. So if all ranks of a group were seeded alike, ordinary dropout on what they all hold stays the same.
-    """
-
-    def __init__(self, p: float, process_group: ProcessGroup = None) -> None:
-        super().__init__()
-        self.p, self.group = p, Group(process_group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        seed = int(torch.randint(1 << 62, (), device="cpu")) + self.group.rank
-        random = torch.Generator(x.device).manual_seed(seed)
-        kept = torch.empty_like(x).bernoulli_(1 - self.p, generator=random)
-        return x * kept.div_(1 - self.p) if self.p < 1 else x * kept
+        return self.norm(x, self.normalized_shape, *_CopyTogether.apply(self.group, *have), eps=self.eps)
 
 
 # States
@@ -586,22 +413,19 @@ def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None)
     `state` is this rank's, by default that of `model`. It can be anything with the same names and shapes,
     such as gradients: `{name: p.grad for name, p in model.named_parameters()}`.
     """
-    state = model.state_dict() if state is None else state
-    dims, wholes, seen = sharded_dims(model), {}, {}
-    for name, mine in state.items():
-        mine = mine.detach()
-        key = (mine.untyped_storage()._cdata, mine.storage_offset(), mine.shape)
-        if key not in seen:
-            seen[key] = mine.clone() if dims[name] is None else _whole(model, name, mine, dims[name])
-        wholes[name] = seen[key]
+    state, wholes = model.state_dict() if state is None else state, {}
+    for name, dim in sharded_dims(model).items():
+        if name not in state:
+            continue
+        mine = state[name].detach()
+        if dim is None:
+            wholes[name] = mine.clone()
+            continue
+        group = model.get_submodule(name.rpartition(".")[0]).group
+        total = torch.tensor([mine.shape[dim]], device=mine.device)
+        group.all_reduce(total)
+        wholes[name] = group.all_gather(mine, dim, int(total))
     return wholes
-
-
-def _whole(model: nn.Module, name: str, mine: Tensor, dim: int) -> Tensor:
-    layer = model.get_submodule(name.rpartition(".")[0])
-    total = torch.tensor([mine.shape[dim]], device=mine.device)
-    layer.group.all_reduce(total)
-    return layer.group.all_gather(mine, dim, int(total)).clone()
 
 
 def local_state_dict(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -609,30 +433,9 @@ def local_state_dict(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, 
 
     No communication.
     """
-    layers = {name: model.get_submodule(name.rpartition(".")[0]) for name in full}
-    return {
-        name: (
-            layer.part_of(name.rpartition(".")[2], whole) if isinstance(layer, ParallelLayer) else whole
-        ).clone()
-        for (name, whole), layer in zip(full.items(), layers.values(), strict=True)
-    }
-
-
-@torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """The norm of all gradients of the whole model, which are scaled down if it is above `max_norm`.
-
-    The squares of divided gradients are summed over the ranks; those that every rank holds count once. All
-    ranks of the group must call it.
-    """
-    dims = sharded_dims(model)
-    groups = [part.group for part in model.modules() if isinstance(part, ParallelLayer)]
-    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    counts_all = not groups or groups[0].rank == 0  # one rank counts what every rank holds
-    return group.clip_grad_norm_(
-        [grad for _, grad in named],
-        max_norm,
-        counted=[grad for name, grad in named if counts_all or dims[name] is not None],
-        process_groups=[groups[0].process_group] if groups and groups[0].size > 1 else [],
-        device=next(model.parameters()).device,
-    )
+    found = {}
+    for name, whole in full.items():
+        path, _, parameter = name.rpartition(".")
+        layer = model.get_submodule(path)
+        found[name] = layer.part_of(parameter, whole) if isinstance(layer, ParallelLayer) else whole.clone()
+    return found

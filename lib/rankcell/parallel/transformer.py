@@ -21,7 +21,6 @@ from .tensor import (
     FEATURES,
     ColumnParallelLinear,
     Group,
-    ParallelDropout,
     ProcessGroup,
     ReplicatedNorm,
     RowParallelLinear,
@@ -70,6 +69,26 @@ class ParallelSwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = columns(x, [self.gate, self.up])
         return self.down(F.silu(gate) * up)
+
+
+class ParallelDropout(nn.Module):
+    """Dropout whose mask every rank draws for itself: for other heads, or other tokens, another mask.
+
+    The mask depends on torch's global random numbers and the rank, and every rank takes equally many of
+    them. So if all ranks of a group were seeded alike, ordinary dropout on what they all hold stays the same.
+    """
+
+    def __init__(self, p: float, process_group: ProcessGroup = None) -> None:
+        super().__init__()
+        self.p, self.group = p, Group(process_group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        seed = int(torch.randint(1 << 62, (), device="cpu")) + self.group.rank
+        random = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.empty_like(x).bernoulli_(1 - self.p, generator=random)
+        return x * kept.div_(1 - self.p)
 
 
 class ParallelAttention(nn.Module):
@@ -170,7 +189,7 @@ class ParallelDecoder(nn.Module):
         self.group, self.sequence_parallel = Group(process_group), sequence_parallel
         self.context = dense.context
         options = {"process_group": self.group, "sequence_parallel": sequence_parallel}
-        self.token_embedding = VocabParallelEmbedding.from_embedding(dense.token_embedding, **options)
+        self.token_embedding = VocabParallelEmbedding(dense.token_embedding, **options)
         adds_positions = isinstance(dense, models.GPT)  # a Llama rotates by them in its attention
         self.position_embedding = copy.deepcopy(dense.position_embedding) if adds_positions else None
         p = dense.dropout.p if adds_positions else 0.0
@@ -244,16 +263,11 @@ def tensor_parallel(
     give all ranks of the group the same batches; every gradient is then complete after `loss.backward()`.
 
     Args:
-        model: the course's GPT or Llama, one of its blocks, its attention or MLP, or a Sequential or
-            ModuleList of them.
+        model: the course's GPT or Llama, one of its blocks, its attention or MLP.
         process_group: the ranks that share the model, by default all.
         sequence_parallel: divide what lies between the layers along the sequence. Then blocks, attention and
             MLP take and return this rank's part; a whole model takes whole sequences, and their length must
             be a multiple of the number of ranks.
-
-    Raises:
-        ValueError: the ranks hold different models, or heads or features cannot be shared evenly.
-        TypeError: it does not know such a module.
 
     >>> model = tensor_parallel(GPT(49))
     >>> model(tokens, targets).backward()
@@ -264,16 +278,12 @@ def tensor_parallel(
 
 
 def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> nn.Module:
-    if isinstance(model, (nn.Sequential, nn.ModuleList)):
-        twins = [_twin(part, group, sequence_parallel) for part in model]
-        return nn.Sequential(*twins) if isinstance(model, nn.Sequential) else nn.ModuleList(twins)
     for kind, twin in _TWINS.items():
         if isinstance(model, kind):
             return twin(model, group, sequence_parallel=sequence_parallel)
     raise TypeError(
-        f"tensor_parallel knows GPT and Llama of rankcell.models, their blocks, attention and MLPs, and "
-        f"lists of them, not {type(model).__name__}. "
-        f"Build it from ColumnParallelLinear and RowParallelLinear."
+        f"tensor_parallel knows GPT and Llama of rankcell.models, their blocks, attention and MLPs, not "
+        f"{type(model).__name__}. Build it from ColumnParallelLinear and RowParallelLinear."
     )
 
 

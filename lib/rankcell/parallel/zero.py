@@ -5,11 +5,10 @@ states (`ShardedOptimizer`), or of states and gradients (`ZeRO2`); stage 3, in `
 everything. Parameters lie one after the other in flat buffers that are cut into W equal shards, so neither
 the number of layers nor their sizes matter. It is the final form of lesson 09, for any process group.
 
-Not covered: optimizers that look at a whole matrix (Adafactor, Muon, L-BFGS; `ShardedOptimizer` refuses them)
-and offloading.
+What it does not do: optimizers that look at a whole matrix (Adafactor, Muon, L-BFGS), and offloading.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import group
-from .flat import Layout, Part, by, is_elementwise, states_of_part, whole_states
+from .flat import Layout, by
 from .fsdp import FSDP
 
 
@@ -59,9 +58,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: a torch optimizer that treats every number on its own (SGD, Adam, AdamW, ...).
         process_group: the ranks to share with; all by default.
         kwargs: go to `optimizer_cls`.
-
-    Raises:
-        ValueError: `optimizer_cls` does not treat every number on its own, which is tried on a small matrix.
     """
 
     def __init__(
@@ -74,53 +70,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.process_group = process_group
         self.rank, self.world_size = group.place(process_group, "ShardedOptimizer")
-        self.local: torch.optim.Optimizer | None = None
-        self._make = lambda parameters: optimizer_cls(parameters, **kwargs)
+        self.local: Any = None
+        self._make: Callable[..., Any] = lambda parameters: optimizer_cls(parameters, **kwargs)
         self._flats: list[tuple[Tensor, Layout]] = []
-        self._views: list[tuple[nn.Parameter, Tensor]] = []  # each parameter, and its place in a flat buffer
-        self._parts: list[Part] = []  # what this rank has of each parameter, in the same order
+        # by parameter: its place in a flat buffer, which of its numbers are this rank's, and these
+        self._parts: dict[nn.Parameter, tuple[Tensor, slice, nn.Parameter]] = {}
         super().__init__(params, kwargs)
-        if not is_elementwise(self._make, self._flats[0][0].device):
-            raise ValueError(
-                f"{optimizer_cls.__name__} does not treat every number of a parameter on its own, so that it "
-                f"computes something else from a rank's part. Use one that does (SGD, Adam, AdamW, ...), or "
-                f"give the whole {optimizer_cls.__name__} to every rank."
-            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard one more group of parameters; its hyper-parameters are those of `optimizer_cls`."""
-        shell = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
+        shell = {**_hyper_parameters(param_group), "params": []}
         if self.local is None:  # only the optimizer itself knows all its defaults
-            self.local = self._make([{**shell, "params": []}])
+            self.local = self._make([shell])
             self.defaults, self.state = self.local.defaults, self.local.state
         else:
-            self.local.add_param_group({**shell, "params": []})
+            self.local.add_param_group(shell)
         super().add_param_group(param_group)
-        before = len(self._parts)
-        self._shard(self.param_groups[-1]["params"])
-        mine = self.local.param_groups[-1]["params"]
-        mine += [part.tensor for part in self._parts[before:] if part.tensor.numel()]
-
-    def _shard(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Move the parameters into flat buffers, and find this rank's part of each."""
-        numbers = {id(p): len(self._parts) + i for i, p in enumerate(parameters)}
-        found = {}
+        parameters = self.param_groups[-1]["params"]
         for alike in by(lambda p: (p.dtype, p.device), parameters):
-            layout = Layout([p.shape for p in alike], self.world_size)
-            flat = alike[0].new_zeros(layout.length, requires_grad=False)
-            shard, views, places = layout.shard(flat, self.rank), layout.views(flat), layout.parts(self.rank)
-            for parameter, view, (where, in_shard) in zip(alike, views, places, strict=True):
-                view.copy_(parameter.detach())
-                parameter.data = view
-                mine = shard[in_shard]
-                if view.dim() == 0 and len(mine):
-                    mine = mine.view(())  # so that the optimizer's states have its shape
-                number = numbers[id(parameter)]
-                found[number] = (parameter, view), Part(number, view.shape, where, nn.Parameter(mine))
-            self._flats.append((flat, layout))
-        for _, (pair, part) in sorted(found.items()):
-            self._views.append(pair)
-            self._parts.append(part)
+            self._shard(alike)
+        mine = [self._parts[p][2] for p in parameters]
+        self.local.param_groups[-1]["params"] += [part for part in mine if part.numel()]
+
+    @torch.no_grad()
+    def _shard(self, parameters: list[nn.Parameter]) -> None:
+        """Move parameters of one dtype into a flat buffer, and find this rank's part of each."""
+        layout = Layout([p.shape for p in parameters], self.world_size)
+        flat = parameters[0].detach().new_zeros(layout.length)
+        shard, views, places = layout.shard(flat, self.rank), layout.views(flat), layout.parts(self.rank)
+        for parameter, view, (where, in_shard) in zip(parameters, views, places, strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+            mine = shard[in_shard]
+            if view.dim() == 0 and len(mine):
+                mine = mine.view(())  # so that the optimizer's states have its shape
+            self._parts[parameter] = view, where, nn.Parameter(mine)
+        self._flats.append((flat, layout))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's shard, then gather all parameters. Returns what `closure` returned."""
@@ -128,89 +113,68 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for mine, ours in zip(self.local.param_groups, self._hyper_parameters(), strict=True):
-            mine.update(ours)  # a scheduler sets them on this optimizer
-        for (parameter, view), part in zip(self._views, self._parts, strict=True):
-            self._take_back(parameter, view)
-            grad = parameter.grad
-            part.tensor.grad = None if grad is None else grad.reshape(-1)[part.where].view_as(part.tensor)
+        for mine, ours in zip(self.local.param_groups, self.param_groups, strict=True):
+            mine.update(_hyper_parameters(ours))  # a scheduler sets them on this optimizer
+        for parameter, (view, where, part) in self._parts.items():
+            if parameter.untyped_storage()._cdata != view.untyped_storage()._cdata:
+                raise RuntimeError(
+                    "A parameter is no longer where ShardedOptimizer put it. Move or cast the model first, "
+                    "then make the optimizer."
+                )
+            part.grad = None if parameter.grad is None else parameter.grad.reshape(-1)[where].view_as(part)
         self.local.step()
-        for part in self._parts:
-            part.tensor.grad = None  # a view would keep the whole gradient alive
+        for _, _, part in self._parts.values():
+            part.grad = None  # a view would keep the whole gradient alive
         with torch.no_grad():
             for flat, layout in self._flats:
                 if layout.length:
                     dist.all_gather_single(flat, layout.shard(flat, self.rank), group=self.process_group)
         return loss
 
-    @torch.no_grad()
-    def _take_back(self, parameter: nn.Parameter, view: Tensor) -> None:
-        """Have the parameter's values in the flat buffer again, if somebody gave it other memory."""
-        if group.same_memory(parameter, view) and parameter.dtype == view.dtype:
-            return
-        now, then = parameter.detach(), view
-        if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
-            raise RuntimeError(
-                f"A parameter is {_described(now)}; when ShardedOptimizer took it, it was "
-                f"{_described(then)}. Move or cast the model first, then make the optimizer."
-            )
-        view.copy_(now)  # `p.data = ...`, or another memory format: new values, or the same elsewhere
-        parameter.data = view
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states that this rank holds, for the same rank of the same world size. No communication."""
-        mine = {"rank": self.rank, "world_size": self.world_size}
-        return {"shard": mine, **self.local.state_dict(), "ours": self._hyper_parameters()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank, or what `full_state_dict` returned anywhere."""
-        shard = state_dict.get("shard")
-        if shard is None:
-            state_dict = self._cut(state_dict)
-        elif shard != {"rank": self.rank, "world_size": self.world_size}:
-            raise ValueError(
-                f"This is the shard of rank {shard['rank']} of {shard['world_size']}, but this is rank "
-                f"{self.rank} of {self.world_size}. Save `full_state_dict()` to load into another world size."
-            )
-        self.local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self.state = self.local.state
-        for ours, saved in zip(self.param_groups, state_dict["ours"], strict=True):
-            ours.update(saved)
-
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict that one process would have, on every rank, on the CPU. All ranks must call it."""
-        parts = [part for part in self._parts if part.tensor.numel()]
-        groups, number = [], 0
-        for group_, hyper in zip(self.param_groups, self._hyper_parameters(), strict=True):
-            count = len(group_["params"])
-            groups.append({**hyper, "params": list(range(number, number + count))})
-            number += count
-        return {
-            "state": whole_states(parts, self.local.state, self.process_group),
-            "param_groups": groups,
-        }
+        mine = {}
+        for number, parameter in enumerate(self._parameters()):
+            _, where, part = self._parts[parameter]
+            if part in self.state:
+                mine[number] = where, {k: v.cpu() for k, v in self.state[part].items()}
+        everybody: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everybody, mine, group=self.process_group)
+        parameters, states = self._parameters(), dict[int, dict[str, Tensor]]()
+        for number, (where, entries) in (item for rank in everybody for item in rank.items()):
+            whole = states.setdefault(number, {})
+            for key, value in entries.items():
+                if value.dim():
+                    empty = value.new_zeros(parameters[number].shape)
+                    whole.setdefault(key, empty).view(-1)[where] = value.reshape(-1)
+                else:  # a count of steps, or of a parameter without dims, which is in one part
+                    whole[key] = value
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        groups = [
+            {**_hyper_parameters(g), "params": [numbers[p] for p in g["params"]]} for g in self.param_groups
+        ]
+        return {"state": dict(sorted(states.items())), "param_groups": groups}
 
-    def _cut(self, full: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a full state dict, in the form of `state_dict`."""
-        by_tensor = {id(part.tensor): part for part in self._parts}
-        own, state = self.local.state_dict()["param_groups"], {}
-        for group_, indices in zip(self.local.param_groups, own, strict=True):
-            for tensor, index in zip(group_["params"], indices["params"], strict=True):
-                state[index] = states_of_part(by_tensor[id(tensor)], full["state"])
-        hyper = [_without_parameters(group_) for group_ in full["param_groups"]]
-        groups = [{**h, "params": g["params"]} for h, g in zip(hyper, own, strict=True)]
-        return {"state": {i: s for i, s in state.items() if s}, "param_groups": groups, "ours": hyper}
+    def state_dict(self) -> dict[str, Any]:
+        """`full_state_dict` under the name that torch's optimizers have."""
+        return self.full_state_dict()
 
-    def _hyper_parameters(self) -> list[dict[str, Any]]:
-        return [_without_parameters(group_) for group_ in self.param_groups]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of what `full_state_dict` returned, on any number of ranks."""
+        for ours, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            ours.update(_hyper_parameters(saved))
+        for number, parameter in enumerate(self._parameters()):
+            _, where, part = self._parts[parameter]
+            for key, value in state_dict["state"].get(number, {}).items() if part.numel() else ():
+                own = value.reshape(-1)[where].view_as(part) if value.dim() else value
+                self.state[part][key] = own.clone()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group_ in self.param_groups for parameter in group_["params"]]
 
 
-def _without_parameters(param_group: Mapping[str, Any]) -> dict[str, Any]:
+def _hyper_parameters(param_group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in param_group.items() if k not in ("params", "param_names")}
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
 class ZeRO2(FSDP):
