@@ -7,7 +7,6 @@ import rankcell
 pytestmark = pytest.mark.slow
 
 PRELUDE = """
-import copy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -29,27 +28,12 @@ heads, z, tokens = ones(1, 3, 3, 2), ones(1, 12, 2, 2), ones(4, 4).long()
 sgd = ShardedOptimizer([p], torch.optim.SGD, lr=0.1)
 def gpt(**options): return models.GPT(9, 8, context=8, n_layers=4, **options)
 def linears(): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-def meta(initialise=None):
-    with torch.device("meta"):
-        module = linears()
-        module.register_buffer("table", ones(4), persistent=False)
-    return FSDP(module, device="cpu", initialise=initialise)
-def some(name, part): name == "1" or [t.data.fill_(1) for t in (*part.parameters(), *part.buffers()) if not t.is_meta]
-def wrapped(change=None, sparse=False, thaw=False, reentrant=False):
-    module = nn.Sequential(nn.Embedding(2, 3, sparse=sparse), nn.Linear(3, 3).requires_grad_(not thaw))
+def wrapped(change=None, sparse=False, reentrant=False):
+    module = nn.Sequential(nn.Embedding(2, 3, sparse=sparse), nn.Linear(3, 3))
     if reentrant: module.forward = lambda x: module[1](checkpoint(module[1], module[0](x), use_reentrant=True))
     model = DDP(module, 0)
-    module.requires_grad_(True)
     (change or (lambda module: 0))(module)
     model(zero).sum().backward()
-def outside():
-    module = linears()
-    module[2].register_forward_pre_hook(lambda _, args: args[0] @ module[0].weight)
-    FSDP(module)(ones(1, 4))
-def elsewhere():
-    layers = nn.ModuleList(linears())
-    layers.forward = lambda x, side: layers[1 + side](layers[0](x))
-    FSDP(layers)(ones(1, 4), rank % 2).sum().backward()
 def pipe(stages=None, plan=schedules.gpipe(4, 4), between=(4, 8)):
     return Pipeline(split_gpt(gpt(), 4) if stages is None else stages, plan, models.cross_entropy, between=between)
 class Two(nn.Linear):
@@ -69,38 +53,18 @@ ExpertParallel(mixture(4), process_group=trio) if rank > 2 else 1 / 0 -> of thes
 
 wrapped(lambda module: module.double()) -> A gradient is torch.float64 on cpu; when DDP wrapped the module it was \
 torch.float32 on cpu. Move or cast the module first, then wrap it.
-wrapped(thaw=True) -> A parameter was frozen when DDP wrapped the module and is trainable now: its gradient would \
-differ from rank to rank. Wrap the module again.
 wrapped(sparse=True) -> A gradient is sparse, and DDP averages dense ones. Use sparse=False.
 wrapped(reentrant=True) -> The gradient of a parameter was complete twice in one backward, and its first part is on \
 its way already. Checkpointing with use_reentrant=True does that. Use use_reentrant=False.
 
 model_state_bytes(1, 1, 4) -> ZeRO has the stages 1, 2 and 3, and 0 shards nothing. There is no stage 4.
-ShardedOptimizer([p], torch.optim.Muon, lr=0.1) -> Muon does not treat every number of a parameter on its own, so that \
-it computes something else from a rank's part. Use one that does (SGD, Adam, AdamW, ...), or give the whole Muon to \
-every rank.
-sgd.load_state_dict({"shard": {"rank": 1, "world_size": 8}}) -> This is the shard of rank 1 of 8, but this is rank 3 \
-of 4. Save `full_state_dict()` to load into another world size.
-p.data = p.data.double(); p.grad = None; sgd.step() -> A parameter is (4, 4), torch.float64 on cpu; when \
-ShardedOptimizer took it, it was (4, 4), torch.float32 on cpu. Move or cast the model first, then make the optimizer.
-copy.deepcopy(FSDP(linears())) -> FSDP cannot be copied or pickled: its memory is shared with the optimizer and other \
-ranks. Save `full_state_dict()`; for a copy wrap a new module and call its `load_full_state_dict`.
-FSDP(linears())(ones(1, 4)).sum().backward(create_graph=True) -> A backward with create_graph=True reached the \
-parameters of a sharded module, whose gradients are cut off from the graph. For a gradient penalty take \
-torch.autograd.grad(output, inputs, create_graph=True). For gradients of the parameters' gradients do not shard the
-outside() -> 0.weight is used outside of the forward of its module, where this rank holds only a part of it. Leave \
-that module out of `units=`: then it stays whole meanwhile.
-elsewhere() -> The ranks did not gather the same units in the same order, so weights were mixed. This rank's last \
-forward ran 0, 2. Run the same units on all ranks, or keep those that some ranks leave out from being units \
-(`units=`), or use DDP.
+p.data = p.data.double(); p.grad = None; sgd.step() -> A parameter is no longer where ShardedOptimizer put it. Move or \
+cast the model first, then make the optimizer.
 FSDP(linears()).load_full_state_dict({}) -> The state dict and the module differ in: 0.bias, 0.weight, 1.bias,
-meta() -> The buffer table is on the meta device and in no state dict. Give `initialise`, which fills it.
-meta(some) -> `initialise` left 1.weight without values. It is called with the name and the module of each unit, and \
-must fill all weights and buffers there that are not on the meta device.
 
-tp.ColumnParallelLinear(4, 5) -> 5 (output features of a column-parallel layer) cannot be shared evenly by 4 ranks. \
+tp.ColumnParallelLinear.from_linear(nn.Linear(4, 5)) -> 5 (output features of a column-parallel layer) cannot be shared evenly by 4 ranks. \
 Choose a multiple of 4, or a group whose size divides 5.
-tp.RowParallelLinear(5, 4) -> 5 (input features of a row-parallel layer) cannot be shared evenly
+tp.RowParallelLinear.from_linear(nn.Linear(5, 4)) -> 5 (input features of a row-parallel layer) cannot be shared evenly
 tensor_parallel(models.GPT(9, 12, n_heads=3)) -> 3 (attention heads) cannot be shared evenly
 tensor_parallel(gpt(), sequence_parallel=True)(tokens[:, :3]) -> 3 (tokens of a sequence) cannot be shared evenly
 tp.split_to_group(ones(3, 5), 1) -> 5 (dim 1 of a tensor of shape (3, 5)) cannot be shared evenly
@@ -108,20 +72,18 @@ tp.reduce_scatter(ones(3, 5), 0) -> 3 (dim 0 of a tensor of shape (3, 5)) cannot
 tensor_parallel(gpt())(zero.repeat(1, 9)) -> 9 tokens are more than the context of 8. Cut the sequence.
 tensor_parallel(models.Attention(24, 12, n_kv_heads=3)) -> 3 key/value heads cannot be shared by 4 ranks: neither \
 number divides the other. Choose a group whose size divides 3, or is a multiple of it.
-tp.ColumnParallelLinear(4, 4, sequence_parallel=True)(ones(4)) -> A tensor of shape (4,) has no dim -2 that ranks \
+tp.ColumnParallelLinear.from_linear(nn.Linear(4, 4), sequence_parallel=True)(ones(4)) -> A tensor of shape (4,) has no dim -2 that ranks \
 could share. Sequence parallelism shares the dim before the last: give it (length, features) or more.
-tp.RowParallelLinear(8, 4)(ones(1, 8)) -> This row-parallel layer expects 2 of its 8 input features on each of 4 ranks \
-and got 8. Give it the output of a column-parallel layer, or set input_is_parallel=False and give it the whole input.
-entropy(ones(1, 4), zero, label_smoothing=2) -> Label smoothing is a share from 0 to 1, not 2.
-entropy(ones(1, 4), zero - 1) -> There is no target -1 in a vocabulary of 16 (0 to 15). Look at where the tokens come
-entropy(ones(1, 4), zero, vocab=17) -> Rank 0 of 4 holds 5 of 17 logits, but got 4. Give it its part, and `vocab` where
-entropy(ones(1, 4), zero, reduction='max') -> There is no reduction 'max'. Choose "mean", "sum" or "none".
-VocabParallelEmbedding(3, 5) -> A vocabulary of 3 is too small for 4 ranks. Use fewer ranks.
-VocabParallelEmbedding(7, 5)(zero + 7) -> There is no token 7 in a vocabulary of 7 (0 to 6).
+tp.RowParallelLinear.from_linear(nn.Linear(8, 4))(ones(1, 8)) -> This row-parallel layer expects 2 input features on \
+each of 4 ranks and got 8. Give it the output of a column-parallel layer.
+entropy(ones(1, 4), zero - 1, vocab=16) -> There is no target -1 in a vocabulary of 16 (0 to 15). Look at where the tokens come
+entropy(ones(1, 4), zero, vocab=17) -> Rank 0 of 4 holds 5 of 17 logits, but got 4. Give it its part.
+VocabParallelEmbedding(nn.Embedding(3, 5)) -> A vocabulary of 3 is too small for 4 ranks. Use fewer ranks.
+VocabParallelEmbedding(nn.Embedding(7, 5))(zero + 7) -> There is no token 7 in a vocabulary of 7 (0 to 6).
 tensor_parallel(gpt(seed=rank)) -> The ranks of this group hold different models: 50 of 68 parameters differ, first \
 token_embedding.weight. Build it from the same seed on all ranks, or broadcast it first.
 tensor_parallel(nn.Conv1d(2, 2, 1).to('meta')) -> tensor_parallel knows GPT and Llama of rankcell.models, their \
-blocks, attention and MLPs, and lists of them, not Conv1d. Build it from ColumnParallelLinear and RowParallelLinear.
+blocks, attention and MLPs, not Conv1d. Build it from ColumnParallelLinear and RowParallelLinear.
 
 ring_attention(heads, heads, heads) -> A sequence of 12 positions cannot be cut into 8 equal pieces, as the zigzag \
 layout needs on 4 ranks. Pad it to 16.
@@ -134,8 +96,7 @@ ring_attention(heads, heads[:, :2], heads) -> Query, key and value need one shap
 but key and value may have fewer heads whose number divides that of the query; they have (1, 3, 3, 2), (1, 2, 3, 2),
 context.all_to_all_attention(z, z[:, :3], z[:, :3]) -> 3 key/value heads cannot be shared by 4 ranks: neither number \
 divides the other, and the all-to-all shares heads. Use ring_attention, or another number of ranks.
-ring_attention(z, z, z, documents=ones(1, 8)) -> The documents need one number for each of this rank's positions, \
-(1, 2); they have (1, 8). Cut them with `split`, as the tokens.
+ring_attention(z, z, z, documents=ones(1, 2)) -> The ring knows no documents in a sequence. Use the all-to-all.
 ContextParallel(gpt(), layout="spiral") -> There is no layout 'spiral'. Choose one of contiguous, zigzag.
 ContextParallel(gpt(), method="star") -> There is no method 'star'. Choose one of ring, all_to_all.
 ContextParallel(gpt())(tokens) -> 16 tokens on all ranks are more than the context of 8. Cut the sequence.
@@ -150,17 +111,12 @@ pipe({7: nn.Linear(1, 1)}) -> Rank 0 runs the stages [0] and got [7].
 pipe().step(tokens[:3], tokens[:3]) -> 3 inputs and 3 targets cannot be cut into 4 micro-batches. Give at least one \
 sample to each, and one target for each input.
 split_gpt(gpt(), 5) -> 4 blocks cannot be cut into 5 stages. Choose from 1 to 4.
-pipe().evaluate(tokens, tokens[1:]) -> 4 inputs cannot be evaluated with 3 targets. Give at least one input, and one \
-target for each or none at all.
-pipe().evaluate(tokens[:0]) -> 0 inputs cannot be evaluated with no targets. Give at least one input, and one
-pipe(plan=schedules.forward_only(schedules.gpipe(4, 4))).step(tokens, tokens) -> This schedule has forwards only, and \
-`step` trains. Call `evaluate`, or give the pipeline a schedule with backwards.
 torch.no_grad()(pipe().step)(tokens, tokens) -> `step` finds gradients, and they are switched off here. Leave \
-torch.no_grad, or call `evaluate`.
+torch.no_grad.
 pipe([Two(4, 4)] * 4, between=(4,)).step(ones(4, 4), tokens) if rank == 0 else 1 / 0 -> Stage 0 gave a tuple, and a \
 stage gives one tensor. Let it return one, for example the values joined with torch.cat.
 pipe(between=(4, 7)).step(tokens, tokens) if rank == 0 else 1 / 0 -> 0F0 computed torch.float32 (1, 4, 8), and stage 1 \
-expects torch.float32 (1, 4, 7). Make `between` and `dtype` say what the stages do.
+expects torch.float32 (1, 4, 7). Make `between` say what the stages do.
 
 route(ones(3, 4), 5, alone=True) -> A token cannot choose 5 of 4 experts. Choose k from 1 to 4.
 route(ones(3, 4), 0, alone=True) -> A token cannot choose 0 of 4 experts. Choose k from 1 to 4.

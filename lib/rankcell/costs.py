@@ -8,30 +8,21 @@ nor the cores that ranks on one machine share. Nothing here measures or talks to
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 # From https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, section Summary, 2026-02.
 # n ranks -> bus bandwidth over algorithm bandwidth.
-_BUS = {
+_BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
-    "send": lambda n: 1.0,
+    **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), lambda n: (n - 1) / n),
+    **dict.fromkeys(("broadcast", "reduce", "send"), lambda n: 1.0),
 }
 # Bytes that a rank sends, mean over the ranks, over the whole array: every byte crosses as rarely as it can.
-_SENT = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,
-    "reduce": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n**2,
-    "gather": lambda n: (n - 1) / n**2,
+_SENT: dict[str, Callable[[int], float]] = {
+    **_BUS,
+    **dict.fromkeys(("broadcast", "reduce"), lambda n: (n - 1) / n),
+    **dict.fromkeys(("scatter", "gather"), lambda n: (n - 1) / n**2),
     "send": lambda n: 1 / n,
     "barrier": lambda n: 0.0,
 }
@@ -113,21 +104,12 @@ def bytes_sent(op: str, nbytes: float, n: int) -> float:
     return nbytes * _factor(_SENT, op, n)
 
 
-def _factor(table: dict, op: str, n: int) -> float:
+def _factor(table: dict[str, Callable[[int], float]], op: str, n: int) -> float:
     if op not in table:
         raise ValueError(f"There is no formula for {op!r}. There are: {', '.join(table)}.")
-    return table[op](_ranks(n))
-
-
-def _ranks(n: int) -> int:
     if n < 1:
         raise ValueError(f"A group has at least one rank, not {n}.")
-    return n
-
-
-def _doublings(n: int) -> int:
-    """How often 1 is doubled to reach `n`."""
-    return (_ranks(n) - 1).bit_length()
+    return table[op](n)
 
 
 # Rings. P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009,
@@ -136,12 +118,12 @@ def _doublings(n: int) -> int:
 
 def ring_reduce_scatter(nbytes: float, n: int, link: Link) -> float:
     """Seconds for n - 1 steps, in each of which every rank passes on one n-th of the array."""
-    return (_ranks(n) - 1) * link.send(nbytes / n)
+    return (n - 1) * link.send(nbytes / n)
 
 
 def ring_all_gather(nbytes: float, n: int, link: Link) -> float:
     """Seconds for n - 1 steps of one n-th of the gathered array."""
-    return (_ranks(n) - 1) * link.send(nbytes / n)
+    return (n - 1) * link.send(nbytes / n)
 
 
 def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
@@ -153,19 +135,17 @@ def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
 # operations in MPICH, 2005, https://doi.org/10.1177/1094342005051521, without the time to add numbers.
 
 
-def tree_broadcast(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for a binomial tree: in each of log2 n steps every rank that has the array sends all of it."""
-    return _doublings(n) * link.send(nbytes)
-
-
 def tree_all_reduce(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for a sum up a binomial tree and a broadcast down: 2 log2 n (alpha + beta S)."""
-    return 2 * tree_broadcast(nbytes, n, link)
+    """Seconds for a sum up a binomial tree and a broadcast down: 2 log2 n (alpha + beta S).
+
+    In each of the steps every rank that has the array sends all of it.
+    """
+    return 2 * (n - 1).bit_length() * link.send(nbytes)
 
 
 def flat_all_reduce(nbytes: float, per_node: int, nodes: int, inside: Link, across: Link) -> float:
     """Seconds for one ring over all ranks of several nodes: every step is as slow as its slowest link."""
-    n = _ranks(per_node) * _ranks(nodes)
+    n = per_node * nodes
     step = inside.send(nbytes / n) if n > 1 else 0.0
     if nodes > 1:
         step = max(step, across.send(nbytes / n))

@@ -12,9 +12,10 @@ unless you say otherwise, no dropout.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from importlib.resources import files
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,11 @@ def _std(part: nn.Module, path: str, name: str) -> float:
     )
 
 
-def _linear(n_in: int, n_out: int, *, bias: bool = True, **where) -> nn.Linear:
+def _linear(
+    n_in: int, n_out: int, *, bias: bool = True, device: torch.device | str | None = None, **dtype: Any
+) -> nn.Linear:
     """A linear layer whose weights are still to be drawn: nn.Linear's own would use the global generator."""
+    where = {"device": device or torch.get_default_device(), **dtype}
     return nn.utils.skip_init(nn.Linear, n_in, n_out, bias=bias, **where)
 
 
@@ -93,20 +97,17 @@ class MLP(nn.Module):
         d_out: int,
         *,
         activation: str = "relu",
-        bias: bool = True,
         seed: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"There is no activation {activation!r}. Choose one of {', '.join(ACTIVATIONS)}."
             )
-        where = {"device": device or torch.get_default_device(), "dtype": dtype}
-        self.up = _linear(d_in, d_hidden, bias=bias, **where)
+        self.up = _linear(d_in, d_hidden, **where)
         self.activation = ACTIVATIONS[activation]()
-        self.down = _linear(d_hidden, d_out, bias=bias, **where)
+        self.down = _linear(d_hidden, d_out, **where)
         initialise(self, seed=seed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class SwiGLU(nn.Module):
     From https://arxiv.org/abs/2002.05202 (2020), section 2, where it is called FFN_SwiGLU.
     """
 
-    def __init__(self, d_model: int, d_hidden: int, *, seed: int = 0, **where) -> None:
+    def __init__(self, d_model: int, d_hidden: int, *, seed: int = 0, **where: Any) -> None:
         super().__init__()
         self.gate = _linear(d_model, d_hidden, bias=False, **where)
         self.up = _linear(d_model, d_hidden, bias=False, **where)
@@ -153,7 +154,7 @@ class Attention(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         seed: int = 0,
-        **where,
+        **where: Any,
     ) -> None:
         super().__init__()
         if d_model % n_heads:
@@ -243,7 +244,7 @@ class Block(nn.Module):
     """One layer of the GPT: norm, attention, add; norm, MLP, add."""
 
     def __init__(
-        self, d_model: int, n_heads: int, d_hidden: int, *, dropout: float = 0.0, seed: int = 0, **where
+        self, d_model: int, n_heads: int, d_hidden: int, *, dropout: float = 0.0, seed: int = 0, **where: Any
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d_model, **where)
@@ -272,16 +273,14 @@ class LlamaBlock(nn.Module):
         n_kv_heads: int,
         d_hidden: int,
         *,
-        rope_base: float = 10000.0,
-        eps: float = 1e-5,
         seed: int = 0,
-        **where,
+        **where: Any,
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(d_model, eps=eps, **where)
-        how = {"n_kv_heads": n_kv_heads, "rope_base": rope_base, "bias": False}
+        self.attention_norm = nn.RMSNorm(d_model, eps=1e-5, **where)
+        how: dict[str, Any] = {"n_kv_heads": n_kv_heads, "rope_base": 10000.0, "bias": False}
         self.attention = Attention(d_model, n_heads, **how, **where)
-        self.mlp_norm = nn.RMSNorm(d_model, eps=eps, **where)
+        self.mlp_norm = nn.RMSNorm(d_model, eps=1e-5, **where)
         self.mlp = SwiGLU(d_model, d_hidden, **where)
         initialise(self, seed=seed)
 
@@ -293,13 +292,38 @@ class LlamaBlock(nn.Module):
 class Decoder(nn.Module):
     """What GPT and Llama have in common: tokens `(batch, length)` -> logits `(batch, length, vocab)`.
 
-    Its parts are `token_embedding`, `blocks`, `norm` and `head`, and `context` is the longest sequence it
-    can read, in tokens. `embed`, `blocks` and `unembed` are the places to cut it into stages. A stage of a
-    pipeline is a model without some of its parts: where there is no embedding it takes what the stage before
-    computed, where there is no head it gives that on.
+    `context` is the longest sequence it can read, in tokens. `embed`, `blocks` and `unembed` are the places to
+    cut it into stages. A stage of a pipeline is a model without some of its parts: where there is no embedding
+    it takes what the stage before computed, where there is no head it gives that on.
     """
 
-    context: int
+    token_embedding: Any
+    position_embedding: Any
+    blocks: Any
+    norm: Any
+    head: Any
+
+    def __init__(
+        self,
+        vocab: int,
+        context: int,
+        blocks: Iterable[nn.Module],
+        norm: nn.Module,
+        *,
+        tied: bool,
+        positions: bool,
+    ) -> None:
+        super().__init__()
+        scale = next(norm.parameters())
+        where: dict[str, Any] = {"device": scale.device, "dtype": scale.dtype}
+        embedding = partial(nn.utils.skip_init, nn.Embedding, embedding_dim=len(scale), **where)
+        self.context = context
+        self.token_embedding = embedding(vocab)
+        self.position_embedding = embedding(context) if positions else None
+        self.blocks, self.norm = nn.ModuleList(blocks), norm
+        self.head = _linear(len(scale), vocab, bias=False, **where)
+        if tied:
+            self.head.weight = self.token_embedding.weight
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """With `documents`, `(batch, length)`, a position sees its own document only; positions still count
@@ -348,23 +372,12 @@ class GPT(Decoder):
         tied: bool = True,
         dropout: float = 0.0,
         seed: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
-        super().__init__()
-        where = {"device": device or torch.get_default_device(), "dtype": dtype}
-        d_hidden = d_hidden or 4 * d_model
-        self.context = context
-        self.token_embedding = nn.utils.skip_init(nn.Embedding, vocab, d_model, **where)
-        self.position_embedding = nn.utils.skip_init(nn.Embedding, context, d_model, **where)
+        shape = d_model, n_heads, d_hidden or 4 * d_model
+        blocks = (Block(*shape, dropout=dropout, **where) for _ in range(n_layers))
+        super().__init__(vocab, context, blocks, nn.LayerNorm(d_model, **where), tied=tied, positions=True)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(d_model, n_heads, d_hidden, dropout=dropout, **where) for _ in range(n_layers)
-        )
-        self.norm = nn.LayerNorm(d_model, **where)
-        self.head = _linear(d_model, vocab, bias=False, **where)
-        if tied:
-            self.head.weight = self.token_embedding.weight
         initialise(self, seed=seed)
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -393,24 +406,13 @@ class Llama(Decoder):
         context: int = 32,
         d_hidden: int | None = None,
         tied: bool = False,
-        rope_base: float = 10000.0,
         seed: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
-        super().__init__()
-        where = {"device": device or torch.get_default_device(), "dtype": dtype}
-        d_hidden = d_hidden or -(-d_model // 3) * 8
-        self.context = context
-        self.token_embedding = nn.utils.skip_init(nn.Embedding, vocab, d_model, **where)
-        self.blocks = nn.ModuleList(
-            LlamaBlock(d_model, n_heads, n_kv_heads, d_hidden, rope_base=rope_base, **where)
-            for _ in range(n_layers)
-        )
-        self.norm = nn.RMSNorm(d_model, eps=1e-5, **where)
-        self.head = _linear(d_model, vocab, bias=False, **where)
-        if tied:
-            self.head.weight = self.token_embedding.weight
+        shape = d_model, n_heads, n_kv_heads, d_hidden or -(-d_model // 3) * 8
+        blocks = (LlamaBlock(*shape, **where) for _ in range(n_layers))
+        norm = nn.RMSNorm(d_model, eps=1e-5, **where)
+        super().__init__(vocab, context, blocks, norm, tied=tied, positions=False)
         initialise(self, seed=seed)
 
 
@@ -477,14 +479,14 @@ def batches(tokens: Tensor, steps: int, **options: int) -> Iterator[tuple[Tensor
 
 @torch.no_grad()
 def sample(
-    model: nn.Module, start: str, *, characters: int = 200, seed: int = 0, temperature: float = 0.7
+    model: Decoder, start: str, *, characters: int = 200, seed: int = 0, temperature: float = 0.7
 ) -> str:
     """`start` and what the model writes after it, one character at a time."""
     random, device = generator(seed, "sample"), next(model.parameters()).device
-    tokens, training = encode(start), model.training
+    tokens, training, context = encode(start), model.training, model.context
     model.eval()
     for _ in range(characters):
-        logits = model(tokens[-model.context :][None].to(device))[0, -1].cpu()
+        logits = model(tokens[-context:][None].to(device))[0, -1].cpu()
         chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
         tokens = torch.cat([tokens, chosen])
     model.train(training)
@@ -513,25 +515,6 @@ def regression(
 # What they cost, by formula
 
 
-def mlp_parameters(d_in: int, d_hidden: int, d_out: int) -> int:
-    """Numbers in an MLP with biases.
-
-    mlp_parameters(6, 32, 3)  # 6*32 + 32 + 32*3 + 3 = 323
-    """
-    return d_in * d_hidden + d_hidden + d_hidden * d_out + d_out
-
-
-def mlp_flops(samples: int, d_in: int, d_hidden: int, d_out: int) -> dict[str, int]:
-    """Floating-point operations of the MLP's matrix products, "forward" and "backward".
-
-    A product of (n, k) and (k, m) is 2nkm operations: a multiplication and an addition each. The backward of
-    a layer is two such products, one for its weight and one for its input; the first layer's input needs
-    none.
-    """
-    first, second = 2 * samples * d_in * d_hidden, 2 * samples * d_hidden * d_out
-    return {"forward": first + second, "backward": first + 2 * second}
-
-
 def gpt_parameters(
     vocab: int,
     d_model: int = 64,
@@ -547,7 +530,8 @@ def gpt_parameters(
     Per layer: attention 4d² + 4d, MLP 8d² + 5d (with d_hidden = 4d), two norms 4d, so about 12d².
     """
     d, hidden = d_model, d_hidden or 4 * d_model
-    layer = (4 * d * d + 4 * d) + mlp_parameters(d, hidden, d) + 2 * 2 * d
+    mlp = 2 * d * hidden + hidden + d
+    layer = (4 * d * d + 4 * d) + mlp + 2 * 2 * d
     return vocab * d * (1 if tied else 2) + context * d + n_layers * layer + 2 * d
 
 
@@ -563,7 +547,8 @@ def gpt_flops(
     n_heads: int = 4,
     tied: bool = True,
 ) -> dict[str, int]:
-    """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`.
+    """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`: for
+    a product of (n, k) and (k, m) 2nkm, a multiplication and an addition each.
 
     Forward per token and layer: 8d² for query, key, value and output, 4·length·d for the scores and the
     weighted sum, 16d² for the MLP; 2·d·vocab for the head. Looking up an embedding is not a product. The

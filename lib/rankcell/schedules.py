@@ -9,12 +9,14 @@ Nothing here starts a process, needs torch or sends anything: `rankcell.parallel
 lists. Sending costs a fixed number of seconds here, none unless you say so, and links are never busy.
 """
 
+import contextlib
+import itertools
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, NoReturn
 
 from .errors import Told
 from .results import Event
@@ -61,12 +63,17 @@ class Schedule:
         """How many ranks the pipeline has: p."""
         return len(self.actions)
 
-    @property
+    @cached_property
+    def homes(self) -> dict[int, int]:
+        """The rank on which each stage lives."""
+        return {a.stage: rank for rank, actions in enumerate(self.actions) for a in actions}
+
+    @cached_property
     def n_stages(self) -> int:
         """How many stages the model is cut into: the ranks times the chunks on each."""
-        return 1 + max((a.stage for rank in self.actions for a in rank), default=-1)
+        return 1 + max(self.homes, default=-1)
 
-    @property
+    @cached_property
     def n_microbatches(self) -> int:
         """How many micro-batches a batch is cut into: m."""
         return 1 + max((a.microbatch for rank in self.actions for a in rank), default=-1)
@@ -76,10 +83,22 @@ class Schedule:
         """How many stages each rank has: v."""
         return -(-self.n_stages // max(self.n_ranks, 1))
 
-    @property
-    def trains(self) -> bool:
-        """Whether it has any backward. Without one it evaluates, see `forward_only`."""
-        return any(a.kind != "F" for rank in self.actions for a in rank)
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The stages and micro-batches whose backward comes in halves."""
+        return frozenset((a.stage, a.microbatch) for rank in self.actions for a in rank if a.kind == "I")
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """The actions that must be done before this one can start."""
+        stage, kind, j = action
+        if kind == "F":
+            return (Action(stage - 1, "F", j),) if stage else ()
+        if kind == "W":
+            return (Action(stage, "I", j),)
+        own = Action(stage, "F", j)
+        if stage == self.n_stages - 1:
+            return (own,)
+        return own, Action(stage + 1, "I" if (stage + 1, j) in self.split else "B", j)
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.n_ranks} ranks, {self.n_microbatches} micro-batches\n" + as_text(self)
@@ -107,8 +126,7 @@ def naive(n_ranks: int, n_microbatches: int = 1) -> Schedule:
 def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
     """All forwards, then all backwards. Simple, and every stage keeps the activations of all micro-batches.
 
-    Huang et al., https://arxiv.org/abs/1811.06965, section 2.2 (2019). The backwards come in the order of
-    the forwards here.
+    Huang et al., https://arxiv.org/abs/1811.06965, section 2.2 (2019).
     """
     _check(n_ranks, n_microbatches)
     lists = [[Action(r, k, j) for k in "FB" for j in range(n_microbatches)] for r in range(n_ranks)]
@@ -122,28 +140,22 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
     section 2.2.1 (2021).
     """
     _check(n_ranks, n_microbatches)
-    lists = []
-    for rank in range(n_ranks):
-        forwards = [Action(rank, "F", j) for j in range(n_microbatches)]
-        backwards = [Action(rank, "B", j) for j in range(n_microbatches)]
-        lists.append(_in_turns(forwards, backwards, warmup=n_ranks - 1 - rank))
-    return schedule("1F1B", lists)
+    return schedule("1F1B", [_one_f_one_b(r, n_ranks, n_microbatches, "B") for r in range(n_ranks)])
 
 
 def interleaved(n_ranks: int, n_microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B in which each rank has several smaller stages, its chunks: the bubble is `chunks` times smaller.
 
     Stage s lives on rank s mod p. Micro-batches go through in groups of p: a group passes the first chunk,
-    then the second, and so on. Where p does not divide their number, some groups are larger, so that nobody
-    waits between two chunks. With one chunk it is 1F1B. Narayanan et al., section 2.2.2, who ask for a
-    multiple of p.
+    then the second, and so on. Where p does not divide their number, some groups are larger. With one chunk
+    it is 1F1B. Narayanan et al., section 2.2.2, who ask for a multiple of p.
     """
     _check(n_ranks, n_microbatches, chunks)
     if chunks == 1:
         return one_f_one_b(n_ranks, n_microbatches)
     n_groups = max(1, n_microbatches // n_ranks)
     starts = [-(-i * n_microbatches // n_groups) for i in range(n_groups + 1)]  # larger groups first
-    groups = [range(a, b) for a, b in pairwise(starts)]
+    groups = [range(a, b) for a, b in itertools.pairwise(starts)]
     lists = []
     for rank in range(n_ranks):
         stages = [chunk * n_ranks + rank for chunk in range(chunks)]
@@ -164,10 +176,8 @@ def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
     _check(n_ranks, n_microbatches)
     lists = []
     for rank in range(n_ranks):
-        forwards = [Action(rank, "F", j) for j in range(n_microbatches)]
-        inputs = [Action(rank, "I", j) for j in range(n_microbatches)]
         actions, done = [], 0
-        for action in _in_turns(forwards, inputs, warmup=n_ranks - 1 - rank):
+        for action in _one_f_one_b(rank, n_ranks, n_microbatches, "I"):
             actions.append(action)
             if action.kind == "I" and action.microbatch >= rank:
                 actions.append(Action(rank, "W", done))
@@ -180,13 +190,10 @@ def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
 def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
     """ZB-V: two chunks per rank in a V, down to the last rank and back, and backwards in two halves.
 
-    Stages s and 2p - 1 - s live on rank s, so the first and the last stage, and with them the loss, are on
-    rank 0. Where F, I and W of a chunk take the same time t and m is at least 2p - 1, a rank idles for
-    (p - 1) t at the start of a step and at its end together, and never in between. It keeps at most 2p
-    chunks' shares, on every rank: as much as p whole micro-batches, the most that a rank of 1F1B keeps.
-
-    Qi et al., https://arxiv.org/abs/2401.10241, section 6 (2023). Their optimizer step begins on each rank as
-    soon as its own gradients are there, so that even the (p - 1) t are not lost; `Pipeline.step` ends first.
+    Stages s and 2p - 1 - s live on rank s. Where F, I and W of a chunk take the same time t and m is at least
+    2p - 1, a rank idles for (p - 1) t at the start of a step and at its end together, and never in between.
+    It keeps at most 2p chunks' shares, as much as p whole micro-batches. Qi et al.,
+    https://arxiv.org/abs/2401.10241, section 6 (2023).
     """
     _check(n_ranks, n_microbatches)
     p, n = n_ranks, max(n_microbatches, 2 * n_ranks - 1)  # with fewer, as if they were there
@@ -209,14 +216,11 @@ def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
 def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
     """DualPipeV: the V of ZB-V in which a forward of one chunk stands next to a backward of the other.
 
-    The two belong to different micro-batches, and one can compute while the other communicates. In the list
-    they follow one another, and so they run here. Only the backwards at the ends come in halves. Where F, I
-    and W of a chunk take the same time t and m is at least 2p, as the authors ask, a rank idles for
-    (p - 1) t. It keeps at most 2p + 1 chunks' shares.
-
-    It is half of DualPipe, whose two directions would need every stage twice: DeepSeek-AI,
-    https://arxiv.org/abs/2412.19437, section 3.2.1 (2024), cut in half at
-    https://github.com/deepseek-ai/DualPipe (2025), where the steps below are listed.
+    The two belong to different micro-batches, and one can compute while the other communicates; here they run
+    one after the other. Where F, I and W of a chunk take the same time t and m is at least 2p, a rank idles
+    for (p - 1) t. It keeps at most 2p + 1 chunks' shares. It is half of DualPipe, whose two directions would
+    need every stage twice: DeepSeek-AI, https://arxiv.org/abs/2412.19437, section 3.2.1 (2024), cut in half
+    at https://github.com/deepseek-ai/DualPipe (2025), where the steps below are listed.
     """
     _check(n_ranks, n_microbatches)
     p, n = n_ranks, max(n_microbatches, 2 * n_ranks)  # with fewer, as if they were there
@@ -263,18 +267,6 @@ def _in_a_v(rank: int, n_ranks: int, n_microbatches: int, phases: list[tuple[int
     return [action for action in actions if action.microbatch < n_microbatches]
 
 
-def forward_only(plan: Schedule, n_microbatches: int | None = None) -> Schedule:
-    """The forwards of a schedule, each rank's in its order: for an evaluation, which has no backward.
-
-    Args:
-        plan: any schedule that can run. Its stages stay on their ranks.
-        n_microbatches: how many micro-batches go through, by default and at most those of `plan`.
-    """
-    m = plan.n_microbatches if n_microbatches is None else n_microbatches
-    lists = ([a for a in actions if a.kind == "F" and a.microbatch < m] for actions in plan.actions)
-    return schedule(f"{plan.name}, forward only", lists)
-
-
 # Stage s lives on rank s mod p
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "naive": naive,
@@ -285,6 +277,12 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
 }
 # Stages s and 2p - 1 - s live on rank s
 V_SCHEDULES: Mapping[str, Callable[..., Schedule]] = {"ZB-V": zb_v, "DualPipeV": dualpipe_v}
+
+
+def _one_f_one_b(rank: int, n_ranks: int, n_microbatches: int, backward: str) -> list[Action]:
+    """The list of a rank in 1F1B, whose backwards are of a kind."""
+    forwards, backwards = ([Action(rank, k, j) for j in range(n_microbatches)] for k in ("F", backward))
+    return _in_turns(forwards, backwards, warmup=n_ranks - 1 - rank)
 
 
 def _in_turns(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
@@ -303,23 +301,7 @@ def _check(n_ranks: int, n_microbatches: int, chunks: int = 1) -> None:
         )
 
 
-# What a schedule needs, and in which order it can run
-
-
-def needs(action: Action, n_stages: int, *, split: bool = False) -> tuple[Action, ...]:
-    """The actions that must be done before this one can start.
-
-    `split`: the backward of the stage behind comes in halves, so its I is what this stage waits for.
-    """
-    stage, kind, j = action
-    if kind == "F":
-        return (Action(stage - 1, "F", j),) if stage else ()
-    if kind == "W":
-        return (Action(stage, "I", j),)
-    own = Action(stage, "F", j)
-    if stage == n_stages - 1:
-        return (own,)
-    return own, Action(stage + 1, "I" if split else "B", j)
+# In which order it can run
 
 
 def rounds(plan: Schedule) -> dict[Action, int]:
@@ -330,109 +312,63 @@ def rounds(plan: Schedule) -> dict[Action, int]:
             other for ever. The message holds the grid with the wrong action marked.
     """
     _complete(plan)
-    split = _split(plan)
     done: dict[Action, int] = {}
-    place, now = [0] * plan.n_ranks, -1
-    n_stages = plan.n_stages
-    while any(place[r] < len(plan.actions[r]) for r in range(plan.n_ranks)):
-        now += 1
-        ready = []
-        for rank, actions in enumerate(plan.actions):
-            if place[rank] < len(actions):
-                action = actions[place[rank]]
-                if all(n in done for n in needs(action, n_stages, split=_behind(action, split))):
-                    ready.append((rank, action))
+    left = [deque(actions) for actions in plan.actions]
+    for now in itertools.count():
+        following = [actions[0] for actions in left if actions]
+        ready = [action for action in following if all(n in done for n in plan.needs(action))]
+        if not following:
+            return done
         if not ready:
-            raise ScheduleError(_stuck(plan, place, done, split))
-        for rank, action in ready:
+            raise ScheduleError(_stuck(plan, following, done))
+        for action in ready:
             done[action] = now
-            place[rank] += 1
-    return done
+            left[plan.homes[action.stage]].popleft()
+    raise AssertionError("it counts without end")
 
 
 def validate(plan: Schedule) -> Schedule:
-    """`plan` itself, if every stage does each micro-batch once and nobody waits for ever.
-
-    Raises:
-        ScheduleError: as `rounds`.
-    """
+    """`plan` itself, if `rounds` has nothing against it."""
     rounds(plan)
     return plan
 
 
-def _split(plan: Schedule) -> frozenset[tuple[int, int]]:
-    """The stages and micro-batches whose backward comes in halves."""
-    return frozenset((a.stage, a.microbatch) for rank in plan.actions for a in rank if a.kind == "I")
-
-
-def _behind(action: Action, split: frozenset[tuple[int, int]]) -> bool:
-    return (action.stage + 1, action.microbatch) in split
-
-
 def _complete(plan: Schedule) -> None:
     """Raise unless each action stands in the schedule once, and each stage on one rank."""
+
+    def refuse(why: str, *marked: Action) -> NoReturn:
+        raise ScheduleError(f"{why}\n{as_text(plan, marked=marked)}")
+
     if not plan.n_stages:
         raise ScheduleError("The schedule is empty.")
-    seen: dict[Action, int] = {}
     homes: dict[int, int] = {}
+    seen: set[Action] = set()
     for rank, actions in enumerate(plan.actions):
         for action in actions:
-            if action.kind not in KINDS or action.stage < 0 or action.microbatch < 0:
-                raise ScheduleError(f"{action} is no action.\n{as_text(plan, marked=[action])}")
+            home = homes.setdefault(action.stage, rank)
             if action in seen:
-                raise ScheduleError(f"{action} comes twice.\n{as_text(plan, marked=[action])}")
-            if homes.setdefault(action.stage, rank) != rank:
-                raise ScheduleError(
-                    f"{action} is on rank {rank}, but stage {action.stage} lives on rank "
-                    f"{homes[action.stage]}.\n{as_text(plan, marked=[action])}"
-                )
-            seen[action] = rank
-    microbatches, trains = range(plan.n_microbatches), plan.trains
-    for stage in range(plan.n_stages):
-        for j in microbatches:
-            if missing := _missing(stage, j, seen, trains):
-                raise ScheduleError(f"{missing} is missing.\n{as_text(plan, marked=())}")
-            if all(Action(stage, kind, j) in seen for kind in "BI"):
-                both = [Action(stage, "B", j), Action(stage, "I", j)]
-                raise ScheduleError(
-                    f"Stage {stage} has two backwards of micro-batch {j}: {both[0]} is {both[1]} and "
-                    f"{stage}W{j} together.\n{as_text(plan, marked=both)}"
-                )
+                refuse(f"{action} comes twice.", action)
+            if home != rank:
+                refuse(f"{action} is on rank {rank}, but stage {action.stage} lives on rank {home}.", action)
+            seen.add(action)
+    for stage, j in itertools.product(range(plan.n_stages), range(plan.n_microbatches)):
+        of = {kind: Action(stage, kind, j) for kind in KINDS}
+        backwards = "IW" if of["I"] in seen or of["W"] in seen else "B"
+        for kind in "F" + backwards:
+            if of[kind] not in seen:
+                refuse(f"{of[kind]} is missing.")
+        if backwards == "IW" and of["B"] in seen:
+            why = f"{of['B']} is {of['I']} and {of['W']} together"
+            refuse(f"Stage {stage} has two backwards of micro-batch {j}: {why}.", of["B"], of["I"])
 
 
-def _missing(stage: int, j: int, seen: Mapping[Action, int], trains: bool) -> str:
-    if Action(stage, "F", j) not in seen:
-        return str(Action(stage, "F", j))
-    if not trains:
-        return ""
-    if Action(stage, "B", j) in seen and Action(stage, "W", j) not in seen:
-        return ""
-    if Action(stage, "I", j) not in seen:
-        return str(Action(stage, "I" if Action(stage, "W", j) in seen else "B", j))
-    return "" if Action(stage, "W", j) in seen else str(Action(stage, "W", j))
-
-
-def _stuck(
-    plan: Schedule, place: Sequence[int], done: Mapping[Action, int], split: frozenset[tuple[int, int]]
-) -> str:
-    homes = {a.stage: rank for rank, actions in enumerate(plan.actions) for a in actions}
-    sentences, marked = [], []
-    for rank, actions in enumerate(plan.actions):
-        if place[rank] == len(actions):
-            continue
-        action = actions[place[rank]]
-        marked.append(action)
-        waits = [n for n in needs(action, plan.n_stages, split=_behind(action, split)) if n not in done]
-        names = " and ".join(f"{n} of rank {homes[n.stage]}" for n in waits)
-        sentences.append(f"  rank {rank} is at {action} and waits for {names}")
-    return "\n".join(
-        [
-            "The schedule never ends:",
-            *sentences,
-            as_text(plan, marked=marked),
-            "Move what the others wait for before what cannot start yet.",
-        ]
-    )
+def _stuck(plan: Schedule, following: Sequence[Action], done: Mapping[Action, int]) -> str:
+    lines = ["The schedule never ends:"]
+    for action in following:
+        waits = [f"{n} of rank {plan.homes[n.stage]}" for n in plan.needs(action) if n not in done]
+        lines.append(f"  rank {plan.homes[action.stage]} is at {action} and waits for {' and '.join(waits)}")
+    advice = "Move what the others wait for before what cannot start yet."
+    return "\n".join([*lines, as_text(plan, marked=following), advice])
 
 
 def as_text(plan: Schedule, *, marked: Iterable[Action] | None = None) -> str:
@@ -442,18 +378,14 @@ def as_text(plan: Schedule, *, marked: Iterable[Action] | None = None) -> str:
     """
     columns: dict[Action, int] = {}
     if marked is None:
-        try:
+        with contextlib.suppress(ScheduleError):  # then it is shown as it is
             columns = rounds(plan)
-        except ScheduleError:
-            pass  # it is shown as it is
     marked = set(marked or ())
     names = [[f">{a}<" if a in marked else str(a) for a in actions] for actions in plan.actions]
     width = max((len(n) for rank in names for n in rank), default=1) + 1
     lines = []
     for rank, actions in enumerate(plan.actions):
-        cells: dict[int, str] = {}
-        for i, action in enumerate(actions):
-            cells[columns.get(action, i)] = names[rank][i]
+        cells = {columns.get(action, i): names[rank][i] for i, action in enumerate(actions)}
         text = "".join(f"{cells.get(c, '.'):<{width}}" for c in range(max(cells, default=-1) + 1))
         lines.append(f"rank {rank}  {text.rstrip()}")
     return "\n".join(lines)
@@ -489,16 +421,13 @@ def predict(
     seconds = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     if min(*seconds.values(), send) < 0:
         raise ValueError(f"Times cannot be negative: {seconds}, send {send}.")
-    split = _split(plan)
-    homes = {a.stage: rank for rank, actions in enumerate(plan.actions) for a in actions}
     took = {action: event.seconds for action, event in actions_of(measured)}
     ends: dict[Action, float] = {}
     free = [0.0] * plan.n_ranks
-    events, n_stages = [], plan.n_stages
-    for action in _in_order(plan):
-        rank = homes[action.stage]
-        found = needs(action, n_stages, split=_behind(action, split))
-        arrived = [ends[n] + (send if homes[n.stage] != rank else 0.0) for n in found]
+    events, when = [], rounds(plan)
+    for action in sorted(when, key=lambda a: (when[a], a)):
+        rank = plan.homes[action.stage]
+        arrived = [ends[n] + (send if plan.homes[n.stage] != rank else 0.0) for n in plan.needs(action)]
         start = max([free[rank], *arrived])
         free[rank] = ends[action] = start + took.get(action, seconds[action.kind])
         events.append(Event(rank, str(action), start, free[rank], kind="compute", predicted=True))
@@ -511,25 +440,16 @@ def message_seconds(plan: Schedule, measured: Iterable[Event]) -> float:
     To be given to `predict` as `send`. It is 0.0 where no rank ever waited for another.
     """
     events = dict(actions_of(measured))
-    split = _split(plan)
     gaps = []
     for actions in plan.actions:
         free = float("-inf")
         for action in actions:
-            found = needs(action, plan.n_stages, split=_behind(action, split))
-            arrived = max(
-                (events[n].end for n in found if events[n].rank != events[action].rank), default=free
-            )
+            others = [events[n] for n in plan.needs(action) if events[n].rank != events[action].rank]
+            arrived = max((event.end for event in others), default=free)
             if arrived > free:
                 gaps.append(events[action].start - arrived)
             free = events[action].end
     return statistics.median(gaps) if gaps else 0.0
-
-
-def _in_order(plan: Schedule) -> Iterator[Action]:
-    """All actions in an order in which each comes after what it needs."""
-    when = rounds(plan)
-    return iter(sorted(when, key=lambda a: (when[a], a)))
 
 
 def actions_of(events: Iterable[Event]) -> list[tuple[Action, Event]]:
@@ -560,29 +480,12 @@ def idle_share(events: Iterable[Event]) -> float:
     return 1 - sum(e.seconds for e in chosen) / (ranks * length(chosen))
 
 
-def bubble_fraction(n_ranks: int, n_microbatches: int, chunks: int = 1) -> float:
-    """(p - 1) / (v m + p - 1): idle time as a share of the whole step, for GPipe, 1F1B and interleaved 1F1B.
-
-    For interleaved 1F1B it holds where m is a multiple of p.
-    """
-    # Huang et al., https://arxiv.org/abs/1811.06965, section 2.3 (2019), for v = 1
-    return (n_ranks - 1) / (chunks * n_microbatches + n_ranks - 1)
-
-
-def bubble_overhead(n_ranks: int, n_microbatches: int, chunks: int = 1) -> float:
-    """(p - 1) / (v m): the same idle time as a share of the time in which a rank computes."""
-    # Narayanan et al., https://arxiv.org/abs/2104.04473, sections 2.2.1 and 2.2.2 (2021)
-    return (n_ranks - 1) / (chunks * n_microbatches)
-
-
 def peak_in_flight(plan: Schedule) -> list[int]:
     """By rank, how many micro-batches' activations it holds at most: those with a forward whose backward is
     not over.
 
-    With several chunks each chunk's share of a micro-batch counts as one. An evaluation keeps none.
+    With several chunks each chunk's share of a micro-batch counts as one.
     """
-    if not plan.trains:
-        return [0] * plan.n_ranks
     peaks = []
     for actions in plan.actions:
         held = most = 0

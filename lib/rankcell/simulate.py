@@ -24,10 +24,13 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from .results import Event
 
 HOST = "host"
+Names = str | Iterable[str]  # of one buffer, or of several
+_ING = {"reads": "reading", "writes": "writing"}
 
 
 class RaceError(Exception):
@@ -95,10 +98,6 @@ class Mark:
     def _at(self) -> float:
         return max([self._recorded, *(self._device._end(j) for j in self._jobs)])
 
-    def query(self) -> bool:
-        """Whether everything before it is done at this moment of the host's clock."""
-        return self._at <= self._device.now
-
     def synchronize(self) -> None:
         """The host waits until everything before it is done."""
         self._device._host_waits(self._jobs, "event.synchronize")
@@ -124,8 +123,6 @@ class Stream:
 
     def wait_event(self, event: Mark) -> None:
         """What is enqueued here from now on waits for `event`. The host does not."""
-        if event._device is not self._device:
-            raise ValueError("This event belongs to another device. Record it on a stream of this one.")
         self._tail |= event._jobs
 
     def wait_stream(self, stream: "Stream") -> None:
@@ -135,10 +132,6 @@ class Stream:
     def synchronize(self) -> None:
         """The host waits until all that was enqueued here is done."""
         self._device._host_waits(self._tail, f"{self.name}.synchronize")
-
-    def query(self) -> bool:
-        """Whether all that was enqueued here is done at this moment of the host's clock."""
-        return self.record_event().query()
 
 
 class Work:
@@ -150,10 +143,6 @@ class Work:
     def wait(self) -> None:
         """The current stream waits for the communication. The host does not."""
         self._device.current_stream().wait_event(self._mark)
-
-    def is_completed(self) -> bool:
-        """Whether the communication is done on the device at this moment of the host's clock."""
-        return self._mark.query()
 
 
 @dataclass
@@ -167,15 +156,12 @@ class Device:
         pinned_rate: bytes/s of a copy from or to page-locked host memory.
         pageable_rate: bytes/s of a copy from or to ordinary host memory.
         link_rate: bytes/s of an all-reduce.
-        collectives_on_current_stream: where `all_reduce` without `async_op` runs: on the current stream
-            (torch 2.8 and later) or on a stream of its own that the current one waits for (before).
     """
 
     launch: float = 10e-6
     pinned_rate: float = 25e9
     pageable_rate: float = 10e9
     link_rate: float = 100e9
-    collectives_on_current_stream: bool = True
     now: float = field(default=0.0, init=False)  # the host's clock, seconds
 
     def __post_init__(self) -> None:
@@ -210,8 +196,6 @@ class Device:
     @contextmanager
     def use(self, stream: Stream) -> Iterator[Stream]:
         """Inside, work goes to `stream` (`torch.cuda.stream`). It orders nothing."""
-        if stream._device is not self:
-            raise ValueError(f"{stream!r} belongs to another device. Make one with this device's `stream`.")
         before, self._current = self._current, stream
         try:
             yield stream
@@ -220,20 +204,16 @@ class Device:
 
     def synchronize(self) -> None:
         """The host waits until all streams are done."""
-        every = frozenset().union(*(s._tail for s in self._streams.values()))
+        every = frozenset[int]().union(*(s._tail for s in self._streams.values()))
         self._host_waits(every, "synchronize")
 
     # Work
 
-    def kernel(
-        self, name: str, seconds: float, *, reads: str | Iterable[str] = (), writes: str | Iterable[str] = ()
-    ) -> None:
+    def kernel(self, name: str, seconds: float, *, reads: Names = (), writes: Names = ()) -> None:
         """Enqueue a kernel in the current stream; `reads` and `writes` name the buffers it touches."""
         self._enqueue(self._current, name, "compute", "compute", seconds, reads, writes)
 
-    def matmul(
-        self, *, seconds: float, reads: str | Iterable[str] = (), writes: str | Iterable[str] = ()
-    ) -> None:
+    def matmul(self, *, seconds: float, reads: Names = (), writes: Names = ()) -> None:
         """Enqueue a matrix product in the current stream."""
         self.kernel("matmul", seconds, reads=reads, writes=writes)
 
@@ -245,8 +225,8 @@ class Device:
         to: str = "device",
         pinned: bool = False,
         non_blocking: bool = False,
-        reads: str | Iterable[str] = (),
-        writes: str | Iterable[str] = (),
+        reads: Names = (),
+        writes: Names = (),
     ) -> None:
         """Enqueue a copy between host and device in the current stream.
 
@@ -259,57 +239,28 @@ class Device:
         if to not in ("device", "host"):
             raise ValueError(f"A copy goes to 'device' or to 'host', not to {to!r}.")
         engine = "H2D" if to == "device" else "D2H"
-        rate = self.pinned_rate if pinned else self.pageable_rate
-        time = nbytes / rate if seconds is None else seconds
-        job = self._enqueue(
-            self._current, f"copy {engine}", "copy", engine, time, reads, writes, nbytes=nbytes
-        )
+        time = nbytes / (self.pinned_rate if pinned else self.pageable_rate) if seconds is None else seconds
+        job = self._enqueue(self._current, f"copy {engine}", "copy", engine, time, reads, writes, nbytes)
         if not (pinned and non_blocking):
             self._host_waits(frozenset({job}), "copy")
 
     def all_reduce(
-        self,
-        buffer: str | Iterable[str] = (),
-        nbytes: int = 0,
-        *,
-        seconds: float | None = None,
-        async_op: bool = False,
+        self, buffer: Names = (), nbytes: int = 0, *, seconds: float | None = None, async_op: bool = False
     ) -> Work | None:
-        """Enqueue an all-reduce of `buffer`, in place. With `async_op` it runs on the stream "nccl", which
-        first waits for the current one; then the `Work` to wait for comes back.
+        """Enqueue an all-reduce of `buffer`, in place, in the current stream. With `async_op` it runs on the
+        stream "nccl", which first waits for the current one; then the `Work` to wait for comes back.
         """
         time = nbytes / self.link_rate if seconds is None else seconds
-        own = async_op or not self.collectives_on_current_stream
-        stream = self.stream("nccl") if own else self._current
-        if own:
-            stream.wait_stream(self._current)
-        self._enqueue(stream, "all_reduce", "comm", "link", time, buffer, buffer, nbytes=nbytes)
-        if not own:
-            return None
-        work = Work(self, stream.record_event())
-        if async_op:
-            return work
-        work.wait()
-        return None
+        stream = self.stream("nccl") if async_op else self._current
+        stream.wait_stream(self._current)
+        self._enqueue(stream, "all_reduce", "comm", "link", time, buffer, buffer, nbytes)
+        return Work(self, stream.record_event()) if async_op else None
 
-    def on_host(
-        self, name: str, seconds: float, *, reads: str | Iterable[str] = (), writes: str | Iterable[str] = ()
-    ) -> None:
+    def on_host(self, name: str, seconds: float, *, reads: Names = (), writes: Names = ()) -> None:
         """The host itself works: it prepares a batch, or reads a result."""
-        start = self.now
-        self.now += _positive(seconds)
-        job = self._add(
-            name,
-            HOST,
-            0,
-            "",
-            seconds,
-            start,
-            frozenset(),
-            self._known,
-            self._touch(reads),
-            self._touch(writes),
-        )
+        start, touched = self.now, (self._touch(reads), self._touch(writes))
+        job = self._add(name, HOST, 0, "", seconds, start, frozenset(), self._known, *touched)
+        self.now += seconds
         self._known |= 1 << job
 
     # Memory
@@ -343,7 +294,7 @@ class Device:
         others = [
             s for s in self._users.pop(buffer) if s._row != owner
         ]  # its own queue keeps the order anyway
-        users = frozenset().union(*(s._tail for s in others))
+        users = frozenset[int]().union(*(s._tail for s in others))
         self._freed.append(_Block(number, owner, nbytes, users))
         self._gone.add(buffer)
 
@@ -357,39 +308,22 @@ class Device:
         work of the host), "wait" (the host stands), "compute", "copy", "comm", or "order": a moment at which
         a stream was let go by another one, whose row is `peer` and which was done at `issued`.
         """
-        names = [HOST, *self._streams]
-        found = list(self._host)
+        names, found = [HOST, *self._streams], list(self._host)
         for job in self._jobs:
             start, end = self._times[job.number]
-            found.append(
-                Event(
-                    job.row,
-                    job.name,
-                    start,
-                    end,
-                    kind=job.kind,
-                    group=names[job.row],
-                    nbytes=job.nbytes,
-                    issued=job.issued,
-                    predicted=True,
-                )
+            of: dict[str, Any] = {"group": names[job.row], "predicted": True}
+            made = Event(
+                job.row, job.name, start, end, kind=job.kind, nbytes=job.nbytes, issued=job.issued, **of
             )
+            found.append(made)
             last = {self._jobs[other].row: other for other in sorted(job.after)}  # the others were before it
             for row, other in last.items():
                 if row != job.row:
-                    found.append(
-                        Event(
-                            job.row,
-                            "wait_event",
-                            start,
-                            start,
-                            kind="order",
-                            group=names[job.row],
-                            peer=row,
-                            issued=self._end(other),
-                            predicted=True,
-                        )
+                    issued = self._end(other)
+                    order = Event(
+                        job.row, "wait_event", start, start, kind="order", peer=row, issued=issued, **of
                     )
+                    found.append(order)
         return tuple(sorted(found, key=lambda e: (e.start, e.rank, e.end)))
 
     @property
@@ -431,44 +365,28 @@ class Device:
         kind: str,
         engine: str,
         seconds: float,
-        reads: str | Iterable[str],
-        writes: str | Iterable[str],
+        reads: Names,
+        writes: Names,
         nbytes: int = 0,
     ) -> int:
-        start = self.now
-        reads, writes = self._touch(reads), self._touch(writes)
+        start, touched = self.now, (self._touch(reads), self._touch(writes))
         self.now += self.launch
         if self.launch:
-            self._host.append(
-                Event(0, f"launch {name}", start, self.now, kind=HOST, group=HOST, predicted=True)
-            )
-        before = self._known | self._closure(stream._tail)
-        job = self._add(
-            name, kind, stream._row, engine, seconds, self.now, stream._tail, before, reads, writes, nbytes
-        )
+            self._note_host(f"launch {name}", start, HOST)
+        after = stream._tail
+        before = self._known | self._closure(after)
+        job = self._add(name, kind, stream._row, engine, seconds, self.now, after, before, *touched, nbytes)
         stream._tail = frozenset({job})
         return job
 
-    def _add(
-        self,
-        name: str,
-        kind: str,
-        row: int,
-        engine: str,
-        seconds: float,
-        issued: float,
-        after: frozenset[int],
-        before: int,
-        reads: tuple[tuple[str, int], ...],
-        writes: tuple[tuple[str, int], ...],
-        nbytes: int = 0,
-    ) -> int:
-        number = len(self._jobs)
-        seconds = _positive(seconds)
-        self._jobs.append(
-            _Job(number, name, kind, row, engine, seconds, issued, after, before, reads, writes, nbytes)
-        )
-        return number
+    def _add(self, name: str, kind: str, row: int, engine: str, seconds: float, *rest: Any) -> int:
+        if not seconds >= 0:
+            raise ValueError(f"A job cannot take {seconds} seconds. Give zero or more.")
+        self._jobs.append(_Job(len(self._jobs), name, kind, row, engine, seconds, *rest))
+        return len(self._jobs) - 1
+
+    def _note_host(self, what: str, start: float, kind: str) -> None:
+        self._host.append(Event(0, what, start, self.now, kind=kind, group=HOST, predicted=True))
 
     @property
     def _times(self) -> list[tuple[float, float]]:
@@ -487,17 +405,16 @@ class Device:
         return bits
 
     def _host_waits(self, jobs: frozenset[int], why: str) -> None:
-        until = max([self.now, *(self._end(j) for j in jobs)])
-        if until > self.now:
-            self._host.append(Event(0, why, self.now, until, kind="wait", group=HOST, predicted=True))
-        self.now = until
+        start, self.now = self.now, max([self.now, *(self._end(j) for j in jobs)])
+        if self.now > start:
+            self._note_host(why, start, "wait")
         self._known |= self._closure(jobs)
 
     def _new_block(self) -> int:
         self._n_blocks += 1
         return self._n_blocks
 
-    def _touch(self, buffers: str | Iterable[str]) -> tuple[tuple[str, int], ...]:
+    def _touch(self, buffers: Names) -> tuple[tuple[str, int], ...]:
         """The blocks of memory of some buffers; a new name gets a block that is never given to another."""
         names = (buffers,) if isinstance(buffers, str) else tuple(buffers)
         for name in names:
@@ -526,7 +443,7 @@ class Device:
         if name_a != name_b:
             text = (
                 f"Memory reused too early: {name_b} was given the memory of {name_a}, which was freed while "
-                f"{first} may still be {_ing(x)} it; now {second} {y} it. {happened} Call "
+                f"{first} may still be {_ING[x]} it; now {second} {y} it. {happened} Call "
                 f'record_stream("{name_a}", {names[a.row]}) before freeing {name_a}.'
             )
         else:
@@ -568,18 +485,16 @@ def _schedule(jobs: list[_Job]) -> list[tuple[float, float]]:
     free: dict[str, float] = {}
     left = list(jobs)
     while left:
-        best = None
-        for job in left:
-            if any(j not in times for j in job.after):
-                continue
-            ready = max([job.issued, *(times[j][1] for j in job.after)])
-            start = max(ready, free.get(job.engine, 0.0)) if job.engine else ready
-            if best is None or (start, ready, job.number) < best[:3]:
-                best = (start, ready, job.number, job)
-        start, _, number, job = best
-        times[number] = (start, start + job.seconds)
+        ready = {
+            job.number: max([job.issued, *(times[j][1] for j in job.after)])
+            for job in left
+            if all(j in times for j in job.after)
+        }
+        starts = {number: max(at, free.get(jobs[number].engine, 0.0)) for number, at in ready.items()}
+        job = jobs[min(ready, key=lambda number: (starts[number], ready[number], number))]
+        times[job.number] = (starts[job.number], starts[job.number] + job.seconds)
         if job.engine:
-            free[job.engine] = start + job.seconds
+            free[job.engine] = times[job.number][1]
         left.remove(job)
     return [times[job.number] for job in jobs]
 
@@ -593,13 +508,3 @@ def _conflicts(a: _Job, b: _Job) -> Iterator[tuple[str, str, str, str]]:
                     for name_b, block_b in theirs:
                         if block_a == block_b:
                             yield x, name_a, y, name_b
-
-
-def _ing(verb: str) -> str:
-    return {"reads": "reading", "writes": "writing"}[verb]
-
-
-def _positive(seconds: float) -> float:
-    if not seconds >= 0:
-        raise ValueError(f"A job cannot take {seconds} seconds. Give zero or more.")
-    return seconds

@@ -165,13 +165,13 @@ class Mixture(nn.Module):
         routing = self.routing = route(
             self.router(tokens), self.k, capacity_factor=self.capacity_factor, alone=True
         )
-        output: Tensor | None = None
+        parts, places = [], []
         for number, expert in enumerate(self.experts):
             token, choice = ((routing.experts == number) & routing.kept).nonzero(as_tuple=True)
-            rows = routing.weights[token, choice, None] * expert(tokens[token])
-            if output is None:
-                output = rows.new_zeros(len(tokens), rows.shape[-1])
-            output = output.index_add(0, token, rows)
+            parts.append(routing.weights[token, choice, None] * expert(tokens[token]))
+            places.append(token)
+        rows = torch.cat(parts)
+        output = rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, torch.cat(places), rows)
         return output.unflatten(0, x.shape[:-1])
 
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from .. import models
 from ..schedules import one_f_one_b
 from . import tensor, transformer
 from .ddp import DDP
 from .fsdp import FSDP
 from .group import clip_grad_norm_, has_numbers
 from .pipeline import Pipeline, split_gpt
-from .zero import ShardedOptimizer
 
 AXES = ("pp", "dp", "tp")
 
@@ -58,7 +58,7 @@ class MeshParallel:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: models.Decoder,
         mesh: DeviceMesh,
         *,
         n_microbatches: int | None = None,
@@ -73,23 +73,24 @@ class MeshParallel:
                 f"Name the mesh's axes with `mesh_dim_names`."
             )
         self.groups = {name: mesh.get_group(name) for name in names}
-        self.pipeline = self.fsdp = self.ddp = None
+        self.pipeline: Pipeline | None = None
+        self.fsdp: FSDP | None = None
+        self.ddp: DDP | None = None
         degree = self.degree("pp")
         if zero and degree > 1:
             raise ValueError(
                 "ZeRO stage 3 would gather each stage once per micro-batch. With a pipeline use zero=False, "
                 "and ShardedOptimizer (stage 1) over the group of the dp axis."
             )
-        width = model.token_embedding.embedding_dim
-        share = 1
+        width, share, mine = model.token_embedding.embedding_dim, 1, model
         if "tp" in names:
-            model = transformer.tensor_parallel(model, self.groups["tp"], sequence_parallel=sequence_parallel)
+            mine = transformer.tensor_parallel(model, self.groups["tp"], sequence_parallel=sequence_parallel)
             share = self.degree("tp") if sequence_parallel else 1
         self._weight = 1.0
-        self.modules: Mapping[int, nn.Module] = {0: model}  # by stage
+        self.modules: Mapping[int, nn.Module] = {0: mine}  # by stage
         if degree > 1:
             self.pipeline = Pipeline(
-                split_gpt(model, degree),
+                split_gpt(mine, degree),
                 one_f_one_b(degree, n_microbatches or 2 * degree),
                 lambda logits, targets: self._weight * _cross_entropy(logits, targets),
                 between=lambda _, tokens: (len(tokens), tokens.shape[1] // share, width),
@@ -97,7 +98,7 @@ class MeshParallel:
             )
             self.modules = self.pipeline.stages
         if zero and "dp" in names:
-            self.fsdp = FSDP(model, process_group=self.groups["dp"])
+            self.fsdp = FSDP(mine, process_group=self.groups["dp"])
         elif "dp" in names:
             self.ddp = DDP(nn.ModuleList(self.modules.values()), None, process_group=self.groups["dp"])
 
@@ -174,11 +175,10 @@ class MeshParallel:
 
         {"model": {name: weight}, "optimizer": {"exp_avg": {name: average}, "step": {name: count}, ...}}
         """
-        state = {"model": self._gather({name: p.detach() for name, p in self._all_named()})}
+        state: dict[str, Any] = {"model": self._gather({n: p.detach() for n, p in self._all_named()})}
         if optimizer is not None:
-            state["optimizer"] = {
-                key: self._gather(entries) for key, entries in self._by_key(optimizer).items()
-            }
+            by_key = self._by_key(optimizer)
+            state["optimizer"] = {key: self._gather(entries) for key, entries in by_key.items()}
         return state
 
     def load_full_state_dict(
@@ -194,7 +194,7 @@ class MeshParallel:
                 parameter.copy_(parts[name])
         if optimizer is None:
             return
-        numbers, entries = _numbers(optimizer), {}
+        numbers, entries = _numbers(optimizer), dict[int, dict[str, Tensor]]()
         for key, values in state["optimizer"].items():
             parts = self._cut(values)
             for name, parameter in self.named_parameters():
@@ -231,9 +231,8 @@ class MeshParallel:
 
     def _by_key(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
         """The optimizer's states by their own name and then the parameter's."""
-        shares = isinstance(optimizer, ShardedOptimizer)
-        state = (optimizer.full_state_dict() if shares else optimizer.state_dict())["state"]
-        numbers, found = _numbers(optimizer), {}
+        state = optimizer.state_dict()["state"]  # whole if it is a ShardedOptimizer
+        numbers, found = _numbers(optimizer), dict[str, dict[str, Tensor]]()
         for name, parameter in self._all_named():
             for key, value in state.get(numbers[id(parameter)], {}).items():
                 if isinstance(value, Tensor):
@@ -259,7 +258,7 @@ class MeshParallel:
         """This rank's parts of wholes."""
         names = [name for name, _ in self._all_named() if name in whole]
         numbers = {name: whole[name].clone() for name in names if not whole[name].dim()}
-        parts = {}
+        parts: dict[str, Tensor] = {}
         for module in self.modules.values():
             own = {name: whole[name] for name in tensor.sharded_dims(module) if name in whole}
             own = {name: value for name, value in own.items() if value.dim()}

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import models
-from ..schedules import Action, Schedule, needs, rounds
+from ..schedules import Action, Schedule, rounds
 
 Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
 
@@ -99,6 +99,8 @@ class Pipeline:
         Raises:
             ValueError: the batch has fewer samples than the schedule has micro-batches.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("`step` finds gradients, and they are switched off here. Leave torch.no_grad.")
         m = self.schedule.n_microbatches
         if len(inputs) < m or len(targets) != len(inputs):
             raise ValueError(
@@ -136,9 +138,9 @@ class _Route:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.rank, self.actions, self.n_stages = rank, schedule.actions[rank], schedule.n_stages
         self.rounds = rounds(schedule)
-        self.homes = {a.stage: rank for rank, actions in enumerate(schedule.actions) for a in actions}
+        self.needs, self.homes = schedule.needs, schedule.homes
         self.stages = sorted(stage for stage, home in self.homes.items() if home == rank)
-        self.split = {(a.stage, a.microbatch) for a in self.rounds if a.kind == "I"}
+        self.split = schedule.split
         self.messages = self._messages()
 
     def user(self, action: Action) -> Action | None:
@@ -189,7 +191,12 @@ class _Step:
         before = [(p, p.grad) for p in shared]  # gradients of earlier steps: they were added up then
         for parameter in shared:
             parameter.grad = None
-        compute = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
+        compute: dict[str, Callable[..., Tensor | None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward,
+            "W": self._weights,
+        }
         self.pipeline.peak = 0
         for action in self.route.actions:
             self._post_receives(action)
@@ -225,8 +232,7 @@ class _Step:
     def _take(self, action: Action) -> Tensor | None:
         """What another stage computed for this action; waits until it is here. None if it needs nothing."""
         stage, _, j = action
-        split = (stage + 1, j) in self.route.split
-        for producer in needs(action, self.route.n_stages, split=split):
+        for producer in self.route.needs(action):
             if producer.stage == stage:
                 continue
             if producer.stage > stage and (old := self.sent.pop(Action(stage, "F", j), None)):
@@ -282,8 +288,11 @@ class _Step:
     def _backward(self, action: Action, arrived: Tensor | None) -> Tensor | None:
         """Both halves, or for "I" all but the products that only a weight's gradient needs."""
         x, out = self.kept.pop((action.stage, action.microbatch))
-        torch.autograd.backward(out, torch.ones_like(out) if arrived is None else arrived)
-        return None if x is None else x.grad  # the stage before waits for it
+        if out.requires_grad:  # not where all that led to it is frozen
+            torch.autograd.backward(out, torch.ones_like(out) if arrived is None else arrived)
+        if x is None:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad  # the stage before waits for it
 
     def _weights(self, action: Action, arrived: None) -> None:
         self.later.pop((action.stage, action.microbatch)).run()
@@ -311,6 +320,7 @@ class _Step:
                     parameter.grad = parameter.grad + theirs
                 elif stage < other:
                     twin = _shared(stages[other])[stage]
+                    assert twin.grad is not None
                     parameter.grad += twin.grad
                     twin.grad = parameter.grad.clone()
 
@@ -377,7 +387,7 @@ class _Linear(torch.autograd.Function):
 # Cutting a GPT into stages
 
 
-def split_gpt(model: nn.Module, n_stages: int) -> list[nn.Module]:
+def split_gpt(model: models.Decoder, n_stages: int) -> list[nn.Module]:
     """The stages of a GPT or Llama in order; blocks are shared out evenly, the first stages get one more
     where it does not work out.
 
@@ -409,7 +419,7 @@ def split_gpt(model: nn.Module, n_stages: int) -> list[nn.Module]:
     return stages
 
 
-def _untie(first: nn.Module, last: nn.Module, n_stages: int) -> None:
+def _untie(first: Any, last: Any, n_stages: int) -> None:
     """Give the last stage a copy of the embedding as its head, and note on both who has the other one."""
     head = last.head = _shallow(last.head)
     head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
@@ -417,7 +427,7 @@ def _untie(first: nn.Module, last: nn.Module, n_stages: int) -> None:
     last.shared = {0: head.weight}
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def _shallow(module: nn.Module) -> Any:
     """A module of the same class with the same parts and parameters, in lists and with hooks of its own."""
     found = copy.copy(module)
     vars(found).update({name: held.copy() for name, held in vars(found).items() if isinstance(held, dict)})

@@ -160,13 +160,16 @@ class Unit:
         module: nn.Module,
         parameters: Sequence[nn.Parameter],
         places: dict[nn.Parameter, Places],
-        process_group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup | None,
         *,
         shard_vectors: bool,
         keep: bool,
     ) -> None:
         self.name, self.module, self.keep = name, module, keep
-        is_sharded = lambda p: p.dim() > 1 or (shard_vectors and p.dim() == 1)
+
+        def is_sharded(parameter: nn.Parameter) -> bool:
+            return parameter.dim() > 1 or (shard_vectors and parameter.dim() == 1)
+
         self.flats = [
             Flat(
                 alike, [places[p] for p in alike], process_group if is_sharded(alike[0]) else None, keep=keep

@@ -34,9 +34,8 @@ class Group:
     """
 
     def __init__(self, process_group: "dist.ProcessGroup | Group | None" = None) -> None:
-        if isinstance(process_group, Group):
-            process_group = process_group.process_group
-        self.process_group = process_group or dist.group.WORLD
+        given = process_group.process_group if isinstance(process_group, Group) else process_group
+        self.process_group: dist.ProcessGroup | None = given or dist.group.WORLD
         self.rank, self.size = groups.place(self.process_group, "this layer", use="build it")
 
     def __deepcopy__(self, _: dict) -> "Group":
@@ -421,10 +420,11 @@ def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None)
         if dim is None:
             wholes[name] = mine.clone()
             continue
-        group = model.get_submodule(name.rpartition(".")[0]).group
+        layer = model.get_submodule(name.rpartition(".")[0])
+        assert isinstance(layer, ParallelLayer)
         total = torch.tensor([mine.shape[dim]], device=mine.device)
-        group.all_reduce(total)
-        wholes[name] = group.all_gather(mine, dim, int(total))
+        layer.group.all_reduce(total)
+        wholes[name] = layer.group.all_gather(mine, dim, int(total))
     return wholes
 
 

@@ -8,6 +8,7 @@ What it does not do: it knows no models but those of `rankcell.models`, and no d
 """
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,14 +39,11 @@ class ParallelMLP(nn.Module):
     The twin of `rankcell.models.MLP`.
     """
 
-    def __init__(
-        self, dense: models.MLP, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
+    def __init__(self, dense: models.MLP, process_group: ProcessGroup = None, **options: bool) -> None:
         super().__init__()
-        options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
-        self.up = ColumnParallelLinear.from_linear(dense.up, **options)
+        self.up = ColumnParallelLinear.from_linear(dense.up, process_group, **options)
         self.activation = copy.deepcopy(dense.activation)
-        self.down = RowParallelLinear.from_linear(dense.down, **options)
+        self.down = RowParallelLinear.from_linear(dense.down, process_group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -57,14 +55,11 @@ class ParallelSwiGLU(nn.Module):
     The twin of `rankcell.models.SwiGLU`: gate and up have the same input, which travels once for both.
     """
 
-    def __init__(
-        self, dense: models.SwiGLU, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
+    def __init__(self, dense: models.SwiGLU, process_group: ProcessGroup = None, **options: bool) -> None:
         super().__init__()
-        options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
-        self.gate = ColumnParallelLinear.from_linear(dense.gate, **options)
-        self.up = ColumnParallelLinear.from_linear(dense.up, **options)
-        self.down = RowParallelLinear.from_linear(dense.down, **options)
+        self.gate = ColumnParallelLinear.from_linear(dense.gate, process_group, **options)
+        self.up = ColumnParallelLinear.from_linear(dense.up, process_group, **options)
+        self.down = RowParallelLinear.from_linear(dense.down, process_group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = columns(x, [self.gate, self.up])
@@ -97,35 +92,31 @@ class ParallelAttention(nn.Module):
     The twin of `rankcell.models.Attention`. Where there are fewer key/value heads than ranks, several ranks
     in a row compute the same one: keys and values are then held whole by every rank, and their gradients
     summed.
-
-    Raises:
-        ValueError: the ranks cannot share the heads, or the key/value heads, evenly.
     """
 
-    def __init__(
-        self, dense: models.Attention, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
+    def __init__(self, dense: models.Attention, process_group: ProcessGroup = None, **options: bool) -> None:
         super().__init__()
         group = Group(process_group)
         group.check_divides(dense.query.out_features // dense.d_head, "attention heads")
         self.d_head, self.rope_base = dense.d_head, dense.rope_base
-        options = {"process_group": group, "sequence_parallel": sequence_parallel}
-        self.query = ColumnParallelLinear.from_linear(dense.query, **options)
+        self.query = ColumnParallelLinear.from_linear(dense.query, group, **options)
         n_kv_heads = dense.key.out_features // dense.d_head
+        self.key: ColumnParallelLinear | SlicedLinear
+        self.value: ColumnParallelLinear | SlicedLinear
         if n_kv_heads % group.size == 0:
-            self.key = ColumnParallelLinear.from_linear(dense.key, **options)
-            self.value = ColumnParallelLinear.from_linear(dense.value, **options)
+            self.key = ColumnParallelLinear.from_linear(dense.key, group, **options)
+            self.value = ColumnParallelLinear.from_linear(dense.value, group, **options)
         elif group.size % n_kv_heads == 0:
             head = group.rank * n_kv_heads // group.size  # the one that serves this rank's query heads
             mine = slice(head * self.d_head, (head + 1) * self.d_head)
-            self.key = SlicedLinear(dense.key, mine, **options)
-            self.value = SlicedLinear(dense.value, mine, **options)
+            self.key = SlicedLinear(dense.key, mine, group, **options)
+            self.value = SlicedLinear(dense.value, mine, group, **options)
         else:
             raise ValueError(
                 f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks: neither number "
                 f"divides the other. Choose a group whose size divides {n_kv_heads}, or is a multiple of it."
             )
-        self.output = RowParallelLinear.from_linear(dense.output, **options)
+        self.output = RowParallelLinear.from_linear(dense.output, group, **options)
         self.dropout = ParallelDropout(dense.dropout.p, group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,21 +173,24 @@ class ParallelDecoder(nn.Module):
     stages. A stage without embedding or head takes and gives on what lies between the blocks.
     """
 
+    token_embedding: Any  # None in a stage that does not embed
+    position_embedding: Any
+    norm: Any
+    head: Any
+
     def __init__(
         self, dense: models.Decoder, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = Group(process_group), sequence_parallel
-        self.context = dense.context
-        options = {"process_group": self.group, "sequence_parallel": sequence_parallel}
-        self.token_embedding = VocabParallelEmbedding(dense.token_embedding, **options)
-        adds_positions = isinstance(dense, models.GPT)  # a Llama rotates by them in its attention
-        self.position_embedding = copy.deepcopy(dense.position_embedding) if adds_positions else None
-        p = dense.dropout.p if adds_positions else 0.0
+        self.context, how = dense.context, {"sequence_parallel": sequence_parallel}
+        self.token_embedding = VocabParallelEmbedding(dense.token_embedding, self.group, **how)
+        self.position_embedding = copy.deepcopy(dense.position_embedding)  # a Llama has none
+        p = dense.dropout.p if isinstance(dense, models.GPT) else 0.0
         self.dropout = _dropout(p, self.group, sequence_parallel)
-        self.blocks = nn.ModuleList(ParallelBlock(block, **options) for block in dense.blocks)
+        self.blocks = nn.ModuleList(_twin(block, self.group, sequence_parallel) for block in dense.blocks)
         self.norm = _norm(dense.norm, self.group, sequence_parallel)
-        self.head = ColumnParallelLinear.from_linear(dense.head, uneven=True, **options)
+        self.head = ColumnParallelLinear.from_linear(dense.head, self.group, uneven=True, **how)
         if dense.head.weight is dense.token_embedding.weight:  # the same rows, so still one parameter
             self.head.weight = self.token_embedding.weight
 
@@ -244,7 +238,7 @@ class ParallelDecoder(nn.Module):
         )
 
 
-_TWINS: dict[type[nn.Module], type[nn.Module]] = {
+_TWINS: dict[type[nn.Module], Any] = {
     models.Decoder: ParallelDecoder,
     models.Block: ParallelBlock,
     models.LlamaBlock: ParallelBlock,
@@ -256,7 +250,7 @@ _TWINS: dict[type[nn.Module], type[nn.Module]] = {
 
 def tensor_parallel(
     model: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-) -> nn.Module:
+) -> Any:
     """The twin of `model` in which each rank of a group holds its part.
 
     The dense model stays as it is and must be the same on all ranks of the group, which is checked. To train,
@@ -277,7 +271,7 @@ def tensor_parallel(
     return _twin(model, group, sequence_parallel)
 
 
-def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> nn.Module:
+def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> Any:
     for kind, twin in _TWINS.items():
         if isinstance(model, kind):
             return twin(model, group, sequence_parallel=sequence_parallel)
@@ -292,8 +286,8 @@ def _check_same(model: nn.Module, group: Group) -> None:
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     if not named or group.size == 1:
         return
-    sums = [p.detach().double() for _, p in named]
-    sums = torch.stack([s for p in sums for s in (p.sum(), p.square().sum())]).to(named[0][1].device)
+    exact = [p.detach().double() for _, p in named]
+    sums = torch.stack([s for p in exact for s in (p.sum(), p.square().sum())]).to(named[0][1].device)
     highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
     group.all_reduce(highest, op=dist.ReduceOp.MAX)
     if not has_numbers(highest):
