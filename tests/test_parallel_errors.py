@@ -62,8 +62,8 @@ p.data = p.data.double(); p.grad = None; sgd.step() -> A parameter is no longer 
 cast the model first, then make the optimizer.
 FSDP(linears()).load_full_state_dict({}) -> The state dict and the module differ in: 0.bias, 0.weight, 1.bias,
 
-tp.ColumnParallelLinear.from_linear(nn.Linear(4, 5)) -> 5 (output features of a column-parallel layer) cannot be shared evenly by 4 ranks. \
-Choose a multiple of 4, or a group whose size divides 5.
+tp.ColumnParallelLinear.from_linear(nn.Linear(4, 5)) -> 5 (output features of a column-parallel layer) cannot be \
+shared evenly by 4 ranks. Choose a multiple of 4, or a group whose size divides 5.
 tp.RowParallelLinear.from_linear(nn.Linear(5, 4)) -> 5 (input features of a row-parallel layer) cannot be shared evenly
 tensor_parallel(models.GPT(9, 12, n_heads=3)) -> 3 (attention heads) cannot be shared evenly
 tensor_parallel(gpt(), sequence_parallel=True)(tokens[:, :3]) -> 3 (tokens of a sequence) cannot be shared evenly
@@ -72,11 +72,11 @@ tp.reduce_scatter(ones(3, 5), 0) -> 3 (dim 0 of a tensor of shape (3, 5)) cannot
 tensor_parallel(gpt())(zero.repeat(1, 9)) -> 9 tokens are more than the context of 8. Cut the sequence.
 tensor_parallel(models.Attention(24, 12, n_kv_heads=3)) -> 3 key/value heads cannot be shared by 4 ranks: neither \
 number divides the other. Choose a group whose size divides 3, or is a multiple of it.
-tp.ColumnParallelLinear.from_linear(nn.Linear(4, 4), sequence_parallel=True)(ones(4)) -> A tensor of shape (4,) has no dim -2 that ranks \
-could share. Sequence parallelism shares the dim before the last: give it (length, features) or more.
+tp.ColumnParallelLinear.from_linear(nn.Linear(4, 4), sequence_parallel=True)(ones(4)) -> A tensor of shape (4,) \
+has no dim -2 that ranks could share. Sequence parallelism shares the dim before the last: give it (length, features) or more.
 tp.RowParallelLinear.from_linear(nn.Linear(8, 4))(ones(1, 8)) -> This row-parallel layer expects 2 input features on \
 each of 4 ranks and got 8. Give it the output of a column-parallel layer.
-entropy(ones(1, 4), zero - 1, vocab=16) -> There is no target -1 in a vocabulary of 16 (0 to 15). Look at where the tokens come
+entropy(ones(1, 4), zero - 1, vocab=16) -> There is no target -1 in a vocabulary of 16 (0 to 15). Look at where
 entropy(ones(1, 4), zero, vocab=17) -> Rank 0 of 4 holds 5 of 17 logits, but got 4. Give it its part.
 VocabParallelEmbedding(nn.Embedding(3, 5)) -> A vocabulary of 3 is too small for 4 ranks. Use fewer ranks.
 VocabParallelEmbedding(nn.Embedding(7, 5))(zero + 7) -> There is no token 7 in a vocabulary of 7 (0 to 6).

@@ -191,17 +191,8 @@ class _Step:
         before = [(p, p.grad) for p in shared]  # gradients of earlier steps: they were added up then
         for parameter in shared:
             parameter.grad = None
-        compute: dict[str, Callable[[Action, Any], Tensor | None]] = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._backward,
-            "W": self._weights,
-        }
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._backward,
-            "W": self._weights,
-        }
+        compute: dict[str, Callable[[Action, Any], Tensor | None]]
+        compute = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
         self.pipeline.peak = 0
         for action in self.route.actions:
             self._post_receives(action)
