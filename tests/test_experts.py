@@ -152,13 +152,9 @@ def test_what_travels(four):
             assert i == j or tokens <= measured <= tokens + 1500
 
 
-def test_formulas():
+def test_traffic_leaves_out_what_stays():
     counts = torch.full((4, 8), 25)  # 200 choices per rank, all experts alike
-    sent = sum(experts.traffic(counts, 256)[0])
-    assert sent == 6 * 25 * 256
-    assert experts.bytes_sent(100, 256, 4, k=2) == {"forward": 2.0 * sent, "backward": 2.0 * sent}
-    assert experts.bytes_sent(100, 256, 1)["forward"] == 0
-    assert experts.capacity(10, 4, 1, 1.0) == 3 and experts.capacity(8, 4, 2, 1.25) == 5
+    assert sum(experts.traffic(counts, 256)[0]) == 6 * 25 * 256
 
 
 def test_routing_on_paper():

@@ -11,10 +11,10 @@ LIB = Path(__file__).parent.parent / "lib" / "rankcell"
 # Of each part what it may import of ours; the first ones nothing. In the engine `./x` is another of its modules, SHARED
 # what both sides share.
 ALLOWED = """
-results: models: costs: hardware: source: versions: layouts:
+results: corpus: costs: hardware: source: versions: layouts:
 engine/__init__: engine/channel: engine/system: engine/spans: engine/streams: engine/stdio: engine/shell:
 doctor: engine/devices engine/local engine/match engine/system hardware versions
-figures: engine/world models   cluster: source   parallel: models schedules versions
+models: corpus   figures: engine/world models   cluster: source   parallel: models schedules versions
 schedules: errors results   planner: hardware results schedules
 jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/match engine/messages engine/nodes
     engine/operation engine/record engine/report engine/streams engine/system errors results

@@ -1,66 +1,49 @@
 """The models that the lessons train and split, their data, and what they cost by formula.
 
 A two-layer MLP with a small regression problem; a tiny GPT with a text that ships with the course; and a
-Llama of the same size, which is that GPT with the parts that most models have today.
-Nothing here draws from torch's global random numbers: every weight and every batch comes from a generator of
-its own, made from a seed and a name. So any rank can build the whole model, or any part of it, and the batch
-of any other rank, and all agree. This module does not communicate or train, and needs only torch.
-
-The formulas count what these models do: matrix products in full (also the masked half of attention), float32
-unless you say otherwise, no dropout.
+Llama of the same size. Every weight and every batch comes from a generator of its own, made from a seed and a
+name, and none from torch's global random numbers. So any rank can build the whole model, or any part of it,
+and the batch of any other rank, and all agree. This module does not communicate or train.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
-from importlib.resources import files
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .corpus import batch, batches, decode, encode, generator, normal, regression, text, vocabulary
+
+__all__ = [
+    "GPT", "MLP", "Attention", "Block", "Decoder", "Llama", "LlamaBlock", "SwiGLU", "batch", "batches",
+    "causal_attention", "cross_entropy", "decode", "encode", "generator", "gpt_flops", "gpt_parameters",
+    "gpt_saved_bytes", "initialise", "regression", "repeat_heads", "rotate", "sample", "text", "training_flops",
+    "vocabulary",
+]  # fmt: skip
+
 EMBEDDING_STD = 0.02  # GPT-2's, https://github.com/openai/gpt-2/blob/master/src/model.py, 2019
 BIAS_STD = 0.02  # not zero, so that a bias that is added twice shows at once
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "none": nn.Identity}
 
 
-def generator(seed: int, *names: object) -> torch.Generator:
-    """Random numbers that depend on `seed` and `names` only: the same on every rank, whatever was drawn
-    before.
-
-    generator(0, "batch", 7)  # the batch of step 7
-    """
-    digest = hashlib.sha256(repr((seed, *map(str, names))).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
-def _normal(shape: Sequence[int], seed: int, *names: object) -> Tensor:
-    return torch.randn(tuple(shape), generator=generator(seed, *names), device="cpu")
-
-
 def initialise(module: nn.Module, *, seed: int = 0, prefix: str = "") -> nn.Module:
     """`module` with new weights, each from a generator named after the parameter.
 
-    Linear weights have standard deviation 1/sqrt(fan-in), so that outputs are as large as inputs; embeddings
-    and an output head 0.02; biases 0.02; a LayerNorm starts as 1 and 0. Because every parameter has its own
-    generator, a part of a model gets the weights it has in the whole:
-    `initialise(stage, prefix="blocks.1.")`. Split a weight after it was drawn whole, never before: the
-    fan-in is that of the whole layer.
+    Linear weights have standard deviation 1/sqrt(fan-in), so that outputs are as large as inputs; embeddings,
+    an output head and biases 0.02; a norm starts as 1 and 0. A part of a model gets the weights that it has in
+    the whole: `initialise(stage, prefix="blocks.1.")`. Split a weight after it was drawn whole, never before.
     """
-    done: set[int] = set()  # a tied weight keeps the numbers of its first name
     with torch.no_grad():
-        for path, part in module.named_modules():
-            for name, parameter in part.named_parameters(recurse=False):
-                if id(parameter) in done:
-                    continue
-                done.add(id(parameter))
-                if isinstance(part, (nn.LayerNorm, nn.RMSNorm)):
-                    parameter.fill_(1.0 if name == "weight" else 0.0)
-                    continue
-                full_name = prefix + (f"{path}.{name}" if path else name)
-                parameter.copy_(_normal(parameter.shape, seed, full_name) * _std(part, path, name))
+        for name, parameter in module.named_parameters():  # a tied weight has the numbers of its first name
+            path, _, own = name.rpartition(".")
+            part = module.get_submodule(path)
+            if isinstance(part, (nn.LayerNorm, nn.RMSNorm)):
+                parameter.fill_(1.0 if own == "weight" else 0.0)
+            else:
+                parameter.copy_(normal(parameter.shape, seed, prefix + name) * _std(part, path, own))
     return module
 
 
@@ -91,14 +74,7 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self,
-        d_in: int,
-        d_hidden: int,
-        d_out: int,
-        *,
-        activation: str = "relu",
-        seed: int = 0,
-        **where: Any,
+        self, d_in: int, d_hidden: int, d_out: int, *, activation: str = "relu", seed: int = 0, **where: Any
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -134,9 +110,8 @@ class SwiGLU(nn.Module):
 class Attention(nn.Module):
     """Causal attention by heads, written out: `(batch, length, d_model)` -> the same shape.
 
-    Query, key and value are layers of their own, and head `i` is columns `i * d_head` to `(i + 1) * d_head`
-    of each output. The number of heads is read off the width of those outputs, so a rank that holds fewer
-    columns computes fewer heads with this same code.
+    The number of heads is read off the width of query, key and value, so a rank that holds fewer columns
+    computes fewer heads with this same code.
 
     Args:
         n_kv_heads: heads of key and value, by default `n_heads`. With fewer, each serves as many query heads
@@ -168,11 +143,6 @@ class Attention(nn.Module):
                 f"Choose a divisor of {n_heads}."
             )
         self.d_head, self.rope_base = d_model // n_heads, rope_base
-        if rope_base is not None and self.d_head % 2:
-            raise ValueError(
-                f"Rotary positions turn pairs of numbers, and a head has {self.d_head}. "
-                f"Choose heads of an even width."
-            )
         self.query = _linear(d_model, d_model, bias=bias, **where)
         self.key = _linear(d_model, n_kv_heads * self.d_head, bias=bias, **where)
         self.value = _linear(d_model, n_kv_heads * self.d_head, bias=bias, **where)
@@ -227,9 +197,8 @@ def rotate(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
     the position.
 
     Pair i is x[i] and x[i + d_head/2], and its angle position * base^(-2i/d_head). A product of a query and
-    a key then depends on how far apart they are, so it is enough that every rank knows which `positions`,
-    `(length,)`, it holds. From https://arxiv.org/abs/2104.09864 (RoFormer, 2021), section 3.2, which pairs
-    neighbours instead; Llama's weights in Hugging Face's layout are paired as here.
+    a key then depends on how far apart they are. From https://arxiv.org/abs/2104.09864 (RoFormer, 2021),
+    section 3.2, which pairs neighbours instead.
     """
     half = x.shape[-1] // 2
     exact = torch.promote_types(x.dtype, torch.float32)  # 16 bits do not tell large positions apart
@@ -262,19 +231,11 @@ class Block(nn.Module):
 class LlamaBlock(nn.Module):
     """One layer of the Llama: norm, attention, add; norm, SwiGLU, add. No biases.
 
-    An RMSNorm divides by the root of the mean square, sqrt(mean(x²) + eps), and multiplies by a weight: a
-    LayerNorm without its mean and bias. https://arxiv.org/abs/1910.07467 (2019).
+    An RMSNorm, https://arxiv.org/abs/1910.07467 (2019), is a LayerNorm without its mean and bias.
     """
 
     def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int,
-        d_hidden: int,
-        *,
-        seed: int = 0,
-        **where: Any,
+        self, d_model: int, n_heads: int, n_kv_heads: int, d_hidden: int, *, seed: int = 0, **where: Any
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(d_model, eps=1e-5, **where)
@@ -304,24 +265,16 @@ class Decoder(nn.Module):
     head: Any
 
     def __init__(
-        self,
-        vocab: int,
-        context: int,
-        blocks: Iterable[nn.Module],
-        norm: nn.Module,
-        *,
-        tied: bool,
-        positions: bool,
+        self, vocab: int, context: int, blocks: Iterable[nn.Module], norm: Any, *, tied: bool, positions: bool
     ) -> None:
         super().__init__()
-        scale = next(norm.parameters())
-        where: dict[str, Any] = {"device": scale.device, "dtype": scale.dtype}
-        embedding = partial(nn.utils.skip_init, nn.Embedding, embedding_dim=len(scale), **where)
+        where: dict[str, Any] = {"device": norm.weight.device, "dtype": norm.weight.dtype}
+        embedding = partial(nn.utils.skip_init, nn.Embedding, embedding_dim=len(norm.weight), **where)
         self.context = context
         self.token_embedding = embedding(vocab)
         self.position_embedding = embedding(context) if positions else None
         self.blocks, self.norm = nn.ModuleList(blocks), norm
-        self.head = _linear(len(scale), vocab, bias=False, **where)
+        self.head = _linear(len(norm.weight), vocab, bias=False, **where)
         if tied:
             self.head.weight = self.token_embedding.weight
 
@@ -338,8 +291,7 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """What enters the first block: `(batch, length)` -> `(batch, length, d_model)`.
 
-        `positions`, `(length,)`, are those of the tokens, by default 0, 1, 2, ... They matter where the model
-        adds something for them (GPT), and not where its attention rotates (Llama).
+        `positions`, `(length,)`, are those of the tokens, by default 0, 1, 2, ... A Llama's attention has its own.
         """
         length = tokens.shape[-1]
         if length > self.context:
@@ -356,8 +308,7 @@ class Decoder(nn.Module):
 class GPT(Decoder):
     """A decoder-only transformer: tokens `(batch, length)` -> logits `(batch, length, vocab)`.
 
-    Token and position embedding, `n_layers` blocks, a final norm and a head without bias. With `tied` the
-    weight of the head *is* the token embedding: one Parameter with two names.
+    With `tied` the weight of the head *is* the token embedding: one Parameter with two names.
     """
 
     def __init__(
@@ -390,9 +341,8 @@ class GPT(Decoder):
 class Llama(Decoder):
     """The GPT with the parts of a Llama: RMSNorm, rotary positions, SwiGLU, fewer key/value heads, no biases.
 
-    Its shape is that of https://arxiv.org/abs/2307.09288 (Llama 2, 2023), section 2.2, only smaller. The head
-    is a weight of its own unless `tied`. `d_hidden` is by default 8/3 of `d_model` rounded up to a multiple
-    of 8, which makes three matrices as many numbers as the GPT's two.
+    From https://arxiv.org/abs/2307.09288 (Llama 2, 2023), section 2.2. `d_hidden` is by default 8/3 of `d_model`
+    rounded up to a multiple of 8, which makes three matrices as many numbers as the GPT's two.
     """
 
     def __init__(
@@ -421,62 +371,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-# The text
-
-
-@cache
-def text() -> str:
-    """The course's text: 22 old fables in our own words, about 10 kB."""
-    return files(__package__).joinpath("data/fables.txt").read_text("utf-8")
-
-
-@cache
-def vocabulary() -> str:
-    """Every character of the text once, in order; a token is a place in it."""
-    return "".join(sorted(set(text())))
-
-
-def encode(words: str) -> Tensor:
-    """One token per character, `(length,)` int64."""
-    places = {character: place for place, character in enumerate(vocabulary())}
-    if missing := sorted(set(words) - set(places)):
-        raise ValueError(f"The text has no {', '.join(map(repr, missing))}. It knows {vocabulary()!r}.")
-    return torch.tensor([places[character] for character in words], dtype=torch.long)
-
-
-def decode(tokens: Tensor) -> str:
-    """The characters of `tokens` in a row."""
-    return "".join(vocabulary()[token] for token in tokens.flatten().tolist())
-
-
-def batch(
-    tokens: Tensor,
-    step: int,
-    *,
-    size: int = 16,
-    length: int = 32,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """The inputs and targets of one step, each `(size / world_size, length)`: pieces from random places.
-
-    `size` is that of the global batch. The rows depend on `seed` and `step` only, so with `world_size` ranks
-    rank r gets the r-th part of the very rows that one process would get.
-    """
-    if size % world_size:
-        raise ValueError(f"A batch of {size} cannot be shared by {world_size} ranks. Choose a multiple.")
-    places, random = len(tokens) - length, generator(seed, "batch", step)
-    starts = torch.randint(places, (size,), generator=random, device="cpu").chunk(world_size)[rank]
-    rows = torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def batches(tokens: Tensor, steps: int, **options: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of `steps` steps from step 0, with the options of `batch`."""
-    return (batch(tokens, step, **options) for step in range(steps))
-
-
 @torch.no_grad()
 def sample(
     model: Decoder, start: str, *, characters: int = 200, seed: int = 0, temperature: float = 0.7
@@ -493,69 +387,30 @@ def sample(
     return decode(tokens)
 
 
-# Data for the MLP
-
-
-def regression(
-    samples: int = 1024, d_in: int = 6, d_out: int = 3, *, noise: float = 0.1, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Inputs `(samples, d_in)` and targets `(samples, d_out)` that can be learnt: a fixed net's outputs plus
-    noise.
-
-    The net has 16 hidden units and tanh. A model that has learnt all there is to learn has a mean squared
-    error of noise², 0.01.
-    """
-    x = _normal((samples, d_in), seed, "inputs")
-    inner = _normal((d_in, 16), seed, "inner") / d_in**0.5
-    outer = _normal((16, d_out), seed, "outer") / 16**0.5
-    y = torch.tanh(2 * x @ inner) @ outer
-    return x, y + noise * _normal(y.shape, seed, "noise")
-
-
 # What they cost, by formula
 
 
 def gpt_parameters(
-    vocab: int,
-    d_model: int = 64,
-    *,
-    n_layers: int = 2,
-    context: int = 32,
-    d_hidden: int | None = None,
-    tied: bool = True,
-    n_heads: int = 4,
+    vocab: int, d_model: int = 64, *, n_layers: int = 2, context: int = 32, tied: bool = True, **_: Any
 ) -> int:
-    """Numbers in a GPT; those of a tied head count once. The number of heads changes nothing.
-
-    Per layer: attention 4d² + 4d, MLP 8d² + 5d (with d_hidden = 4d), two norms 4d, so about 12d².
-    """
-    d, hidden = d_model, d_hidden or 4 * d_model
-    mlp = 2 * d * hidden + hidden + d
-    layer = (4 * d * d + 4 * d) + mlp + 2 * 2 * d
+    """Numbers in a GPT with 4d hidden units, about 12d² per layer; those of a tied head count once."""
+    d = d_model
+    layer = (4 * d * d + 4 * d) + (8 * d * d + 5 * d) + 2 * 2 * d  # attention, MLP, two norms
     return vocab * d * (1 if tied else 2) + context * d + n_layers * layer + 2 * d
 
 
 def gpt_flops(
-    vocab: int,
-    d_model: int = 64,
-    *,
-    size: int,
-    length: int,
-    n_layers: int = 2,
-    d_hidden: int | None = None,
-    context: int = 32,
-    n_heads: int = 4,
-    tied: bool = True,
+    vocab: int, d_model: int = 64, *, size: int, length: int, n_layers: int = 2, **_: Any
 ) -> dict[str, int]:
     """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`: for
     a product of (n, k) and (k, m) 2nkm, a multiplication and an addition each.
 
     Forward per token and layer: 8d² for query, key, value and output, 4·length·d for the scores and the
-    weighted sum, 16d² for the MLP; 2·d·vocab for the head. Looking up an embedding is not a product. The
-    backward is exactly twice the forward. Context, heads and tying change nothing.
+    weighted sum (also the masked half), 16d² for the MLP; 2·d·vocab for the head. The backward is exactly twice
+    the forward. Context, heads and tying change nothing.
     """
-    d, hidden, tokens = d_model, d_hidden or 4 * d_model, size * length
-    layer = 8 * d * d + 4 * length * d + 4 * d * hidden
+    d, tokens = d_model, size * length
+    layer = 8 * d * d + 4 * length * d + 16 * d * d
     forward = tokens * (n_layers * layer + 2 * d * vocab)
     return {"forward": forward, "backward": 2 * forward}
 
@@ -563,8 +418,7 @@ def gpt_flops(
 def training_flops(parameters: float, tokens: float) -> float:
     """6·N·D: the usual estimate of the operations that train N parameters on D tokens.
 
-    Each token meets each weight once forward (a multiplication and an addition) and twice backward. The
-    products of tokens with tokens in attention are left out; they add a share of length / (6 * d_model).
+    The products of tokens with tokens in attention are left out; they add a share of length / (6 * d_model).
     """
     # C = 6NBS, https://arxiv.org/abs/2001.08361, section 2.1 (2020); the part of attention: Table 1 there
     return 6.0 * parameters * tokens
@@ -578,9 +432,6 @@ def gpt_saved_bytes(
     length: int,
     n_layers: int = 2,
     n_heads: int = 4,
-    d_hidden: int | None = None,
-    context: int = 32,
-    tied: bool = True,
     itemsize: int = 4,
 ) -> int:
     """Bytes that autograd keeps from the forward of a GPT and its loss, parameters left out.
@@ -590,8 +441,8 @@ def gpt_saved_bytes(
     GELU, 4d after). In 2-byte numbers that is 32d + 2·heads·length bytes; dropout's masks and outputs make it
     the 34d + 5·heads·length of Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4 (2022).
     """
-    d, hidden, tokens = d_model, d_hidden or 4 * d_model, size * length
-    layer = tokens * (8 * d + 2 * hidden + n_heads * length + 4) * itemsize
+    d, tokens = d_model, size * length
+    layer = tokens * (16 * d + n_heads * length + 4) * itemsize
     mask = length * length  # one byte each
     end = tokens * (2 * d + 2 + vocab) * itemsize  # final norm, and the log-probabilities that the loss keeps
     indices = 8 * (2 * tokens + length)  # tokens, targets, positions: int64

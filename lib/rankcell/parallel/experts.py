@@ -18,28 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from . import group as groups
+from . import group
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one rank go. T tokens, k choices each, E experts.
+    """Where the tokens of one rank go. T tokens, k choices each, E experts, W ranks."""
 
-    Args:
-        experts: `(T, k)` the experts that each token chose, best first.
-        weights: `(T, k)` what their outputs are multiplied by.
-        kept: `(T, k)` False where the expert was full: that choice adds nothing to the token's output.
-        load: `(E,)` how many choices fell on each expert, of all ranks' tokens, dropped ones included.
-        counts: `(W, E)` how many rows each rank sends to each expert, dropped ones left out.
-        balance_loss: this rank's share of the load-balance loss; the shares of all ranks add up to it.
-    """
-
-    experts: Tensor
-    weights: Tensor
-    kept: Tensor
-    load: Tensor
-    counts: Tensor
-    balance_loss: Tensor
+    experts: Tensor  # (T, k) the experts that each token chose, best first
+    weights: Tensor  # (T, k) what their outputs are multiplied by
+    kept: Tensor  # (T, k) False where the expert was full: that choice adds nothing to the token's output
+    load: Tensor  # (E,) how many choices fell on each expert, of all ranks' tokens, dropped ones included
+    counts: Tensor  # (W, E) how many rows each rank sends to each expert, dropped ones left out
+    balance_loss: Tensor  # this rank's share of the load-balance loss; the shares of all ranks add up to it
 
     @property
     def dropped(self) -> int:
@@ -62,24 +53,12 @@ def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return probabilities, experts, weights
 
 
-def capacity(n_tokens: int, n_experts: int, k: int, factor: float) -> int:
-    """How many rows an expert takes: its fair share of the choices of `n_tokens` tokens, times `factor`.
-
-    From https://arxiv.org/abs/2101.03961 (Switch Transformer, 2021), equation 3, rounded up.
-    """
-    return math.ceil(factor * k * n_tokens / n_experts)
-
-
-def balance_loss(probabilities: Tensor, load: Tensor, k: int) -> Tensor:
+def _balance_loss(probabilities: Tensor, load: Tensor, k: int) -> Tensor:
     """This rank's share of E * sum over experts of f * P, which is 1 where all experts are used alike.
 
     f is the share of all choices that fell on the expert, a constant; P is its mean probability; both over
     the tokens of all ranks. From https://arxiv.org/abs/2101.03961 (Switch Transformer, 2021), equations 4 to
     6, without its factor alpha; for k > 1 f counts all k choices.
-
-    Args:
-        probabilities: `(T, E)` of this rank's tokens.
-        load: `(E,)` how many choices fell on each expert, on all ranks.
     """
     n_tokens = (load.sum() / k).clamp(min=1).to(probabilities)
     f = load.to(probabilities) / (k * n_tokens)
@@ -96,16 +75,10 @@ def route(
 ) -> Routing:
     """Where this rank's tokens go, from the router's `logits`, `(T, E)`.
 
-    The ranks tell each other k * E counts, so that all know who sends how much and what is full.
-    A full expert drops what comes last: all first choices come before all second choices, and within them
-    tokens in the order of the ranks. So the same tokens are dropped on any number of ranks. `alone` routes
-    without other ranks, and needs no process group.
-
-    Args:
-        capacity_factor: how many times its fair share an expert takes; None drops nothing.
-
-    Raises:
-        ValueError: k is not between 1 and the number of experts, or the factor is not above 0.
+    The ranks tell each other k * E counts, so that all know who sends how much and what is full. An expert takes
+    `capacity_factor` times its fair share (None: all) and drops what comes last: all first choices come before
+    all second choices, and within them tokens in the order of the ranks. So the same tokens are dropped on any
+    number of ranks. `alone` routes without other ranks, and needs no process group.
     """
     n_experts = logits.shape[1]
     if not 1 <= k <= n_experts:
@@ -120,7 +93,7 @@ def route(
     if alone:
         rank, everyone = 0, mine[None]
     else:
-        rank, world_size = _place(process_group)
+        rank, world_size = group.place(process_group, "these experts", use="call them")
         everyone = torch.empty(world_size, *mine.shape, dtype=mine.dtype, device=mine.device)
         dist.all_gather_single(everyone.view(-1, n_experts), mine, group=process_group)
     queue = everyone.transpose(0, 1).flatten(0, 1)  # (k * W, E) in the order in which experts fill up
@@ -129,11 +102,12 @@ def route(
     if capacity_factor is None:
         kept, counts = torch.ones_like(experts, dtype=torch.bool), everyone.sum(1)
     else:
-        limit = capacity(int(everyone[:, 0].sum()), n_experts, k, capacity_factor)
+        # https://arxiv.org/abs/2101.03961, equation 3, rounded up: times the fair share of the choices
+        limit = math.ceil(capacity_factor * k * int(everyone[:, 0].sum()) / n_experts)
         place = before[:, rank, None] + picked.cumsum(1) - 1  # (k, T, E)
         kept = (place.gather(2, experts.T[..., None])[..., 0] < limit).T
         counts = torch.minimum((limit - before).clamp(min=0), everyone.transpose(0, 1)).sum(0)
-    return Routing(experts, weights, kept, load, counts, balance_loss(probabilities, load, k))
+    return Routing(experts, weights, kept, load, counts, _balance_loss(probabilities, load, k))
 
 
 class Mixture(nn.Module):
@@ -180,18 +154,18 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], ranks: dist.ProcessGroup
     ) -> Tensor:
-        ctx.how = sent, received, group
+        ctx.how = sent, received, ranks
         output = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=ranks)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sent, received, group = ctx.how
-        return _Exchange.apply(grad, received, sent, group), None, None, None
+        sent, received, ranks = ctx.how
+        return _Exchange.apply(grad, received, sent, ranks), None, None, None
 
 
 class ExpertParallel(nn.Module):
@@ -208,15 +182,12 @@ class ExpertParallel(nn.Module):
     reduced again. Parameters keep their names (`experts.3.up.weight` is expert 3), and a rank has those of
     its own experts only; the others are freed with `mixture`. All ranks of the group must call it, forward
     and backward.
-
-    Raises:
-        ValueError: W does not divide the number of experts.
     """
 
     def __init__(self, mixture: Mixture, *, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.process_group = process_group or dist.group.WORLD
-        self.rank, self.world_size = _place(self.process_group)
+        self.rank, self.world_size = group.place(process_group, "these experts", use="call them")
         self.n_experts = len(mixture.experts)
         if self.n_experts % self.world_size:
             raise ValueError(
@@ -255,9 +226,8 @@ class ExpertParallel(nn.Module):
         returned = _Exchange.apply(done[by_expert.argsort()], received, sent, self.process_group)
         choices = returned.new_zeros(len(tokens) * self.k, returned.shape[-1]).index_copy(0, rows, returned)
         weights = routing.weights.flatten()[:, None]
-        return (
-            (weights * choices).view(len(tokens), self.k, choices.shape[1]).sum(1).unflatten(0, x.shape[:-1])
-        )
+        output = (weights * choices).view(len(tokens), self.k, choices.shape[1]).sum(1)
+        return output.unflatten(0, x.shape[:-1])
 
 
 def shared_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -279,24 +249,5 @@ def traffic(counts: Tensor, row_bytes: int) -> list[list[int]]:
     """
     world_size = len(counts)
     rows = counts.view(world_size, world_size, -1).sum(-1)
-    return [
-        [0 if i == j else int(rows[i, j]) * row_bytes for j in range(world_size)] for i in range(world_size)
-    ]
-
-
-def bytes_sent(n_tokens: int, row_bytes: int, world_size: int, *, k: int = 1) -> dict[str, float]:
-    """Bytes of tokens that each rank sends, "forward" and "backward", if all experts are used alike.
-
-    Dispatch and combine are two all-to-alls of `k * n_tokens` rows each (a rank's own tokens), all but the
-    W-th part that stays; the backward has the same two. The counts that the ranks tell each other are not in
-    it.
-
-        bytes_sent(100, 256, 4)  # {"forward": 38400.0, "backward": 38400.0}
-    """
-    once = 2 * k * n_tokens * row_bytes * (world_size - 1) / world_size
-    return {"forward": once, "backward": once}
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's number in the group, and the group's size."""
-    return groups.place(group, "these experts", use="call them")
+    ranks = range(world_size)
+    return [[0 if i == j else int(rows[i, j]) * row_bytes for j in ranks] for i in ranks]
