@@ -11,17 +11,17 @@ LIB = Path(__file__).parent.parent / "lib" / "rankcell"
 # Of each part what it may import of ours; the first ones nothing. In the engine `./x` is another of its modules, SHARED
 # what both sides share.
 ALLOWED = """
-results: corpus: costs: hardware: source: versions: layouts:
+results: corpus: costs: races: hardware: source: versions: layouts:
 engine/__init__: engine/channel: engine/system: engine/spans: engine/streams: engine/stdio: engine/shell:
 doctor: engine/devices engine/local engine/match engine/system hardware versions
-models: corpus   figures: engine/world models   cluster: source   parallel: models schedules versions
-schedules: errors results   planner: hardware results schedules
+models: corpus   figures: engine/world models   cluster: source   parallel: actions models schedules versions
+actions: errors   schedules: actions results   planner: hardware results schedules
 jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/match engine/messages engine/nodes
     engine/operation engine/record engine/report engine/streams engine/system errors results
 rehearsal: costs errors planner results   exercises: cluster source
 progress: exercises   room: engine/system progress
 grade: check engine/forks engine/preload engine/system exercises results schedules source
-command: cluster doctor grade jobs planner room   simulate: results
+command: cluster doctor grade jobs planner room   simulate: races results
 errors: results   against: errors layouts results
 twin: engine/trace errors results   check: against errors results
 magics: check cluster doctor draw engine/devices engine/world errors progress results source twin versions

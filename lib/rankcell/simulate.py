@@ -9,77 +9,30 @@
     gpu.synchronize()
     gpu.events, gpu.races
 
-The calls are those of `torch.cuda`. Nothing is computed and nothing is measured: how long a kernel takes is
-said by the caller, and the answer is the same on every machine. Beside the times it keeps which job is
-*ordered* before which, and so finds races: two jobs that touch the same memory, one of them writing, and
-nothing that makes one wait for the other, whatever their times happened to be.
+The calls are those of `torch.cuda`. Nothing is computed or measured: the caller says how long a kernel takes.
+Beside the times it keeps which job is *ordered* before which, and so finds races: two jobs that touch the same
+memory, one of them writing, and nothing that makes one wait for the other, whatever their times happened to be.
 
-What it leaves out: kernels that share the GPU (here one kernel fills it, and each engine does one job at a
-time, in the order in which jobs become ready), the host stopping when a queue is full, priorities, graphs,
-and slower memory while copies run. Recording an event and waiting for one cost the host nothing. A pageable
-copy holds the host until it is done; a real driver may return a little earlier, when all is staged.
+What it leaves out: kernels that share the GPU (each engine does one job at a time, in the order in which jobs
+become ready), the host stopping when a queue is full, priorities, graphs, slower memory while copies run, and
+what recording an event costs the host.
 """
 
-import textwrap
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .races import Enqueued, Race, RaceError, find_races
 from .results import Event
 
 HOST = "host"
 Names = str | Iterable[str]  # of one buffer, or of several
-_ING = {"reads": "reading", "writes": "writing"}
-
-
-class RaceError(Exception):
-    """Two jobs touch the same memory and nothing orders them."""
-
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the sentences, without our own lines."""
-        return [f"RaceError: {self}"]
-
-
-@dataclass(frozen=True)
-class Race:
-    """Two jobs that touch the same memory, one of them writing, without an order between them.
-
-    `first` was enqueued first. `reused` says that the memory changed its name in between: it was freed and
-    given out again.
-    """
-
-    buffer: str
-    first: str
-    second: str
-    text: str
-    reused: bool = False
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        return textwrap.fill(self.text, 90)
-
-
-@dataclass(frozen=True)
-class _Job:
-    number: int
-    name: str
-    kind: str
-    row: int
-    engine: str
-    seconds: float
-    issued: float
-    after: frozenset[int]
-    before: int  # bit j is set where job j is ordered before this one
-    reads: tuple[tuple[str, int], ...]  # name of the buffer, number of its block of memory
-    writes: tuple[tuple[str, int], ...]
-    nbytes: int = 0
 
 
 @dataclass
-class _Block:
+class _Freed:
     """Memory that was given back: to whom it belongs, and who must be done before it is given out again."""
 
     number: int
@@ -165,16 +118,16 @@ class Device:
     now: float = field(default=0.0, init=False)  # the host's clock, seconds
 
     def __post_init__(self) -> None:
-        self._jobs: list[_Job] = []
+        self._jobs: list[Enqueued] = []
         self._schedule: list[tuple[float, float]] = []
         self._host: list[Event] = []
         self._known = 0  # jobs that the host knows to be done, and its own, as bits
         self._streams: dict[str, Stream] = {}
         self._blocks: dict[str, tuple[int, int, int]] = {}  # buffer: block, owner, nbytes
-        self._freed: list[_Block] = []
+        self._freed: list[_Freed] = []
         self._gone: set[str] = set()
         self._users: dict[str, list[Stream]] = {}
-        self._n_blocks = 0
+        self._numbers = itertools.count(1)  # of blocks of memory
         self._current = self.stream("default")
 
     # Streams
@@ -232,9 +185,6 @@ class Device:
 
         It lasts `seconds`, or `nbytes` at the rate of pinned or pageable memory. The host goes on at once
         only where the host memory is pinned *and* the call is `non_blocking`.
-
-        Raises:
-            ValueError: `to` is neither "device" nor "host".
         """
         if to not in ("device", "host"):
             raise ValueError(f"A copy goes to 'device' or to 'host', not to {to!r}.")
@@ -266,8 +216,8 @@ class Device:
     # Memory
 
     def empty(self, buffer: str, nbytes: int = 0) -> None:
-        """Give `buffer` memory that belongs to the current stream: a freed block of this stream and size if
-        there is one, as PyTorch's caching allocator does.
+        """Give `buffer` memory of the current stream, as PyTorch's caching allocator does: a freed block of this
+        stream and size if there is one.
         """
         owner = self._current._row
         for block in self._freed:
@@ -278,7 +228,7 @@ class Device:
                 self._blocks[buffer] = (block.number, owner, nbytes)
                 break
         else:
-            self._blocks[buffer] = (self._new_block(), owner, nbytes)
+            self._blocks[buffer] = (next(self._numbers), owner, nbytes)
         self._gone.discard(buffer)
         self._users[buffer] = []
 
@@ -295,7 +245,7 @@ class Device:
             s for s in self._users.pop(buffer) if s._row != owner
         ]  # its own queue keeps the order anyway
         users = frozenset[int]().union(*(s._tail for s in others))
-        self._freed.append(_Block(number, owner, nbytes, users))
+        self._freed.append(_Freed(number, owner, nbytes, users))
         self._gone.add(buffer)
 
     # What happened
@@ -304,26 +254,11 @@ class Device:
     def events(self) -> tuple[Event, ...]:
         """All that host and streams did, in order of time, as predicted events.
 
-        `rank` is the row: 0 the host, then the streams; `group` is its name. `kind` is "host" (launches and
-        work of the host), "wait" (the host stands), "compute", "copy", "comm", or "order": a moment at which
-        a stream was let go by another one, whose row is `peer` and which was done at `issued`.
+        `rank` is the row: 0 the host, then the streams; `group` is its name. `kind` is "host", "wait" (the host
+        stands), "compute", "copy", "comm", or "order": a moment at which a stream was let go by another one,
+        whose row is `peer` and which was done at `issued`.
         """
-        names, found = [HOST, *self._streams], list(self._host)
-        for job in self._jobs:
-            start, end = self._times[job.number]
-            of: dict[str, Any] = {"group": names[job.row], "predicted": True}
-            made = Event(
-                job.row, job.name, start, end, kind=job.kind, nbytes=job.nbytes, issued=job.issued, **of
-            )
-            found.append(made)
-            last = {self._jobs[other].row: other for other in sorted(job.after)}  # the others were before it
-            for row, other in last.items():
-                if row != job.row:
-                    issued = self._end(other)
-                    order = Event(
-                        job.row, "wait_event", start, start, kind="order", peer=row, issued=issued, **of
-                    )
-                    found.append(order)
+        found = [*self._host, *_events(self._jobs, self._times, [HOST, *self._streams])]
         return tuple(sorted(found, key=lambda e: (e.start, e.rank, e.end)))
 
     @property
@@ -339,21 +274,11 @@ class Device:
     @property
     def races(self) -> tuple[Race, ...]:
         """Every pair of streams and buffers with a race, the first jobs of each; empty if all is ordered."""
-        found: dict[tuple, Race] = {}
-        for b in self._jobs:
-            for a in self._jobs[: b.number]:
-                if b.before >> a.number & 1:
-                    continue
-                for x, name_a, y, name_b in _conflicts(a, b):
-                    key = (name_a, name_b, a.row, b.row)
-                    if key not in found:
-                        found[key] = self._race(a, x, name_a, b, y, name_b)
-        return tuple(found.values())
+        return find_races(self._jobs, self._times, [HOST, *self._streams])
 
     def check(self) -> None:
         """Raise `RaceError`, with a sentence for each race, unless everything is ordered."""
-        races = self.races
-        if races:
+        if races := self.races:
             raise RaceError("\n".join(race.text for race in races))
 
     # Inside
@@ -382,7 +307,7 @@ class Device:
     def _add(self, name: str, kind: str, row: int, engine: str, seconds: float, *rest: Any) -> int:
         if not seconds >= 0:
             raise ValueError(f"A job cannot take {seconds} seconds. Give zero or more.")
-        self._jobs.append(_Job(len(self._jobs), name, kind, row, engine, seconds, *rest))
+        self._jobs.append(Enqueued(len(self._jobs), name, kind, row, engine, seconds, *rest))
         return len(self._jobs) - 1
 
     def _note_host(self, what: str, start: float, kind: str) -> None:
@@ -410,10 +335,6 @@ class Device:
             self._note_host(why, start, "wait")
         self._known |= self._closure(jobs)
 
-    def _new_block(self) -> int:
-        self._n_blocks += 1
-        return self._n_blocks
-
     def _touch(self, buffers: Names) -> tuple[tuple[str, int], ...]:
         """The blocks of memory of some buffers; a new name gets a block that is never given to another."""
         names = (buffers,) if isinstance(buffers, str) else tuple(buffers)
@@ -421,37 +342,24 @@ class Device:
             if name in self._gone:
                 raise ValueError(f"{name} was freed. Give it memory again with empty({name!r}).")
             if name not in self._blocks:
-                self._blocks[name] = (self._new_block(), self._current._row, -1)
+                self._blocks[name] = (next(self._numbers), self._current._row, -1)
                 self._users[name] = []
         return tuple((name, self._blocks[name][0]) for name in names)
 
-    def _race(self, a: _Job, x: str, name_a: str, b: _Job, y: str, name_b: str) -> Race:
-        names = [HOST, *self._streams]
-        first, second = f"{a.name} on {names[a.row]}", f"{b.name} on {names[b.row]}"
-        (start_a, end_a), (start_b, end_b) = self._times[a.number], self._times[b.number]
-        if max(start_a, start_b) < min(end_a, end_b):
-            happened = "Here they ran at the same time."
-        elif start_a < start_b:
-            happened = "Here the first happened to be over in time; nothing promises it."
-        else:
-            happened = "Here the second even ran first."
-        mend = (
-            f"Let the host wait before the second: {names[a.row]}.synchronize()."
-            if b.row == 0
-            else f"Put {names[b.row]}.wait_stream({names[a.row]}) before the second."
-        )
-        if name_a != name_b:
-            text = (
-                f"Memory reused too early: {name_b} was given the memory of {name_a}, which was freed while "
-                f"{first} may still be {_ING[x]} it; now {second} {y} it. {happened} Call "
-                f'record_stream("{name_a}", {names[a.row]}) before freeing {name_a}.'
-            )
-        else:
-            text = (
-                f"Race on {name_a}: {first} {x} it, {second} {y} it, and nothing orders the two. "
-                f"{happened} {mend}"
-            )
-        return Race(name_b, first, second, text, reused=name_a != name_b)
+
+def _events(
+    jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], names: Sequence[str]
+) -> Iterator[Event]:
+    """The jobs on the streams, and where one was let go by another stream."""
+    for job in jobs:
+        start, end = times[job.number]
+        of: dict[str, Any] = {"group": names[job.row], "predicted": True}
+        yield Event(job.row, job.name, start, end, kind=job.kind, nbytes=job.nbytes, issued=job.issued, **of)
+        last = {jobs[other].row: other for other in sorted(job.after)}  # the others were before it
+        for row, other in last.items():
+            if row != job.row:
+                done = times[other][1]
+                yield Event(job.row, "wait_event", start, start, kind="order", peer=row, issued=done, **of)
 
 
 def busy_together(events: Iterable[Event], one: str, other: str) -> float:
@@ -459,26 +367,17 @@ def busy_together(events: Iterable[Event], one: str, other: str) -> float:
 
     busy_together(gpu.events, "compute", "copy")
     """
-    events = list(events)
-    a, b = (_union([(e.start, e.end) for e in events if e.kind == kind]) for kind in (one, other))
-    return sum(max(0.0, min(x[1], y[1]) - max(x[0], y[0])) for x in a for y in b)
+    chosen = [e for e in events if e.kind in (one, other)]
+    moments = sorted({moment for e in chosen for moment in (e.start, e.end)})
+    total = 0.0
+    for start, end in itertools.pairwise(moments):
+        if {one, other} == {e.kind for e in chosen if e.start <= start and end <= e.end}:
+            total += end - start
+    return total
 
 
-def _union(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same stretches of time with no overlaps."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(parts):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _schedule(jobs: list[_Job]) -> list[tuple[float, float]]:
-    """Start and end of each job: an engine takes the job that was ready first.
-
-    A job enqueued later cannot change what happened before it was enqueued, so what the host has already seen
+def _schedule(jobs: list[Enqueued]) -> list[tuple[float, float]]:
+    """Start and end of each job: an engine takes the job that was ready first. What the host has already seen
     stays as it was when more jobs are added.
     """
     times: dict[int, tuple[float, float]] = {}
@@ -497,14 +396,3 @@ def _schedule(jobs: list[_Job]) -> list[tuple[float, float]]:
             free[job.engine] = times[job.number][1]
         left.remove(job)
     return [times[job.number] for job in jobs]
-
-
-def _conflicts(a: _Job, b: _Job) -> Iterator[tuple[str, str, str, str]]:
-    """What both jobs touch where one of them writes: what a does, the name it used, what b does, its name."""
-    for x, mine in (("writes", a.writes), ("reads", a.reads)):
-        for y, theirs in (("writes", b.writes), ("reads", b.reads)):
-            if "writes" in (x, y):
-                for name_a, block_a in mine:
-                    for name_b, block_b in theirs:
-                        if block_a == block_b:
-                            yield x, name_a, y, name_b

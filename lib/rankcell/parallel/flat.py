@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Layout:
+class FlatLayout:
     """Where each of some tensors lies in a flat buffer, and which part of each a rank holds."""
 
     def __init__(self, shapes: Sequence[torch.Size], n_shards: int) -> None:

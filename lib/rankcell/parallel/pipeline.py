@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import models
-from ..schedules import Action, Schedule, rounds
+from ..actions import Action, Schedule, rounds
 
 Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
 
@@ -107,7 +107,7 @@ class Pipeline:
                 f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches. "
                 f"Give at least one sample to each, and one target for each input."
             )
-        return _Step(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
+        return _Execution(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
 
     def shape(self, stage: int, inputs: Tensor) -> tuple[int, ...]:
         """The shape of what `stage` receives for the micro-batch of the first stage's `inputs`."""
@@ -171,7 +171,7 @@ class _Route:
         return sorted(found, key=self.key)
 
 
-class _Step:
+class _Execution:
     """One batch on its way through the pipeline: what has arrived, what is kept, what is on its way."""
 
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .flat import Layout, by
+from .flat import FlatLayout, by
 
 Places = list[tuple[nn.Module, str]]  # modules and the names that a parameter has in them
 
@@ -38,7 +38,7 @@ class Flat:
         rank, n_shards = 0, 1
         if process_group is not None:
             rank, n_shards = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.layout = Layout([p.shape for p in parameters], n_shards)
+        self.layout = FlatLayout([p.shape for p in parameters], n_shards)
         self.parts = self.layout.parts(rank)
         self.whole = parameters[0].detach().new_zeros(self.layout.length)
         for view, parameter in zip(self.layout.views(self.whole), parameters, strict=True):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import group
-from .flat import Layout, by
+from .flat import FlatLayout, by
 from .fsdp import FSDP
 
 
@@ -72,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.rank, self.world_size = group.place(process_group, "ShardedOptimizer")
         self.local: Any = None
         self._make: Callable[..., Any] = lambda parameters: optimizer_cls(parameters, **kwargs)
-        self._flats: list[tuple[Tensor, Layout]] = []
+        self._flats: list[tuple[Tensor, FlatLayout]] = []
         # by parameter: its place in a flat buffer, which of its numbers are this rank's, and these
         self._parts: dict[nn.Parameter, tuple[Tensor, slice, nn.Parameter]] = {}
         super().__init__(params, kwargs)
@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _shard(self, parameters: list[nn.Parameter]) -> None:
         """Move parameters of one dtype into a flat buffer, and find this rank's part of each."""
-        layout = Layout([p.shape for p in parameters], self.world_size)
+        layout = FlatLayout([p.shape for p in parameters], self.world_size)
         flat = parameters[0].detach().new_zeros(layout.length)
         shard, views, places = layout.shard(flat, self.rank), layout.views(flat), layout.parts(self.rank)
         for parameter, view, (where, in_shard) in zip(parameters, views, places, strict=True):
