@@ -124,9 +124,8 @@ def resumed(first, second):
 
 
 PAIRS = {
-    "pp dp to zero tp": (({"pp": 2, "dp": 2}, None, {}), ({"dp": 2, "tp": 2}, None, {"zero": True})),
+    "pp dp to dp tp": (({"pp": 2, "dp": 2}, None, {}), ({"dp": 2, "tp": 2}, None, {})),
     "zero tp to pp tp": (({"dp": 2, "tp": 2}, None, {"zero": True}), ({"pp": 2, "tp": 2}, None, {})),
-    "sharded states and back": (({"pp": 2, "dp": 2}, "sharded", {}), ({"dp": 4}, "sharded", {})),
 }
 
 

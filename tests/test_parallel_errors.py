@@ -27,7 +27,6 @@ trio, p, ones, zero = dist.new_group([0, 1, 2]), nn.Parameter(torch.ones(4, 4)),
 heads, z, tokens = ones(1, 3, 3, 2), ones(1, 12, 2, 2), ones(4, 4).long()
 sgd = ShardedOptimizer([p], torch.optim.SGD, lr=0.1)
 def gpt(**options): return models.GPT(9, 8, context=8, n_layers=4, **options)
-def linears(): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
 def wrapped(change=None, sparse=False, reentrant=False):
     module = nn.Sequential(nn.Embedding(2, 3, sparse=sparse), nn.Linear(3, 3))
     if reentrant: module.forward = lambda x: module[1](checkpoint(module[1], module[0](x), use_reentrant=True))
@@ -58,9 +57,10 @@ wrapped(reentrant=True) -> The gradient of a parameter was complete twice in one
 its way already. Checkpointing with use_reentrant=True does that. Use use_reentrant=False.
 
 model_state_bytes(1, 1, 4) -> ZeRO has the stages 1, 2 and 3, and 0 shards nothing. There is no stage 4.
+sgd.state_dict() -> ShardedOptimizer saves no states: each rank has a part. Use torch's ZeroRedundancyOptimizer, which \
+collects them.
 p.data = p.data.double(); p.grad = None; sgd.step() -> A parameter is no longer where ShardedOptimizer put it. Move or \
 cast the model first, then make the optimizer.
-FSDP(linears()).load_full_state_dict({}) -> The state dict and the module differ in: 0.bias, 0.weight, 1.bias,
 
 tp.ColumnParallelLinear.from_linear(nn.Linear(4, 5)) -> 5 (output features of a column-parallel layer) cannot be \
 shared evenly by 4 ranks. Choose a multiple of 4, or a group whose size divides 5.
@@ -125,6 +125,8 @@ ExpertParallel(mixture(6)) -> 6 experts cannot be shared equally by 4 ranks. Use
 MeshParallel(gpt(), mesh(dp=2, ep=2)) -> MeshParallel knows the axes pp, dp, tp, not ep. Name the mesh's axes with \
 `mesh_dim_names`.
 MeshParallel(gpt(), init_device_mesh("cpu", (4,))) -> MeshParallel knows the axes pp, dp, tp, not axes without names.
+MeshParallel(gpt(), mesh(dp=4), zero=True).load_full_state_dict({}) -> A model that `zero` shards takes no state. Load \
+it into another layout.
 MeshParallel(gpt(), mesh(pp=2, dp=2), zero=True) -> ZeRO stage 3 would gather each stage once per micro-batch. With a \
 pipeline use zero=False, and ShardedOptimizer (stage 1) over the group of the dp axis.
 """

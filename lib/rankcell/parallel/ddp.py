@@ -138,8 +138,8 @@ class DDP(nn.Module):
         Every backward ends with it by itself. Call it before the optimizer's step where a rank's loss may use
         no parameter at all, or after a `no_sync` that has no synchronized backward behind it.
 
-        It does nothing if the gradients are averaged already, or if this rank ran no forward since then: it
-        cannot know that others wait. So a rank without a batch runs the model too.
+        It does nothing if the gradients are averaged already, or if this rank ran no forward since then: a rank
+        without a batch runs the model too.
         """
         if not self._changed:
             return

@@ -244,13 +244,6 @@ class FSDP(nn.Module):
         wholes = [tensor for flat in flats for tensor in (flat.whole, flat.shard)]
         return {"parameters": wholes, "gradients": [t for t in gradients if isinstance(t, Tensor)]}
 
-    def _named_flats(self, given: Mapping[str, Tensor]) -> list[tuple[Flat, list[list[str]]]]:
-        """The flat buffers, and which of the names in `given` each of their parameters has: a tied one several."""
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        return [(f, [[n for n in names[p] if n in given] for p in f.parameters]) for f in self._flats()]
-
     @torch.no_grad()
     def wholes_of(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The wholes of which each rank gives its parts, on every rank.
@@ -258,31 +251,22 @@ class FSDP(nn.Module):
         Parts are anything in the shape of this rank's parameters, by their names in the module: weights,
         gradients, averages. All ranks must call it with the same names.
         """
+        names: dict[nn.Parameter, list[str]] = {}  # a tied one has several
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).extend([name] if name in parts else [])
         found: dict[str, Tensor] = {}
-        for flat, names in self._named_flats(parts):
-            if not any(names):
-                continue
+        for flat in self._flats():
             shard = flat.shard.new_zeros(flat.layout.chunk)
-            for own, (_, in_shard) in zip(names, flat.parts, strict=True):
-                if own:
-                    shard[in_shard].copy_(parts[own[0]].reshape(-1))
+            for parameter, (_, in_shard) in zip(flat.parameters, flat.parts, strict=True):
+                for name in names[parameter]:
+                    shard[in_shard].copy_(parts[name].reshape(-1))
             whole = shard
             if flat.is_sharded:
                 whole = shard.new_empty(flat.layout.length)
                 dist.all_gather_single(whole, shard, group=self.process_group)
-            for own, view in zip(names, flat.layout.views(whole), strict=True):
-                value = view.clone()
-                found |= {name: value for name in own}
+            for parameter, view in zip(flat.parameters, flat.layout.views(whole), strict=True):
+                found |= {name: view.clone() for name in names[parameter]}
         return {name: found[name] for name in parts}
-
-    @torch.no_grad()
-    def parts_of(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of wholes in the shape of the parameters, by their names. No communication."""
-        found: dict[str, Tensor] = {}
-        for flat, names in self._named_flats(wholes):
-            for parameter, (where, _), own in zip(flat.parameters, flat.parts, names, strict=True):
-                found |= {n: wholes[n].reshape(-1)[where].view_as(parameter).clone() for n in own}
-        return {name: found[name] for name in wholes}
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -290,18 +274,6 @@ class FSDP(nn.Module):
         state = self.module.state_dict()
         names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
         return {name: t.clone() for name, t in state.items()} | self.wholes_of({n: state[n] for n in names})
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of a state dict of the module as one process has it. No communication."""
-        own = self.module.state_dict()
-        if own.keys() != state_dict.keys():
-            differ = ", ".join(sorted(own.keys() ^ state_dict.keys()))
-            raise ValueError(f"The state dict and the module differ in: {differ}.")
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        parts = self.parts_of({name: state_dict[name] for name in parameters})
-        for name, tensor in own.items():
-            tensor.copy_(parts[name] if name in parameters else state_dict[name])
 
 
 def _owned(

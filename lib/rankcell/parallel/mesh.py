@@ -1,14 +1,12 @@
 """Several kinds of parallelism at once: a GPT over a device mesh with the axes "pp", "dp" and "tp".
 
-`MeshParallel` puts the other modules of this package together: each layer is divided over "tp"
-(`parallel.tensor`), the layers are cut into stages over "pp" (`parallel.pipeline`), and the batch is divided
-over "dp", with gradients averaged (`parallel.ddp`) or parameters sharded (`parallel.fsdp`). What belongs to
-no axis alone is here: the mean loss of uneven batches, one gradient norm, whole states that any other layout
-can load.
+Each layer is divided over "tp" (`parallel.tensor`), the layers are cut into stages over "pp"
+(`parallel.pipeline`), and the batch is divided over "dp", with gradients averaged (`parallel.ddp`) or
+parameters sharded (`parallel.fsdp`). What belongs to no axis alone is here: the mean loss of uneven batches,
+one gradient norm, whole states that any other layout can load.
 
-The mesh is torch's (`init_device_mesh`); the order of its axes, which decides who sits beside whom, is
-yours. What it does not do: it does not divide the batch, and it knows no context or expert axis and no
-buffers. It makes states whole in memory, which is for small models: `torch.distributed.checkpoint` does not.
+What it does not do: it does not divide the batch, and it knows no context or expert axis and no buffers. It
+makes states whole in memory, which is for small models: `torch.distributed.checkpoint` does not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,9 +49,6 @@ class MeshParallel:
     >>> loss = model.step(x, y)  # of the global batch, the same on all ranks; gradients are in .grad
     >>> model.clip_grad_norm_(1.0)
     >>> optimizer.step()
-
-    Raises:
-        ValueError: the mesh has another axis or no names, or `zero` comes with a pipeline.
     """
 
     def __init__(
@@ -152,9 +147,7 @@ class MeshParallel:
         """The norm of all gradients of the whole model, the same on all ranks; they are scaled down if it is
         above `max_norm`.
 
-        The squares of this rank's gradients are summed over the axes that divide the model, and each number
-        counts once: what all ranks of an axis hold counts on the first of them, a tied embedding on the first
-        of its two stages. Over "dp" nothing is summed, unless `zero` divides the model over it.
+        Squares are summed over the axes that divide the model, so over "dp" only with `zero`.
         """
         axes = ("tp", "pp", "dp") if self.fsdp else ("tp", "pp")
         return clip_grad_norm_(
@@ -170,10 +163,10 @@ class MeshParallel:
         return self._gather({name: p.grad for name, p in self._all_named() if p.grad is not None})
 
     def full_state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """The weights, and with an optimizer its states, as one process has them: nothing in it says how the
-        model was divided. On every rank, on the CPU. All ranks must call it.
+        """The weights, and with an optimizer its states, as one process has them, on every rank, on the CPU:
+        {"model": {name: weight}, "optimizer": {"exp_avg": {name: average}, "step": {name: count}, ...}}.
 
-        {"model": {name: weight}, "optimizer": {"exp_avg": {name: average}, "step": {name: count}, ...}}
+        All ranks must call it.
         """
         state: dict[str, Any] = {"model": self._gather({n: p.detach() for n, p in self._all_named()})}
         if optimizer is not None:
@@ -188,6 +181,8 @@ class MeshParallel:
 
         Hyper-parameters, as the learning rate, stay those of `optimizer`.
         """
+        if self.fsdp:
+            raise ValueError("A model that `zero` shards takes no state. Load it into another layout.")
         with torch.no_grad():
             parts = self._cut(state["model"])
             for name, parameter in self.named_parameters():
@@ -211,7 +206,10 @@ class MeshParallel:
                 dist.all_reduce(x, group=self.groups[axis])
 
     def _counted(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters whose gradients it adds to the norm: over all ranks, each number once."""
+        """This rank's parameters whose gradients it adds to the norm: over all ranks, each number once.
+
+        What all ranks of an axis hold counts on the first of them, a tied embedding on the first of its stages.
+        """
         sharded = set(map(id, self.fsdp.sharded_parameters() if self.fsdp else ()))  # it leaves vectors whole
         for stage, module in self.modules.items():
             divided = tensor.sharded_dims(module)
@@ -231,7 +229,7 @@ class MeshParallel:
 
     def _by_key(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
         """The optimizer's states by their own name and then the parameter's."""
-        state = optimizer.state_dict()["state"]  # whole if it is a ShardedOptimizer
+        state = optimizer.state_dict()["state"]
         numbers, found = _numbers(optimizer), dict[str, dict[str, Tensor]]()
         for name, parameter in self._all_named():
             for key, value in state.get(numbers[id(parameter)], {}).items():
@@ -263,8 +261,6 @@ class MeshParallel:
             own = {name: whole[name] for name in tensor.sharded_dims(module) if name in whole}
             own = {name: value for name, value in own.items() if value.dim()}
             parts |= tensor.local_state_dict(module, own)
-        if self.fsdp:
-            parts = self.fsdp.parts_of(parts)
         return parts | numbers
 
 

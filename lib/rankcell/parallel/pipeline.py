@@ -31,8 +31,7 @@ Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
 class Pipeline:
     """The stages of this rank, and the engine that trains them with the other ranks of a group.
 
-    Data parallelism averages after `step`. A stage in a `DDP` would average after every micro-batch, and in a
-    split backward before the weights have their gradients: call `step` inside its `no_sync`.
+    Where stages are in a `DDP`, call `step` inside its `no_sync`: it would average after every micro-batch.
 
     Args:
         stages: all stages of the model in order, of which this rank's are taken; or only this rank's, by
@@ -95,9 +94,6 @@ class Pipeline:
         size only. It is cut into micro-batches whose sizes differ by at most one, and each counts by its
         number of samples, so loss and gradients are those of one process that computes the mean over the
         batch. No optimizer step.
-
-        Raises:
-            ValueError: the batch has fewer samples than the schedule has micro-batches.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("`step` finds gradients, and they are switched off here. Leave torch.no_grad.")
@@ -390,10 +386,7 @@ def split_gpt(model: models.Decoder, n_stages: int) -> list[nn.Module]:
     Each stage is a model of the same class that has some of the model's own parts, under their names, and
     None in place of the others: the first stage embeds, the last one computes the logits. A tied head becomes
     a copy of the embedding, and the pipeline keeps both equal; `shared` of a stage says with which other
-    stage. Count it once where you add up over ranks, for example in the norm of all gradients.
-
-    Raises:
-        ValueError: there are more stages than blocks.
+    stage. Count it once where you add up over ranks.
     """
     n = len(model.blocks)
     if not 1 <= n_stages <= n:

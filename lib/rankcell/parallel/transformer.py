@@ -253,15 +253,11 @@ def tensor_parallel(
 ) -> Any:
     """The twin of `model` in which each rank of a group holds its part.
 
-    The dense model stays as it is and must be the same on all ranks of the group, which is checked. To train,
-    give all ranks of the group the same batches; every gradient is then complete after `loss.backward()`.
-
-    Args:
-        model: the course's GPT or Llama, one of its blocks, its attention or MLP.
-        process_group: the ranks that share the model, by default all.
-        sequence_parallel: divide what lies between the layers along the sequence. Then blocks, attention and
-            MLP take and return this rank's part; a whole model takes whole sequences, and their length must
-            be a multiple of the number of ranks.
+    `model` is the course's GPT or Llama, one of its blocks, its attention or MLP. It stays as it is and must be
+    the same on all ranks of the group, which is checked. To train, give all ranks the same batches; every
+    gradient is then complete after `loss.backward()`. With `sequence_parallel` what lies between the layers is
+    divided along the sequence: blocks, attention and MLP take and return this rank's part; a whole model takes
+    whole sequences, and their length must be a multiple of the number of ranks.
 
     >>> model = tensor_parallel(GPT(49))
     >>> model(tokens, targets).backward()

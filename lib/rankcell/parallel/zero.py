@@ -5,7 +5,7 @@ states (`ShardedOptimizer`), or of states and gradients (`ZeRO2`); stage 3, in `
 everything. Parameters lie one after the other in flat buffers that are cut into W equal shards, so neither
 the number of layers nor their sizes matter. It is the final form of lesson 09, for any process group.
 
-What it does not do: optimizers that look at a whole matrix (Adafactor, Muon, L-BFGS), and offloading.
+What it does not do: optimizers that look at a whole matrix (Adafactor, Muon, L-BFGS), saved states, offloading.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -131,46 +131,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     dist.all_gather_single(flat, layout.shard(flat, self.rank), group=self.process_group)
         return loss
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The state dict that one process would have, on every rank, on the CPU. All ranks must call it."""
-        mine = {}
-        for number, parameter in enumerate(self._parameters()):
-            _, where, part = self._parts[parameter]
-            if part in self.state:
-                mine[number] = where, {k: v.cpu() for k, v in self.state[part].items()}
-        everybody: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everybody, mine, group=self.process_group)
-        parameters, states = self._parameters(), dict[int, dict[str, Tensor]]()
-        for number, (where, entries) in (item for rank in everybody for item in rank.items()):
-            whole = states.setdefault(number, {})
-            for key, value in entries.items():
-                if value.dim():
-                    empty = value.new_zeros(parameters[number].shape)
-                    whole.setdefault(key, empty).view(-1)[where] = value.reshape(-1)
-                else:  # a count of steps, or of a parameter without dims, which is in one part
-                    whole[key] = value
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        groups = [
-            {**_hyper_parameters(g), "params": [numbers[p] for p in g["params"]]} for g in self.param_groups
-        ]
-        return {"state": dict(sorted(states.items())), "param_groups": groups}
-
     def state_dict(self) -> dict[str, Any]:
-        """`full_state_dict` under the name that torch's optimizers have."""
-        return self.full_state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of what `full_state_dict` returned, on any number of ranks."""
-        for ours, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            ours.update(_hyper_parameters(saved))
-        for number, parameter in enumerate(self._parameters()):
-            _, where, part = self._parts[parameter]
-            for key, value in state_dict["state"].get(number, {}).items() if part.numel() else ():
-                own = value.reshape(-1)[where].view_as(part) if value.dim() else value
-                self.state[part][key] = own.clone()
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group_ in self.param_groups for parameter in group_["params"]]
+        """Raises: no rank has all states, and this optimizer does not collect them."""
+        raise RuntimeError(
+            "ShardedOptimizer saves no states: each rank has a part. Use torch's ZeroRedundancyOptimizer, which "
+            "collects them."
+        )
 
 
 def _hyper_parameters(param_group: Mapping[str, Any]) -> dict[str, Any]:
