@@ -60,14 +60,13 @@ img.after(row);show(0);figure.dataset.ready='1'})(document.currentScript)"""
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture: SVG text, a sentence with the finding, a text twin for terminals and screen readers."""
+    """One picture: SVG, and the finding in words for screen readers and terminals."""
 
     svg: str
     alt: str
-    text: str = ""
 
     def __repr__(self) -> str:
-        return self.text or self.alt
+        return self.alt
 
     def data_uri(self) -> str:
         """The picture as the address of an `<img>`."""
@@ -102,9 +101,8 @@ class Frames:
             )
 
     def __repr__(self) -> str:
-        return "\n\n".join(
-            f"[{label}]\n{figure!r}" for label, figure in zip(self.labels, self.figures, strict=True)
-        )
+        named = zip(self.labels, self.figures, strict=True)
+        return "\n".join(f"[{label}] {figure.alt}" for label, figure in named)
 
     def _repr_html_(self) -> str:
         alone = self.figures[self.still]
@@ -132,7 +130,7 @@ class Frames:
         )
 
 
-def drawing(width: float, height: float, *marks: str, alt: str, text: str = "") -> Figure:
+def drawing(width: float, height: float, *marks: str, alt: str) -> Figure:
     """A figure of `width` x `height` px on white paper, so that it reads on a dark page too.
 
     Keep `width` near 640: at 380 px (a phone) a 640 px figure is shown at 0.6 times its size, so text of 20
@@ -145,7 +143,7 @@ def drawing(width: float, height: float, *marks: str, alt: str, text: str = "") 
         f'font-family="{FONT}">'
         f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{body}</svg>'
     )
-    return Figure(svg, alt, text)
+    return Figure(svg, alt)
 
 
 def rect(

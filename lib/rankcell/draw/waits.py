@@ -55,24 +55,14 @@ def waits(run: Run) -> Figure:
     marks += [_node(*place[s.rank], radius, s) for s in standings]
     if len(standings) <= _LABELLED:
         marks += [_words(*place[s.rank], middle, s) for s in standings]
-        rows = []
     else:
-        rows = _grouped(standings)
-    for row in (part for whole in rows for part in wrap(whole, WIDTH - 2 * EDGE)):
-        marks.append(label(EDGE, height + 20, row))
-        height += _ROW
+        for row in (part for whole in _grouped(standings) for part in wrap(whole, WIDTH - 2 * EDGE)):
+            marks.append(label(EDGE, height + 20, row))
+            height += _ROW
     for row in wrap(f"{finding[0].upper()}{finding[1:]}.", WIDTH - 2 * EDGE, SIZE * _BOLD):
         marks.append(label(WIDTH / 2, height + 20, row, anchor="middle", bold=True))
         height += _ROW
-    text = "\n".join(
-        [f"{finding}.", *(f"rank {s.rank}  {s.doing}{_for(s)}" for s in standings)],
-    )
-    return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.", text=text)
-
-
-def who_waits(run: Run) -> dict[int, tuple[int, ...]]:
-    """The arrows of the picture: each rank that waited, and the ranks it waited for."""
-    return {s.rank: s.waits_for for s in sorted(run.standstill, key=lambda s: s.rank) if s.waits_for}
+    return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.")
 
 
 def _cycles(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
@@ -145,18 +135,9 @@ def _name(ranks: Set[int]) -> str:
     return "ranks {} and {}".format(*sorted(ranks)) if len(ranks) == 2 else name_ranks(list(ranks))
 
 
-def _for(standing: Standing) -> str:
-    if not standing.waits_for:
-        return ""
-    return f"; waits for {'any of ' if _any_source(standing) else ''}{name_ranks(standing.waits_for)}"
-
-
 def _any_source(standing: Standing) -> bool:
     """Whether one of the ranks would do: a receive without `src`."""
     return standing.op == "recv" and len(standing.waits_for) > 1
-
-
-# Places and marks
 
 
 def _layout(
@@ -262,9 +243,6 @@ def _arrow(
 def _colour(standing: Standing) -> str:
     """The operation's; a yellow arrow would not be seen on white, and new_group has no colour."""
     return "#b8a800" if standing.op == "all_to_all" else COLOURS.get(standing.op, MUTED)
-
-
-# Text below the picture
 
 
 def _grouped(standings: Sequence[Standing]) -> list[str]:
