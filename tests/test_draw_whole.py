@@ -35,7 +35,7 @@ from rankcell.draw import (
 from rankcell.draw.charts import Rung, Series
 from rankcell.draw.parts import text_width
 from rankcell.draw.splits import Split
-from rankcell.draw.svg import Figure, Frames, format_bytes, format_seconds
+from rankcell.draw.svg import format_bytes, format_seconds
 from rankcell.results import Event, RankResult, Run, Standing, Values
 from test_draw_charts import marks, number, one_step, two_ranks
 from test_draw_collectives import (
@@ -65,7 +65,7 @@ def comm(rank, op, start, end, *, ranks=(0, 1, 2, 3), seq=1, nbytes=4 * MIB, **m
     return Event(rank, op, start, end, ranks=ranks, seq=seq, nbytes=nbytes, **more)
 
 
-def two_nodes():
+def a_step():
     """Spans, one in another, calls that wait, messages both ways, an operation in a lane, an idle rank."""
     south, later = {"ranks": (2, 3), "nbytes": 0}, {"is_async": True, "issued": 0.01, "wait_start": 0.09}
     of_rank = [
@@ -82,9 +82,8 @@ def two_nodes():
     of_rank[0] += [comm(0, "send", 0.021, 0.030, peer=2), comm(0, "recv", 0.081, 0.092, peer=3)]
     of_rank[2] += [comm(2, "barrier", 0.085, 0.100, **south)]
     of_rank[3] += [comm(3, "send", 0.081, 0.084, peer=0), comm(3, "barrier", 0.090, 0.100, **south)]
-    nodes = ("north", "north", "south", "south", "south")
-    found = (RankResult(r, node=nodes[r], events=tuple(events)) for r, events in enumerate(of_rank))
-    return timeline.timeline(Run("", tuple(found)), title="A step on two nodes")
+    found = (RankResult(r, events=tuple(events)) for r, events in enumerate(of_rank))
+    return timeline.timeline(Run("", tuple(found)), title="A step")
 
 
 def crowded():
@@ -158,15 +157,15 @@ def lengths():
 
 
 def layouts():
-    """Parts, nothing, a partial sum; messages down, up and both ways; layouts of tensors."""
+    """Parts, nothing, a partial sum; layouts of tensors."""
     shapes = {"A": (2, 2), "C": (2, 1)}
     rows = [{"A": ((r, r + 1), (0, 2)), "C": ((0, 2), (0, 1))} for r in range(2)]
     whole = {"A": ((0, 2), (0, 2)), "C": None}
     found = [row("up", "output", "sharded on dim 2"), row("down", "output", "partial over 0-1", "partial")]
     found += [row("up", "grad", "4 times it", "scaled"), row("down", "grad", "others (3% off)", "none")]
-    split = Split("rows", rows, ("all-reduce",), partial=("C",), backward="both")
+    split = Split("rows", rows, ("all-reduce",), partial=("C",))
     words = ("activations of this layer,", "once")
-    stages = Split("stages", [whole, rows[1]], words, forward="down", backward="up")
+    stages = Split("stages", [whole, rows[1]], words)
     return (
         splits.side_by_side([split, stages], shapes),
         held.held({"as it was": Comparison(tuple(found), None), "one": Comparison(tuple(found[:1]), None)}),
@@ -177,7 +176,7 @@ WIDE, MEAN = [[[1000.25 * (r + 1)] * 12] for r in range(4)], [[[2500.625] * 12]]
 AVERAGE = call("reduce", WIDE, WIDE, MEAN, peer=1, reduce_op="AVG")
 MATRIX = [[0, 3 * MIB, 10], [MIB, 500, 2 * MIB], [0, 1.9 * MIB, 0]]
 PICTURES = {
-    "timeline_two_nodes": two_nodes,
+    "timeline": a_step,
     "timeline_crowded": crowded,
     "streams": device,
     "schedule": two_and_one_chunk,
@@ -268,7 +267,6 @@ REFUSED = {
     "no place for values of 0 or below: a": lambda: charts.ladder([Rung("a", 0.0)], unit="s", alt=""),
     "no place for x = 0. Use x_log=False.": lambda: axis((0, 1.0), (1, 2.0)),
     "every series is empty": axis,
-    "1 figures and 2 labels. Give one label per figure": lambda: Frames((Figure("", ""),), ("a", "b")),
     "A row has 2 cells, the header 1": lambda: charts.Table(("a",), (("1", "2"),)),
     "no curve has a value": lambda: losses.losses({"a": []}),
     "no value is a finite number": lambda: losses.losses({"a": [float("nan")]}),

@@ -40,6 +40,11 @@ from .svg import (
     line,
 )
 
+# what notebooks import from here, the units of an axis included
+__all__ = [
+    "Rung", "Series", "Table", "format_bytes", "format_rate", "format_seconds", "ladder", "lines", "shares", "speeds"
+]  # fmt: skip
+
 
 def format_rate(bytes_per_s: float) -> str:
     """A rate with a decimal unit: 1 GB/s = 10^9 B/s. The one place that formats rates."""
@@ -251,11 +256,8 @@ def lines(
     right, top = WIDTH - EDGE - 8, 12 + 28 * (places[-1][1] + 1) + 28 + (26 if marks else 0)
     bottom = height - 66
     px, py = Axis(*x_range, left, right, log=x_log), Axis(*y_range, bottom, top, log=y_log)
-    out = [
-        mark
-        for pair in zip(*ticks_beside(((py(t), y_format(t)) for t in y_ticks), left, right), strict=True)
-        for mark in pair
-    ]
+    grid, names = ticks_beside(((py(t), y_format(t)) for t in y_ticks), left, right)
+    out = [mark for pair in zip(grid, names, strict=True) for mark in pair]
     out += ticks_below(((px(t), x_format(t)) for t in x_ticks), bottom, bottom + 5, bottom + 26, stroke=MUTED)
     out.append(line(left, bottom, right, bottom, stroke=MUTED))
     last = -1e9
@@ -277,17 +279,3 @@ def lines(
             out.append(point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
         out += line_in_key(k, places[k], s.name, colour, width=3, measured=s.measured)
     return drawing(WIDTH, height, *out, alt=alt)
-
-
-__all__ = [
-    "Rung",
-    "Series",
-    "Table",
-    "format_bytes",
-    "format_rate",
-    "format_seconds",
-    "ladder",
-    "lines",
-    "shares",
-    "speeds",
-]

@@ -6,7 +6,7 @@ which one went wrong first, and why, is the verdict's. It compares nothing.
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import Any
 
 from .parts import EDGE, WIDTH, key, swatch
 from .svg import INK, MUTED, Figure, drawing, label, rect
@@ -28,29 +28,8 @@ LOOKS = {
     "something else": ("#d55e00", "something else"),
     "not compared": ("#e3e3e3", "not compared"),
 }
+Row = Any  # a tensor as `check.against` describes it: against.Row, which no picture imports
 _TALL, _STRIP, _GAP = 26, 66, 10  # px of a box, from one strip to the next, between two groups
-
-
-class Row(Protocol):
-    """A tensor as `check.against` describes it."""
-
-    @property
-    def title(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-
-
-class Compared(Protocol):
-    """What `check.against` gives back."""
-
-    @property
-    def rows(self) -> Sequence[Row]: ...
 
 
 def look(row: Row) -> str:
@@ -70,8 +49,8 @@ def look(row: Row) -> str:
     return "parts" if row.status == "fits" else "something else"
 
 
-def held(runs: Mapping[str, Compared], *, kinds: Sequence[str] = tuple(GROUPS)[:3], alt: str = "") -> Figure:
-    """One strip per comparison, one box per tensor of its first step; on a box the mouse shows its name and layout.
+def held(runs: Mapping[str, Any], *, kinds: Sequence[str] = tuple(GROUPS)[:3], alt: str = "") -> Figure:
+    """One strip per result of `check.against`, one box per tensor of its first step, with its name and layout.
 
     `kinds` are those drawn: "output", "grad_output", "grad", "parameter".
 

@@ -4,6 +4,7 @@ A pure function from numbers to a `Figure`. The first curve is broad and pale wh
 others thin on top of it, so that two equal curves are both seen. Nothing here trains.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
@@ -80,18 +81,21 @@ def losses(
 def _curve(
     k: int, count: int, name: str, values: Sequence[float], stride: int, px: Axis, py: Axis
 ) -> list[str]:
-    """The line of curve number k, in pieces where it has gaps, and a point at its end."""
+    """The line of curve number k, in pieces where it has gaps, and a point at its end; a long one is thinned."""
     colour, width, opacity = _style(k, count)
+    thin = max(1, math.ceil(len(values) / _MAX_POINTS))
+    style = f'fill="none" stroke="{colour}" stroke-width="{width}" stroke-opacity="{opacity}"'
     marks = []
-    for piece in _pieces(values, stride):
-        path = " ".join(f"{px(step):.1f},{py(value):.1f}" for step, value in piece)
-        marks.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" '
-            f'stroke-opacity="{opacity}" stroke-linejoin="round"><title>{escape(name)}</title></polyline>'
-        )
-    finite = [(i * stride, v) for i, v in enumerate(values) if math.isfinite(v)]
-    if finite:
-        step, value = finite[-1]
+    for finite, piece in itertools.groupby(enumerate(values), key=lambda at: math.isfinite(at[1])):
+        points = [
+            (px(i * stride), py(v)) for i, v in piece if finite and (i % thin == 0 or i == len(values) - 1)
+        ]
+        if points:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            tip = f"<title>{escape(name)}</title>"
+            marks.append(f'<polyline points="{path}" {style} stroke-linejoin="round">{tip}</polyline>')
+    finite_values = [(i * stride, v) for i, v in enumerate(values) if math.isfinite(v)]
+    for step, value in finite_values[-1:]:
         marks.append(point(k, px(step), py(value), colour, True, f"{name}: {value:.4g} at {step}"))
     return marks
 
@@ -101,18 +105,6 @@ def _style(k: int, count: int) -> tuple[str, float, float]:
     if k == 0 and count > 1:
         return RANK_COLOURS[1], 9, 0.55
     return RANK_COLOURS[0] if k < 2 else RANK_COLOURS[k % len(RANK_COLOURS)], 2.5, 1
-
-
-def _pieces(values: Sequence[float], stride: int) -> list[list[tuple[float, float]]]:
-    """The finite stretches of a curve as (step, value); a long one thinned, its last point kept."""
-    thin = max(1, math.ceil(len(values) / _MAX_POINTS))
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for i, value in enumerate(values):
-        if not math.isfinite(value):
-            pieces.append([])
-        elif i % thin == 0 or i == len(values) - 1:
-            pieces[-1].append((i * stride, value))
-    return [piece for piece in pieces if piece]
 
 
 def _finding(curves: Mapping[str, Sequence[float]], every: Mapping[str, int], y_label: str) -> str:

@@ -184,6 +184,3 @@ def _array(state: _State, x: float, y: float, cell: float) -> str:
 
 def _frame(x: float, y: float, width: float, colour: str) -> str:
     return rect(x - 1, y - 3, width + 2, CELL + 6, stroke=colour, stroke_width=4)
-
-
-__all__ = ["steps"]

@@ -14,7 +14,6 @@ from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
 _EDGE, _STRIP = 10, 40  # px beside and across a strip
-_ARROW = 24  # px of an arrow above and below the words between two ranks
 _FINEST = 5  # px for one number, below which lines between them would hide it
 _EQUAL = 1e-6  # how far the numbers of a part may be from those of the whole: rounding
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
@@ -26,16 +25,13 @@ class Split:
 
     `held` is per rank the part of each matrix that it holds (`None`: nothing of it); `exchange` says in a few
     short lines what the ranks tell each other, and how often. `partial` names the matrices of which a rank
-    holds partial sums only. `forward` and `backward` say which way messages go in these passes: "down" to the
-    next rank, "up" to the one before, "both", or "" for none; they are drawn as arrows.
+    holds partial sums only.
     """
 
     name: str
     held: Sequence[Mapping[str, Part | None]]
     exchange: Sequence[str] = ()
     partial: Sequence[str] = ()
-    forward: str = ""
-    backward: str = ""
 
 
 def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
@@ -110,8 +106,7 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
     tall = max(rows for rows, _ in shapes.values())
     unit = min((panel - 18 - _GAP * (len(shapes) - 1)) / across, 80 / tall)
     box = _HEAD + unit * tall + 14
-    arrows = any(s.forward or s.backward for s in splits)
-    between = 26.0 * max((len(s.exchange) for s in splits), default=0) + (16 + 2 * _ARROW * arrows)
+    between = 26.0 * max(len(s.exchange) for s in splits) + 16
     tops = [_TITLE + 8 + r * (box + between) for r in range(n_ranks)]
     hatched = any(s.partial for s in splits)
     marks = [_hatches(n_ranks)] if hatched else []
@@ -124,36 +119,16 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
             marks += _matrices(split.held[r], shapes, r, x0 + panel / 2, top, unit, split.partial)
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
-                at = top - between + 26 * (i + 1) + _ARROW * arrows
+                at = top - between + 26 * (i + 1)
                 size = min(20.0, 20 * (panel - 4) / max(text_width(words), 1))
                 marks.append(label(x0 + panel / 2, at, words, anchor="middle", size=size))
-            marks += _arrows(split, x0 + panel / 2, top - between, top)
     alt = alt or "; ".join(f"{s.name}: {' '.join(s.exchange)}" for s in splits) + "."
     bottom = tops[-1] + box + 8
     if hatched:
         swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)
         marks += [swatch, label(36, bottom + 21, "hatched: a partial sum")]
         bottom += 32
-    if arrows:
-        marks.append(line(10, bottom + 14, 46, bottom + 14, stroke=INK, width=2, arrow=True))
-        marks.append(label(54, bottom + 21, "forward pass"))
-        marks.append(line(230, bottom + 14, 266, bottom + 14, stroke=INK, width=2, dash="5 4", arrow=True))
-        marks.append(label(274, bottom + 21, "backward pass"))
-        bottom += 32
     return drawing(WIDTH, bottom, *marks, alt=alt)
-
-
-def _arrows(split: Split, centre: float, top: float, bottom: float) -> list[str]:
-    """Arrows between the frames of two ranks, in two pieces above and below the words."""
-    marks = []
-    for ways, x, dash in ((split.forward, centre - 12, ""), (split.backward, centre + 12, "5 4")):
-        for tail, head in ((top + _ARROW, top + 1), (bottom - _ARROW, bottom - 1)):
-            goes_up = head < tail
-            pointed = ways == "both" or ways == ("up" if goes_up else "down")
-            if ways:
-                ends = (x, tail, x, head) if pointed else (x, head, x, tail)
-                marks.append(line(*ends, stroke=INK, width=2, dash=dash, arrow=pointed))
-    return marks
 
 
 def _hatches(n_ranks: int) -> str:

@@ -37,8 +37,7 @@ def streams(events: Iterable[Event], *, title: str = "") -> Figure:
     Raises:
         ValueError: there are no events.
     """
-    events = _sorted(events)
-    return _draw(events, _rows(events), max(e.end for e in events), title)
+    return _draws({title: events})[0]
 
 
 def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
@@ -46,11 +45,8 @@ def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
 
     stacked({"pageable": one.events, "pinned": other.events})
     """
-    runs = {case: _sorted(events) for case, events in named.items()}
-    rows = _rows([e for events in runs.values() for e in events])
-    end = max(e.end for events in runs.values() for e in events)
     marks, y = [], 0.0
-    figures = [_draw(events, rows, end, case) for case, events in runs.items()]
+    figures = _draws(named)
     for figure in figures:
         marks.append(figure.svg.replace("<svg ", f'<svg y="{y:g}" ', 1))
         y += float(figure.svg.split('viewBox="', 1)[1].split('"', 1)[0].split()[-1])
@@ -58,27 +54,24 @@ def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
     return drawing(WIDTH, y, *marks, alt=found)
 
 
-def _sorted(events: Iterable[Event]) -> list[Event]:
-    events = sorted(events, key=lambda e: (e.start, e.rank))
-    if not events:
+def _draws(named: Mapping[str, Iterable[Event]]) -> list[Figure]:
+    """A picture by title, all with the same rows and the same length of time."""
+    runs = {title: sorted(events, key=lambda e: (e.start, e.rank)) for title, events in named.items()}
+    every = [e for events in runs.values() for e in events]
+    if not every:
         raise ValueError("There is nothing to draw: nothing was enqueued.")
-    return events
-
-
-def _rows(events: Sequence[Event]) -> dict[int, str]:
-    """The name of each row, from top to bottom."""
-    return dict(sorted({e.rank: e.group for e in reversed(events)}.items()))
+    names = dict(sorted({e.rank: e.group for e in reversed(every)}.items()))
+    return [_draw(events, names, max(e.end for e in every), title) for title, events in runs.items()]
 
 
 def _finding(events: Sequence[Event], end: float) -> str:
     """The sentence of the alt text: how long, how much at the same time, how long the host stood."""
     work = [e for e in events if e.kind in ("compute", "copy", "comm")]
-    busy = sum(e.seconds for e in work)
-    covered = union_length((e.start, e.end) for e in work)  # the time in which at least one job ran
+    # all work, less the time in which at least one job ran
+    together = sum(e.seconds for e in work) - union_length((e.start, e.end) for e in work)
     stood = sum(e.seconds for e in events if e.kind == "wait")
     what = "Simulated" if all(e.predicted for e in events) else "Measured"
     text = f"{what}: done after {_ms(end)}"
-    together = busy - covered
     text += f"; {_ms(together)} of work overlap" if together > 1e-9 else "; nothing overlaps"
     if not any(e.group == "host" for e in events):
         return f"{text}."

@@ -90,15 +90,7 @@ class Frames:
     figures: tuple[Figure, ...]
     labels: tuple[str, ...]
     name: str = "step"
-    caption: str = ""
     still: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.figures or len(self.figures) != len(self.labels):
-            raise ValueError(
-                f"Frames got {len(self.figures)} figures and {len(self.labels)} labels. Give one label per "
-                f"figure, at least one."
-            )
 
     def __repr__(self) -> str:
         named = zip(self.labels, self.figures, strict=True)
@@ -112,21 +104,13 @@ class Frames:
             [parts.setdefault(mark, len(parts)) for mark in re.split("(?<=>)(?=<)", figure.svg)]
             for figure in self.figures
         ]
-        data = json.dumps(
-            {
-                "name": self.name,
-                "parts": list(parts),
-                "frames": frames,
-                "alts": [f.alt for f in self.figures],
-                "labels": self.labels,
-                "still": self.still,
-            }
-        ).replace("</", "<\\/")
-        caption = f"<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
+        data: dict[str, object] = {"name": self.name, "parts": list(parts), "frames": frames}
+        data |= {"alts": [f.alt for f in self.figures], "labels": self.labels, "still": self.still}
+        stored = json.dumps(data).replace("</", "<\\/")
         return (
             f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(alone.alt)}" '
-            f'src="{alone.data_uri()}" style="max-width:100%">{caption}'
-            f'<script type="application/json">{data}</script><script>{_SLIDER}</script></figure>'
+            f'src="{alone.data_uri()}" style="max-width:100%">'
+            f'<script type="application/json">{stored}</script><script>{_SLIDER}</script></figure>'
         )
 
 
@@ -181,15 +165,12 @@ def label(
     anchor: str = "start",
     fill: str = INK,
     bold: bool = False,
-    mono: bool = False,
 ) -> str:
     """Text with its baseline at `y`. `anchor` is start, middle or end."""
     weight = ' font-weight="600"' if bold else ""
-    keep = ' xml:space="preserve"' if mono else ""  # indentation of code
-    family = " font-family=\"ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace\"" if mono else ""
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"'
-        f"{weight}{family}{keep}>{escape(str(text))}</text>"
+        f"{weight}>{escape(str(text))}</text>"
     )
 
 

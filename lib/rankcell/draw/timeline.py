@@ -26,7 +26,6 @@ from .parts import (
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
-_NODE = 30  # px above the first rank of a node, for its name
 _MAX_LANES = 3
 _MAX_BARS = 400  # beyond, a bar is left out that would lie, to a px, on others of its look
 _MAX_ARROWS = 60
@@ -61,17 +60,10 @@ class _Row:
     predicted: bool
     bars: tuple[_Bar, ...]
 
-    def seconds(self, kind: str, waiting: bool = False) -> float:
-        """Seconds in which the rank stood in calls of that kind, or waited for others in them.
-
-        What a rank communicates inside a span is no computing: it counts as communication only.
-        """
-        mine = [b for b in self.bars if b.lane is None]
-        parts = [(b.start, b.end) for b in mine if b.kind == kind and b.waiting == waiting]
-        if kind == "comm":
-            return union_length(parts)
-        calls = [(b.start, b.end) for b in mine if b.kind == "comm"]
-        return union_length(parts + calls) - union_length(calls)
+    @property
+    def waits(self) -> float:
+        """Seconds in which the rank stood in calls in which another rank was missing."""
+        return union_length((b.start, b.end) for b in self.bars if b.waiting)
 
     @property
     def lanes(self) -> int:
@@ -104,8 +96,7 @@ def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True
     found = pairs(events) if arrows else []
     found = found if len(found) <= _MAX_ARROWS else []
     finding = _finding(rows, ranks, end)
-    nodes = run.nodes if isinstance(run, Run) else ()
-    return _draw(rows, end, found, title, f"{title}. {finding}" if title else finding, nodes)
+    return _draw(rows, end, found, title, f"{title}. {finding}" if title else finding)
 
 
 def _from_zero(events: Sequence[Event], predicted: bool) -> list[Event]:
@@ -195,8 +186,8 @@ def _finding(rows: Sequence[_Row], ranks: Sequence[int], end: float) -> str:
     """The sentence of the alt text: how long, and who waited most."""
     shown = [r for r in rows if not r.predicted] or list(rows)
     what = "Predicted timeline" if all(r.predicted for r in rows) else "Timeline"
-    worst = max(shown, key=lambda r: r.seconds("comm", waiting=True))
-    wait = worst.seconds("comm", waiting=True)
+    worst = max(shown, key=lambda r: r.waits)
+    wait = worst.waits
     total = max((b.end for r in shown for b in r.bars), default=end)
     head = f"{what} of {name_ranks(ranks)} over {format_seconds(total)}"
     if len(ranks) == 1 and not wait:
@@ -214,42 +205,30 @@ def _draw(
     arrows: Sequence[tuple[Event, Event]],
     title: str,
     alt: str,
-    nodes: Sequence[str],
 ) -> Figure:
     x = Axis(0, end, _NAMES, WIDTH - _RIGHT)
-    mixed = len({r.predicted for r in rows}) == 2
     marks, top = heading(title)
     explained, top = key(_entries(rows), top)
     marks += explained
-    lanes = _LANE * max(r.lanes for r in rows)
-    # a rank with the name of its node above it: the first one of each node
-    first = [bool(nodes) and (not i or nodes[r.rank] != nodes[rows[i - 1].rank]) for i, r in enumerate(rows)]
-    y, bottom, at = top + 6, top, {}
-    for row, begins in zip(rows, first, strict=True):
-        y += _NODE * begins
-        at[row.rank, row.predicted] = (y, 22 if mixed and row.predicted else _BAR)
-        bottom = y + at[row.rank, row.predicted][1] + lanes + 6
-        y = bottom - 6 + (4 if mixed and not row.predicted else _GAP)
+    pitch = _BAR + _LANE * max(r.lanes for r in rows) + _GAP
+    at = {(row.rank, row.predicted): top + 6 + i * pitch for i, row in enumerate(rows)}
+    bottom = top + 12 + len(rows) * pitch - _GAP
     factor, unit = next(
         (f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if end * f >= 2 or u == "us"
     )
     marks += time_axis(x, top, bottom, f"time in {unit}", factor)
     crowded = sum(len(r.bars) for r in rows) > _MAX_BARS
-    for row, begins in zip(rows, first, strict=True):
-        y, bar = at[row.rank, row.predicted]
-        if begins:
-            marks.append(line(12, y - _NODE, WIDTH - _RIGHT, y - _NODE, stroke=MUTED, dash="6 4"))
-            marks.append(label(12, y - 9, nodes[row.rank], fill=MUTED))
-        if not (mixed and row.predicted):
-            marks.append(label(12, y + bar / 2 + 7, f"rank {row.rank}"))
-        marks.append(line(_NAMES, y + bar, WIDTH - _RIGHT, y + bar))
-        marks += _row(row, x, y, bar, crowded)
+    for row in rows:
+        y = at[row.rank, row.predicted]
+        marks.append(label(12, y + _BAR / 2 + 7, f"rank {row.rank}"))
+        marks.append(line(_NAMES, y + _BAR, WIDTH - _RIGHT, y + _BAR))
+        marks += _row(row, x, y, crowded)
     if not crowded:
         marks += [_arrow(send, recv, x, at) for send, recv in arrows]
     return drawing(WIDTH, bottom + 62, *marks, alt=alt)
 
 
-def _row(row: _Row, x: Axis, y: float, height: float, crowded: bool) -> list[str]:
+def _row(row: _Row, x: Axis, y: float, crowded: bool) -> list[str]:
     """All bars of a rank, and the texts that have room."""
     marks = []
     reach: dict[tuple, float] = {}
@@ -260,15 +239,15 @@ def _row(row: _Row, x: Axis, y: float, height: float, crowded: bool) -> list[str
             continue
         reach[place] = start + width
         if bar.lane is not None:
-            marks.append(_bar(bar, start, y + height + 3 + bar.lane * _LANE, width, _THIN, row.predicted))
+            marks.append(_bar(bar, start, y + _BAR + 3 + bar.lane * _LANE, width, _THIN, row.predicted))
         else:
             inset = 4 * min(bar.depth, 2)
-            marks.append(_bar(bar, start, y + inset, width, height - inset, row.predicted))
+            marks.append(_bar(bar, start, y + inset, width, _BAR - inset, row.predicted))
     for bar in row.bars:
         middle = _room(bar, row, x)
         if middle is not None:
             ink = PAPER if bar.kind == "comm" and bar.op in _DARK and not row.predicted else INK
-            base = y + height / 2 + 7 + 2 * min(bar.depth, 2)
+            base = y + _BAR / 2 + 7 + 2 * min(bar.depth, 2)
             marks.append(label(middle, base, bar.text, anchor="middle", fill=ink))
     return marks
 
@@ -304,12 +283,13 @@ def _room(bar: _Bar, row: _Row, x: Axis) -> float | None:
     return (x(start) + x(end)) / 2
 
 
-def _arrow(send: Event, recv: Event, x: Axis, at: Mapping[tuple[int, bool], tuple[float, float]]) -> str:
+def _arrow(send: Event, recv: Event, x: Axis, at: Mapping[tuple[int, bool], float]) -> str:
     """From where the sender called to where the receiver had it."""
-    (y1, h1), (y2, h2) = at[send.rank, send.predicted], at[recv.rank, recv.predicted]
-    down = y2 > y1
-    start = y1 + h1 if down or _is_async(send) else y1
-    mark = line(x(send.start), start, x(recv.end), y2 if down else y2 + h2, stroke=INK, width=1.5, arrow=True)
+    begin, end = at[send.rank, send.predicted], at[recv.rank, recv.predicted]
+    down = end > begin
+    begin += _BAR if down or _is_async(send) else 0
+    end += 0 if down else _BAR
+    mark = line(x(send.start), begin, x(recv.end), end, stroke=INK, width=1.5, arrow=True)
     return f'<g opacity="0.7">{mark}</g>'
 
 
