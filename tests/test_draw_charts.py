@@ -41,7 +41,7 @@ def points(polyline):
     return [tuple(map(float, p.split(","))) for p in polyline.get("points").split()]
 
 
-def test_bytes_seconds_and_rates_have_the_unit_that_suits():
+def test_bytes_seconds_and_rates_have_suitable_units():
     sizes = [0, 1023, 1024, 1536, 2**20, 3 * 2**30, 2**40]
     assert [*map(format_bytes, sizes)] == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "1 MiB", "3 GiB", "1 TiB"]
     times = [2.5, 0.9996, 0.0123, 0.00099951, 4e-6]
@@ -140,7 +140,7 @@ def test_memory_samples_by_change_and_by_time():
     assert float(c) < float(a) and "0" in words(by_time), "one place each, or where the clock stood"
 
 
-def test_memory_by_rank_says_how_far_the_formula_is_off():
+def test_memory_by_rank_says_the_error_of_formulas():
     said = "Rank 0 holds the most, 400 B, 75% of it parameters. The formula is at most 0.99% off."
     assert two_ranks().alt == said
     assert two_ranks(off=0.0).alt.endswith("75% of it parameters. The formula is exact.")

@@ -108,7 +108,7 @@ def test_each_rank_says_what_it_holds_and_sends():
     assert "rank 1: 1, then 11, then 21, then 31;" in steps(all_to_all()).figures[2].alt
 
 
-def test_sums_are_striped_with_the_colours_of_the_group():
+def test_sums_are_striped_in_their_ranks_colours():
     groups = [{"ranks": (r % 2, r % 2 + 2), "reduce_op": "SUM"} for r in ALL]
     frames = steps([event(r, "all_reduce", [[r]], [[r]], [[2 + 2 * (r % 2)]], **groups[r]) for r in ALL])
     assert re.findall(r"fill=.url\(#(s[^)]+)", frames.figures[2].svg) == ["s0-2", "s1-3", "s0-2", "s1-3"]

@@ -42,14 +42,14 @@ def bars(figure, fill):
     return [(round(x / SPAN, 3), round((x + width) / SPAN, 3)) for x, width in at]
 
 
-def test_bars_stand_where_the_time_is_and_waits_are_pale():
+def test_bars_stand_in_time_and_waits_are_pale():
     figure = timeline(late())
     assert bars(figure, COLOURS["compute"]) == [(0.0, 0.6), (0.0, 0.2)]
     assert bars(figure, DARK) == [(0.6, 1.0), (0.6, 1.0)] and bars(figure, LIGHT) == [(0.2, 0.6)]
     assert figure.alt == "Timeline of ranks 0, 1 over 10 ms: rank 1 waits most for the others, 4 ms (40%)."
 
 
-def test_time_begins_with_the_first_event_and_names_its_unit():
+def test_time_begins_with_the_first_event():
     for seconds, unit in ((4.0, "s"), (0.004, "ms"), (0.0004, "us")):
         figure = timeline([all_reduce(0, 5.0, 5.0 + seconds)])
         assert f"time in {unit}" in words(figure) and bars(figure, DARK) == [(0.0, 1.0)]
@@ -69,7 +69,7 @@ def test_asynchronous_operations_lie_in_lanes_of_their_own():
     )
 
 
-def test_an_arrow_leads_from_a_send_to_its_receive():
+def test_an_arrow_leads_from_send_to_receive():
     messages = [Event(0, "send", 0.0, 0.004, peer=1, seq=1), Event(1, "recv", 0.002, 0.004, peer=0, seq=1)]
     messages += [Event(1, "send", 5.0, 6.0, peer=0, tag=7), Event(0, "recv", 5.0, 6.0, peer=1, tag=8)]
     assert len(marks(timeline(messages), "polygon")) == 1, "the second receive has another tag"

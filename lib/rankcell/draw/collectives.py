@@ -299,7 +299,7 @@ def format_number(x: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Places:
     """Where things stand: the same in the three steps, so that only the contents change."""
 
     cell: float  # px per number
@@ -320,7 +320,7 @@ class _Layout:
         return sum(self.block_width(b) for b in blocks) + _GAP * max(len(blocks) - 1, 0)
 
 
-def _layout(scene: _Scene) -> _Layout:
+def _places(scene: _Scene) -> _Places:
     sides = [h.before for h in scene.held.values()], [h.after for h in scene.held.values()]
     every = [b.numbers for side in sides for blocks in side for b in blocks]
     widest = max((len(format_number(x)) for numbers in every for x in numbers if x == x), default=1)
@@ -333,14 +333,14 @@ def _layout(scene: _Scene) -> _Layout:
             break
     cell = max(min((room - gaps) / max(count, 1), 56), need)
     lanes = max(map(len, scene.groups)) * _LANE + 8 if scene.op in _SENDS_PARTS else 0
-    at = _Layout(cell, limit, 0, 84 + lanes, CELL + max(lanes, 16), WIDE)
+    at = _Places(cell, limit, 0, 84 + lanes, CELL + max(lanes, 16), WIDE)
     left, right = (max(map(at.blocks_width, side)) for side in sides)
     start = NAMES + left + max(_ARROWS, min(200, room - left - right + _ARROWS))
     return replace(at, right=start, width=max(WIDE, start + right + MARGIN))
 
 
 def _draw(scene: _Scene, title: str, step: int, feet: Sequence[str]) -> Figure:
-    at, in_place = _layout(scene), scene.op in _IN_PLACE
+    at, in_place = _places(scene), scene.op in _IN_PLACE
     rows = {rank: at.top + i * at.pitch for i, rank in enumerate(scene.held)}
     marks = [
         stripes({b.sources for held in scene.held.values() for b in held.after}),
@@ -381,7 +381,7 @@ def _wrap(foot: str) -> list[str]:
 
 
 def _blocks(
-    at: _Layout, x: float, y: float, blocks: Sequence[_Block], none: str, untouched: str = "nan"
+    at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str, untouched: str = "nan"
 ) -> str:
     if not blocks:
         return label(x, y + 27, none, fill=MUTED)
@@ -403,7 +403,7 @@ def _blocks(
     return "".join(marks)
 
 
-def _arrow(scene: _Scene, at: _Layout, rows: Mapping[int, float], move: _Move) -> str:
+def _arrow(scene: _Scene, at: _Places, rows: Mapping[int, float], move: _Move) -> str:
     """From the sender's tensor, or from one block of it over the row, to the receiver's row."""
     blocks, colour, y = scene.held[move.source].before, rank_colour(move.source), rows[move.source]
     edge = NAMES + at.blocks_width(blocks)

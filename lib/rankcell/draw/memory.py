@@ -58,19 +58,13 @@ def over_time(
         places, held, x_label, phases = _from_samples(samples, by, x_label, phases)
     else:
         places = [place for place in at if not isinstance(place, Memory)]
-    for kind, values in held.items():
-        if len(values) != len(places):
-            raise ValueError(f"{kind} has {len(values)} values for {len(places)} places. Give one per place.")
     kinds = _in_order(held)
     total = [sum(held[kind][i] for kind in kinds) for i in range(len(places))]
     peak = max(range(len(places)), key=lambda i: total[i])
     ticks = _binary_ticks(total[peak] or 1.0)
     marks, below_key = _key(kinds)
-    left, right, bottom = (
-        EDGE + max(text_width(format_bytes(t)) for t in ticks) + 8,
-        WIDTH - EDGE - 8,
-        _HEIGHT - 62,
-    )
+    left = EDGE + max(text_width(format_bytes(t)) for t in ticks) + 8
+    right, bottom = WIDTH - EDGE - 8, _HEIGHT - 62
     px = Axis(places[0], max(places[-1], places[0] + (places[-1] <= places[0])), left, right)
     names, rows = _phase_names(phases, px)
     py = Axis(0, max(total[peak] or 1.0, ticks[-1]), bottom, below_key + 26 * rows + 14)
@@ -108,11 +102,7 @@ def by_rank(
     if not measured:
         raise ValueError("There is nothing to draw: no rank was measured.")
     rows = [row.by_kind if isinstance(row, Memory) else row for row in measured]
-    if formula and len(formula) != len(rows):
-        raise ValueError(f"{len(rows)} were measured, the formula is for {len(formula)}. Give one for each.")
     names = tuple(names) or tuple(f"rank {r}" for r in range(len(rows)))
-    if len(names) != len(rows):
-        raise ValueError(f"{len(rows)} were measured, {len(names)} have names. Give one name for each.")
     kinds = _in_order([kind for row in (*rows, *formula) for kind in row if row[kind]]) or ["rest"]
     most = max(sum(row.values()) for row in (*rows, *formula)) or 1.0
     marks, y = _key(kinds)
@@ -129,7 +119,7 @@ def by_rank(
         if formula:
             marks += _bar(formula[i], kinds, most, y - 2, 16, solid=False)
             y += 20
-    both = [(sum(m.values()), sum(f.values())) for m, f in zip(rows, formula, strict=False)]
+    both = ((sum(m.values()), sum(f.values())) for m, f in zip(rows, formula, strict=False))
     off = [abs(total / said - 1) for total, said in both if said]
     return drawing(WIDTH, y + 4, *marks, alt=alt or _said_by_rank(names, rows, kinds, off))
 

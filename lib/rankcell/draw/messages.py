@@ -19,7 +19,7 @@ _ARROWS, _TOP, _PITCH = 84, 78, CELL + 22
 
 
 @dataclass(frozen=True)
-class _Message:
+class _Delivery:
     """One send with its receive, and its step, counted from 1."""
 
     sent: Event
@@ -28,7 +28,7 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class _State:
+class _Array:
     """The array of one rank at one moment: its numbers, and the ranks whose numbers are in each of them."""
 
     numbers: tuple[float, ...]
@@ -67,9 +67,9 @@ def _watched(event: Event) -> Watched:
     return event.watched
 
 
-def _in_steps(found_pairs: Sequence[tuple[Event, Event]]) -> list[_Message]:
+def _in_steps(found_pairs: Sequence[tuple[Event, Event]]) -> list[_Delivery]:
     """The messages in order of their steps."""
-    found: list[_Message] = []
+    found: list[_Delivery] = []
     for sent, came in sorted(found_pairs, key=lambda pair: pair[0].start):
         before = [
             m.step
@@ -78,20 +78,20 @@ def _in_steps(found_pairs: Sequence[tuple[Event, Event]]) -> list[_Message]:
             or (m.came.rank == sent.rank and m.came.end <= sent.start)
             or (m.came.rank == came.rank and m.came.start < came.start)
         ]
-        found.append(_Message(sent, came, 1 + max(before, default=0)))
+        found.append(_Delivery(sent, came, 1 + max(before, default=0)))
     return sorted(found, key=lambda m: (m.step, m.sent.rank))
 
 
-def _states(found: Sequence[_Message]) -> list[dict[int, _State]]:
+def _states(found: Sequence[_Delivery]) -> list[dict[int, _Array]]:
     """What every rank held before the first step and after each, by step and rank."""
-    calls: dict[int, list[tuple[Event, _Message]]] = {}
+    calls: dict[int, list[tuple[Event, _Delivery]]] = {}
     for m in found:
         calls.setdefault(m.sent.rank, []).append((m.sent, m))
         calls.setdefault(m.came.rank, []).append((m.came, m))
     for own in calls.values():
         own.sort(key=lambda call: call[0].start)
     first = {rank: _watched(own[0][0]).before for rank, own in sorted(calls.items())}
-    states = [{rank: _State(numbers, ((rank,),) * len(numbers)) for rank, numbers in first.items()}]
+    states = [{rank: _Array(numbers, ((rank,),) * len(numbers)) for rank, numbers in first.items()}]
     for step in range(1, found[-1].step + 1):
         old, new = states[-1], {}
         for rank, own in calls.items():
@@ -101,13 +101,13 @@ def _states(found: Sequence[_Message]) -> list[dict[int, _State]]:
             for event, m in own:
                 if m.step == step and event is m.came:
                     _take_in(sources, old, m, numbers)
-            new[rank] = _State(numbers, tuple(sources))
+            new[rank] = _Array(numbers, tuple(sources))
         states.append({rank: new[rank] for rank in first})
     return states
 
 
 def _take_in(
-    sources: list[tuple[int, ...]], old: dict[int, _State], m: _Message, numbers: tuple[float, ...]
+    sources: list[tuple[int, ...]], old: dict[int, _Array], m: _Delivery, numbers: tuple[float, ...]
 ) -> None:
     """Whose numbers are in the receiver's array once a message was received, and perhaps added to it."""
     part = _watched(m.sent).part
@@ -124,7 +124,7 @@ def _take_in(
         sources[i] = tuple(sorted({*sources[i], *added}))
 
 
-def _draw(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: int, title: str) -> Figure:
+def _draw(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step: int, title: str) -> Figure:
     ranks = list(states[0])
     before, after = states[max(step - 1, 0)], states[step]
     now = [m for m in found if m.step == step]
@@ -159,7 +159,7 @@ def _draw(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: 
     return drawing(WIDE, bottom + 34, *marks, alt=f"{title}. {foot}. {'; '.join(held)}")
 
 
-def _foot(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: int) -> str:
+def _foot(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step: int) -> str:
     if not step:
         return "Each rank holds its own numbers"
     now = [m for m in found if m.step == step]
@@ -169,7 +169,7 @@ def _foot(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: 
     return f"Step {step} of {len(states) - 1}: {count} of {what}"
 
 
-def _array(state: _State, x: float, y: float, cell: float) -> str:
+def _array(state: _Array, x: float, y: float, cell: float) -> str:
     marks = []
     for i, (value, sources) in enumerate(zip(state.numbers, state.sources, strict=True)):
         marks.append(rect(x + i * cell, y, cell, CELL, fill=fill_of(sources), stroke=edge_of(sources)))

@@ -15,14 +15,14 @@ from .parts import WIDTH, Axis, Swatch, heading, key, pale, text_width, time_axi
 from .svg import INK, MUTED, PAPER, Figure, Frames, drawing, format_seconds, label
 
 # what the next rank waits for is blue or green, what nobody waits for yellow
-COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#009e73", "W": "#f0e442"}
+_COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#009e73", "W": "#f0e442"}
 _IDLE = "#efefef"
 _LEFT, _RIGHT, _BAR, _OUTLINE, _GAP = 84, 14, 34, 28, 12
 _NUMBER = 18  # px; 11 px and more on a phone
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Actions:
     """The actions of one rank, measured or predicted, with times from the first of all."""
 
     rank: int
@@ -96,7 +96,7 @@ def _events(what: Schedule | Run | Iterable[Event]) -> list[Event]:
     return list(what.events if isinstance(what, Run) else what)
 
 
-def _rows(events: Sequence[Event]) -> list[_Row]:
+def _rows(events: Sequence[Event]) -> list[_Actions]:
     """A row per rank and kind, measured and predicted each from a zero of its own."""
     rows = []
     found = schedules.actions_of(events)
@@ -108,21 +108,21 @@ def _rows(events: Sequence[Event]) -> list[_Row]:
             own = [(a, e) for a, e in found if (e.rank, e.predicted) == (rank, p)]
             boxes = tuple((a, e.start - zero[p], e.end - zero[p]) for a, e in own)
             if boxes:
-                rows.append(_Row(rank, p, boxes, chunks))
+                rows.append(_Actions(rank, p, boxes, chunks))
     return rows
 
 
-def _end(rows: Sequence[_Row]) -> float:
+def _end(rows: Sequence[_Actions]) -> float:
     return max(stop for row in rows for *_, stop in row.boxes) or 1e-9
 
 
-def _idle(rows: Sequence[_Row]) -> float:
+def _idle(rows: Sequence[_Actions]) -> float:
     """Share of the time in which no action ran, of rows of one kind."""
     busy = sum(stop - start for row in rows for _, start, stop in row.boxes)
     return 1 - busy / (len(rows) * _end(rows))
 
 
-def _finding(rows: Sequence[_Row], in_units: bool) -> str:
+def _finding(rows: Sequence[_Actions], in_units: bool) -> str:
     ranks = len({row.rank for row in rows})
     microbatches = len({a.microbatch for row in rows for a, *_ in row.boxes})
     sentences = [f"{ranks} rank{'s' * (ranks != 1)}, {microbatches} micro-batch{'es' * (microbatches != 1)}"]
@@ -134,7 +134,7 @@ def _finding(rows: Sequence[_Row], in_units: bool) -> str:
 
 
 def _draw(
-    rows: Sequence[_Row], title: str, in_units: bool, *, note: str = "", like: Sequence[_Row] = ()
+    rows: Sequence[_Actions], title: str, in_units: bool, *, note: str = "", like: Sequence[_Actions] = ()
 ) -> Figure:
     """`note` stands under the title; the length of time and the key suit the rows `like`, by default these."""
     marks, top = heading(title)
@@ -183,11 +183,11 @@ def _style(kind: str, chunk: int, predicted: bool) -> tuple[str, str]:
     """Fill and stroke of a box."""
     share = (0.9, 0.5, 0.32, 0.2)[min(chunk, 3)]
     if predicted:
-        return pale(COLOURS[kind], 0.45 * share), COLOURS[kind]
-    return pale(COLOURS[kind], share), PAPER
+        return pale(_COLOURS[kind], 0.45 * share), _COLOURS[kind]
+    return pale(_COLOURS[kind], share), PAPER
 
 
-def _entries(rows: Sequence[_Row]) -> list[tuple[str, Swatch | None]]:
+def _entries(rows: Sequence[_Actions]) -> list[tuple[str, Swatch | None]]:
     """What the key explains of these rows."""
     kinds = {a.kind for row in rows for a, *_ in row.boxes}
     names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -197,7 +197,7 @@ def _entries(rows: Sequence[_Row]) -> list[tuple[str, Swatch | None]]:
     predicted = {row.predicted for row in rows}
     entries: list[tuple[str, Swatch | None]] = []
     for kind in filter(kinds.__contains__, names):
-        fill, stroke = COLOURS[kind], "none"
+        fill, stroke = _COLOURS[kind], "none"
         if predicted == {True}:
             fill, stroke = pale(fill, 0.45), fill
         entries.append((names[kind], _swatch(fill, stroke)))

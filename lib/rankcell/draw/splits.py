@@ -72,8 +72,8 @@ def located(
                 (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
                 if (rows, columns) != of:
                     raise ValueError(
-                        f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, and "
-                        f"the part is nowhere in it. A partial sum would have the shape of the whole."
+                        f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
+                        f"and the part is nowhere in it. A partial sum would have the shape of the whole."
                     )
                 place = (0, rows), (0, columns)
                 partial.add(matrix)

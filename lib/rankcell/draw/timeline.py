@@ -53,7 +53,7 @@ class _Bar:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _RankTime:
     """What one rank did, measured or predicted."""
 
     rank: int
@@ -88,7 +88,7 @@ def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True
     ready = _ready(events)
     kinds = sorted({e.predicted for e in events})
     rows = [
-        _Row(rank, p, _bars([e for e in events if e.rank == rank and e.predicted == p], ready))
+        _RankTime(rank, p, _bars([e for e in events if e.rank == rank and e.predicted == p], ready))
         for rank in ranks
         for p in kinds
     ]
@@ -182,7 +182,7 @@ def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> tuple[_Bar, 
     return tuple(bars)
 
 
-def _finding(rows: Sequence[_Row], ranks: Sequence[int], end: float) -> str:
+def _finding(rows: Sequence[_RankTime], ranks: Sequence[int], end: float) -> str:
     """The sentence of the alt text: how long, and who waited most."""
     shown = [r for r in rows if not r.predicted] or list(rows)
     what = "Predicted timeline" if all(r.predicted for r in rows) else "Timeline"
@@ -200,7 +200,7 @@ def _finding(rows: Sequence[_Row], ranks: Sequence[int], end: float) -> str:
 
 
 def _draw(
-    rows: Sequence[_Row],
+    rows: Sequence[_RankTime],
     end: float,
     arrows: Sequence[tuple[Event, Event]],
     title: str,
@@ -228,7 +228,7 @@ def _draw(
     return drawing(WIDTH, bottom + 62, *marks, alt=alt)
 
 
-def _row(row: _Row, x: Axis, y: float, crowded: bool) -> list[str]:
+def _row(row: _RankTime, x: Axis, y: float, crowded: bool) -> list[str]:
     """All bars of a rank, and the texts that have room."""
     marks = []
     reach: dict[tuple, float] = {}
@@ -267,7 +267,7 @@ def _colour(bar: _Bar) -> str:
     return COLOURS["compute"] if bar.kind != "comm" else COLOURS.get(bar.op, COLOURS["barrier"])
 
 
-def _room(bar: _Bar, row: _Row, x: Axis) -> float | None:
+def _room(bar: _Bar, row: _RankTime, x: Axis) -> float | None:
     """Where the middle of a bar's text goes, beside the bars drawn on top of it; None if it has no room."""
     if not bar.text or bar.lane is not None or x(bar.end) - x(bar.start) < text_width(bar.text) + 6:
         return None
@@ -293,7 +293,7 @@ def _arrow(send: Event, recv: Event, x: Axis, at: Mapping[tuple[int, bool], floa
     return f'<g opacity="0.7">{mark}</g>'
 
 
-def _entries(rows: Sequence[_Row]) -> list[tuple[str, Swatch | None]]:
+def _entries(rows: Sequence[_RankTime]) -> list[tuple[str, Swatch | None]]:
     """What the key explains of these rows."""
     bars = [b for r in rows for b in r.bars]
     found = {b.op for b in bars if b.kind == "comm"}
