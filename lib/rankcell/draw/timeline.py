@@ -208,7 +208,9 @@ def _draw(
 ) -> Figure:
     x = Axis(0, end, _NAMES, WIDTH - _RIGHT)
     marks, top = heading(title)
-    explained, top = key(_entries(rows), top)
+    crowded = sum(len(r.bars) for r in rows) > _MAX_BARS
+    remark: list[tuple[str, Swatch | None]] = [("short bars lie on one another", None)] if crowded else []
+    explained, top = key([*_entries(rows), *remark], top)
     marks += explained
     pitch = _BAR + _LANE * max(r.lanes for r in rows) + _GAP
     at = {(row.rank, row.predicted): top + 6 + i * pitch for i, row in enumerate(rows)}
@@ -217,7 +219,6 @@ def _draw(
         (f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if end * f >= 2 or u == "us"
     )
     marks += time_axis(x, top, bottom, f"time in {unit}", factor)
-    crowded = sum(len(r.bars) for r in rows) > _MAX_BARS
     for row in rows:
         y = at[row.rank, row.predicted]
         marks.append(label(12, y + _BAR / 2 + 7, f"rank {row.rank}"))
