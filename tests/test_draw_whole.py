@@ -267,7 +267,6 @@ REFUSED = {
     "no place for values of 0 or below: a": lambda: charts.ladder([Rung("a", 0.0)], unit="s", alt=""),
     "no place for x = 0. Use x_log=False.": lambda: axis((0, 1.0), (1, 2.0)),
     "every series is empty": axis,
-    "A row has 2 cells, the header 1": lambda: charts.Table(("a",), (("1", "2"),)),
     "no curve has a value": lambda: losses.losses({"a": []}),
     "no value is a finite number": lambda: losses.losses({"a": [float("nan")]}),
     "no place for a loss of 0. Use log=False.": lambda: losses.losses({"a": [1.0, 0.0]}, log=True),

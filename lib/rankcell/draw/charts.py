@@ -75,13 +75,6 @@ class Table:
     rows: tuple[tuple[str | tuple[str, str], ...], ...]
     right: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.header):
-                raise ValueError(
-                    f"A row has {len(row)} cells, the header {len(self.header)}: {row}. Give one per column."
-                )
-
     def __repr__(self) -> str:
         rows = [self.header, *(tuple(c if isinstance(c, str) else c[0] for c in row) for row in self.rows)]
         widths = [max(len(row[k]) for row in rows) for k in range(len(self.header))]

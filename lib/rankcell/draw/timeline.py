@@ -80,39 +80,24 @@ def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True
     Raises:
         ValueError: there are no events.
     """
-    events = list(run.events if isinstance(run, Run) else run)
+    events = sorted(run.events if isinstance(run, Run) else run, key=lambda e: (e.predicted, e.start, e.rank))
     if not events:
         raise ValueError("There is nothing to draw: no rank computed in a span or communicated.")
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
-    events = [e for predicted in (False, True) for e in _from_zero(events, predicted)]
     ready = _ready(events)
-    kinds = sorted({e.predicted for e in events})
+    zero = {
+        e.predicted: e.start for e in reversed(events)
+    }  # when the first measured and predicted ones began
     rows = [
-        _RankTime(rank, p, _bars([e for e in events if e.rank == rank and e.predicted == p], ready))
+        _RankTime(rank, p, _bars([e for e in events if (e.rank, e.predicted) == (rank, p)], ready, begin))
         for rank in ranks
-        for p in kinds
+        for p, begin in sorted(zero.items())
     ]
-    end = max(e.end for e in events) or 1e-6
+    end = max(e.end - zero[e.predicted] for e in events) or 1e-6
     found = pairs(events) if arrows else []
     found = found if len(found) <= _MAX_ARROWS else []
     finding = _finding(rows, ranks, end)
-    return _draw(rows, end, found, title, f"{title}. {finding}" if title else finding)
-
-
-def _from_zero(events: Sequence[Event], predicted: bool) -> list[Event]:
-    """The measured or the predicted events, counted from where the first of them begins."""
-    chosen = [e for e in events if e.predicted == predicted]
-    zero = min((e.start for e in chosen), default=0.0)
-    return [
-        replace(
-            e,
-            start=e.start - zero,
-            end=e.end - zero,
-            issued=e.issued - zero,
-            wait_start=None if e.wait_start is None else e.wait_start - zero,
-        )
-        for e in sorted(chosen, key=lambda e: (e.start, e.rank))
-    ]
+    return _draw(rows, end, found, zero, title, f"{title}. {finding}" if title else finding)
 
 
 def _message(e: Event) -> tuple | None:
@@ -152,8 +137,11 @@ def _is_async(e: Event) -> bool:
     return e.kind == "comm" and (e.is_async or e.via in _ASYNC)
 
 
-def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> tuple[_Bar, ...]:
-    """The bars of one rank, in the order in which they are drawn: spans, then what happened inside them."""
+def _bars(events: Sequence[Event], ready: Mapping[tuple, float], zero: float) -> tuple[_Bar, ...]:
+    """The bars of one rank, in the order in which they are drawn: spans, then what happened inside them.
+
+    Their times are counted from `zero`.
+    """
     bars: list[_Bar] = []
     spans: list[Event] = []
     for e in sorted((e for e in events if e.kind != "comm"), key=lambda e: (e.start, -e.end)):
@@ -179,7 +167,7 @@ def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> tuple[_Bar, 
         if e.end > came:
             text = "" if _is_async(e) or not e.nbytes else format_bytes(e.nbytes)
             bars.append(_Bar(came, e.end, e.op, text=text))
-    return tuple(bars)
+    return tuple(replace(bar, start=bar.start - zero, end=bar.end - zero) for bar in bars)
 
 
 def _finding(rows: Sequence[_RankTime], ranks: Sequence[int], end: float) -> str:
@@ -203,6 +191,7 @@ def _draw(
     rows: Sequence[_RankTime],
     end: float,
     arrows: Sequence[tuple[Event, Event]],
+    zero: Mapping[bool, float],
     title: str,
     alt: str,
 ) -> Figure:
@@ -225,7 +214,7 @@ def _draw(
         marks.append(line(_NAMES, y + _BAR, WIDTH - _RIGHT, y + _BAR))
         marks += _row(row, x, y, crowded)
     if not crowded:
-        marks += [_arrow(send, recv, x, at) for send, recv in arrows]
+        marks += [_arrow(send, recv, x, at, zero[send.predicted]) for send, recv in arrows]
     return drawing(WIDTH, bottom + 62, *marks, alt=alt)
 
 
@@ -284,13 +273,14 @@ def _room(bar: _Bar, row: _RankTime, x: Axis) -> float | None:
     return (x(start) + x(end)) / 2
 
 
-def _arrow(send: Event, recv: Event, x: Axis, at: Mapping[tuple[int, bool], float]) -> str:
+def _arrow(send: Event, recv: Event, x: Axis, at: Mapping[tuple[int, bool], float], zero: float) -> str:
     """From where the sender called to where the receiver had it."""
     begin, end = at[send.rank, send.predicted], at[recv.rank, recv.predicted]
     down = end > begin
     begin += _BAR if down or _is_async(send) else 0
     end += 0 if down else _BAR
-    mark = line(x(send.start), begin, x(recv.end), end, stroke=INK, width=1.5, arrow=True)
+    ends = x(send.start - zero), begin, x(recv.end - zero), end
+    mark = line(*ends, stroke=INK, width=1.5, arrow=True)
     return f'<g opacity="0.7">{mark}</g>'
 
 
