@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rankcell.against import Comparison, Row
-from rankcell.draw import mesh, schematics
+from rankcell.draw import mesh
 from rankcell.draw.held import held, look
 from rankcell.draw.parts import pale, rank_colour
-from rankcell.draw.splits import Split, located, mlp_three_ways, part, side_by_side, strips
-from rankcell.draw.starts import meeting, starts
+from rankcell.draw.sketches import sketch
+from rankcell.draw.splits import Split, located, part, side_by_side, strips
 from rankcell.draw.svg import COLOURS, RANK_COLOURS
 from rankcell.results import Event
 from test_draw_charts import marks, number, tipped, words
@@ -39,19 +39,11 @@ def test_each_axis_says_what_its_groups_called():
         "A step. pp: 2 groups of 2: send 0 to 1×, 0 B to 2 KiB. tp: 2 groups of 2: all_reduce 3×, 3 KiB. "
         "all ranks: barrier 1×, 0 B."
     )
-    assert "pp: 2 groups of 2: ranks 0, 2, ranks 1, 3" in repr(figure)
     assert figure.svg.count(pale(rank_colour(1), 0.5)) == 4  # two ranks in each of two panels
     assert figure.svg.count(COLOURS["send"]) == 1 and words(figure).count("3") == 3
     at = {tip: (number(box, "x"), number(box, "y")) for tip, box in tipped(figure).items()}
     assert at["rank 0"][0] < at["rank 1"][0] == at["rank 3"][0] and at["rank 0"][1] < at["rank 2"][1]
     assert mesh.axes([], {"dp": 4}).alt == "dp: 1 group of 4: nothing sent."
-
-
-def test_ranks_on_nodes_say_which_axes_stay_inside():
-    figure = mesh.on_nodes(CUBE, per_node=2, colour="pp", title="A job")
-    assert figure.alt == "A job. 4 nodes of 2 ranks, coloured by pp. Inside a node: tp. Across nodes: pp, dp."
-    assert "node 2: ranks 4, 5 (pp 1, dp 0)" in repr(figure)
-    assert figure.svg.count(pale(rank_colour(0), 0.5)) == figure.svg.count(pale(rank_colour(1), 0.5)) == 4
 
 
 def test_parts_are_located_by_their_numbers():
@@ -67,31 +59,19 @@ def test_parts_are_located_by_their_numbers():
     blocks = [{"x": x[r : r + 1], "A": None, "y": y[r : r + 1, 2 * r : 2 * r + 2] + 1e-7} for r in range(4)]
     split = located("blocks", blocks, whole=whole)
     assert split.held[3] == {"x": ((3, 4), (0, 8)), "A": None, "y": ((3, 4), (6, 8))} and split.partial == ()
-    shapes = {name: t.shape for name, t in whole.items()}
-    assert "rank 3: x rows 3-3, A nothing, y rows 3-3 columns 6-7" in repr(side_by_side([split], shapes))
     assert located("done", [{"y": y}, {"y": torch.zeros(4, 8)}], whole=whole).partial == ("y",)
 
 
 def test_splits_say_who_holds_what():
     mine = [{"A": ((0, 2), (0, 4)), "B": None}, {"A": ((2, 4), (0, 4)), "B": ((0, 4), (0, 2))}]
-    split = Split("rows", mine, ("one message",), partial=("A",))
-    said = repr(side_by_side([split], {"A": (4, 4), "B": (4, 2)}))
-    assert said.endswith("  rank 0: A rows 0-1, partial, B nothing\n  rank 1: A rows 2-3, partial, B all")
+    figure = side_by_side([Split("rows", mine, ("one message",), partial=("A",))], {"A": (4, 4), "B": (4, 2)})
+    fills = [r.get("fill") for r in marks(figure, "rect")]
+    shares = [fills.count(colour) for colour in (*RANK_COLOURS[:2], "url(#partial1)")]
+    assert shares == [1, 2, 1], "one stripe of each; rank 1 has all of B, and a share of A"
+    assert figure.alt == "rows: one message."
     nine = Split("rows", [{"x": part(rank, slice(None), of=(9, 2))} for rank in range(9)])
     colours = [r.get("fill") for r in marks(side_by_side([nine], {"x": (9, 2)}), "rect")]
     assert colours.count(RANK_COLOURS[0]) == 2, "they begin again"
-
-
-def test_an_mlp_is_split_three_ways():
-    said = repr(mlp_three_ways(x=(8, 4), w1=(4, 8), w2=(8, 4))).split("\n")
-    assert said[::3] == [
-        "data: exchanges gradients, once a step (both backward)",
-        "pipeline: exchanges activations, at each cut (down forward, up backward)",
-        "tensor: exchanges partial sums, in each block (both forward, both backward)",
-    ]
-    last = "x all, W1 columns 4-7, W2 rows 4-7"
-    parts = ["x rows 4-7, W1 all, W2 all", "x nothing, W1 nothing, W2 all", last]
-    assert said[2::3] == [f"  rank 1: {held}" for held in parts]
 
 
 def test_strips_are_to_one_scale():
@@ -124,13 +104,11 @@ ROWS = (
 
 def test_a_box_for_each_tensor_in_its_look():
     figure = held({"a run": Comparison(ROWS, None), "second": Comparison(ROWS[1:3], None)})
-    lines = repr(figure).split("\n")
-    assert lines[:2] == ["a run: outputs #+  their gradients =  weights' gradients x!", "second: outputs #+"]
     assert figure.alt.startswith(
         "a run: outputs 1 in parts, 1 as partial sums; their gradients 1 the same on all; "
         "weights' gradients 1 a multiple of it, 1 something else."
     )
-    assert "blame" not in figure.svg + figure.alt + figure.text
+    assert "blame" not in figure.svg
     weights = held({"a run": Comparison(ROWS, None)}, kinds=("parameter",))
     assert list(tipped(weights)) == ["up, weights: sharded on dim 1"], "those after the step"
     looks = {
@@ -147,31 +125,13 @@ def test_a_box_for_each_tensor_in_its_look():
         assert look(SimpleNamespace(layout=layout, status=status)) == expected
 
 
-def test_srun_starts_every_rank_and_torchrun_those_of_its_node():
-    for figure, agents in ((starts(2, 2), 0), (starts(2, 2, torchrun=True), 2)):
-        arrows = [x for x in marks(figure, "line") if not x.get("stroke-dasharray")]
-        begin = [(x.get("x1"), x.get("y1")) for x in arrows]
-        assert words(figure).count("torchrun") == agents and len(begin) == 2 + agents + 4
-        assert len(set(begin[-4:])) == max(agents, 1), "all come from one srun, or from two agents"
-    said = [line.strip() for line in repr(starts(2, 1)).split("\n")[1:]]
-    assert said == ["sbatch", "job script on node1", "srun", "rank 0 on node1", "rank 1 on node2"]
-
-
-def test_nodes_that_meet_are_numbered_by_their_names():
-    figure = meeting(["node2", "node10"], 2)
-    ranks = ["node10 gets ranks 0, 1", "node2 gets ranks 2, 3"]
-    assert repr(figure).split("\n")[1:] == ["node2 is here", "node10 is here", *ranks]
-    assert all(number(t, "y") > 96 for t in marks(figure, "text") if "is here" in t.text), "below the names"
-    assert {"store", "2 of 2: sort", "ranks 0-1", "ranks 2-3"} <= {*words(figure)}
-
-
-def test_schematics_draw_every_link_and_box():
-    links = schematics.links({(i, j): 6 for i in range(4) for j in range(i)})
-    assert len(marks(links, "line")) == 6 * 6 and "18 links leave each GPU." in repr(links)
-    trees = schematics.fat_tree(leaves=4, down=4, ups=(4, 1))
-    assert len([x for x in marks(trees, "line") if not x.get("stroke-dasharray")]) == 2 * 16 + 4 * 4 + 4 * 1
-    assert "4 down, 1 up: 4:1; 2 links between the halves" in repr(trees).splitlines()
-    way = ["pageable memory", "a core copies", "pinned buffer", "over PCIe", "GPU memory"]
-    paths = schematics.paths({"pageable": way})
-    assert len([x for x in marks(paths, "line") if x.get("stroke-width") == "4"]) == 2
-    assert repr(paths).endswith("--(a core copies)-> pinned buffer --(over PCIe)-> GPU memory")
+def test_sketches_take_words_and_say_their_finding():
+    costs = sketch("copy_paths", pageable=26.85, pinned="<1")
+    assert (
+        "returns after 26.85 ms; the host stands by" in words(costs) and "it returns after <1 ms" in costs.alt
+    )
+    assert sketch("srun").alt.startswith("sbatch starts the job script on the first of 2 nodes")
+    with pytest.raises(ValueError, match="There is no sketch 'ring'"):
+        sketch("ring")
+    with pytest.raises(ValueError, match="copy_paths has a place for pageable, pinned"):
+        sketch("copy_paths", pinned=1)

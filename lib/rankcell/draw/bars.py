@@ -7,10 +7,9 @@ lines and ladders are in `charts`.
 from collections.abc import Callable, Mapping
 
 from .memory import colour_of
-from .parts import EDGE, WIDTH, key, pale, round_ticks, swatch, text_width
+from .parts import EDGE, WIDTH, key, pale, round_ticks, swatch, ticks_below
 from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, label, line, rect
 
-_LIMIT = INK  # no bar has it
 _ROW, _BAR = 60, 22  # px
 
 
@@ -40,26 +39,17 @@ def bars(
     most = max([*totals.values(), *([limit[1]] if limit else [])]) or 1.0
     scale = (WIDTH - 2 * EDGE) / most
     kinds = list(dict.fromkeys(kind for row in parts.values() for kind in row if kind))
-    colours = {kind: colour_of(kind, kinds) for kind in kinds} | {"": COLOURS["all_reduce"]}
-
-    def inside(kind: str) -> str:
-        return colours[kind] if measured else pale(colours[kind], 0.45)
-
-    marks, top = (
-        key([(k, swatch(inside(k), colours[k])) for k in kinds], 8, left=EDGE, gap=26) if kinds else ([], 8)
-    )
+    edges = {kind: colour_of(kind, kinds) for kind in kinds} | {"": COLOURS["all_reduce"]}
+    fills = {kind: edge if measured else pale(edge, 0.45) for kind, edge in edges.items()}
+    entries = [(kind, swatch(fills[kind], edges[kind])) for kind in kinds]
+    marks, top = key(entries, 8, left=EDGE, gap=26) if kinds else ([], 8)
     if limit:
         marks.append(label(EDGE + 26, top + 17, f"{limit[0]}: {format_value(limit[1])}", fill=INK))
-        marks.append(line(EDGE + 9, top, EDGE + 9, top + 22, stroke=_LIMIT, width=3))
+        marks.append(line(EDGE + 9, top, EDGE + 9, top + 22, stroke=INK, width=3))
         top += 32
     bottom = top + _ROW * len(parts) + 2
-    for tick in round_ticks(0, most, most=4):
-        x = EDGE + tick * scale
-        marks.append(line(x, bottom - 4, x, bottom + 5, stroke=MUTED))
-        said = format_value(tick) if tick else "0"
-        half = text_width(said) / 2
-        at = min(max(x, EDGE + half), WIDTH - EDGE - half)
-        marks.append(label(at, bottom + 26, said, anchor="middle", fill=MUTED))
+    ticks = ((EDGE + t * scale, format_value(t) if t else "0") for t in round_ticks(0, most, most=4))
+    marks += ticks_below(ticks, bottom - 4, bottom + 5, bottom + 26, stroke=MUTED)
     marks.append(line(EDGE, bottom, WIDTH - EDGE, bottom, stroke=LINE))
     for k, (name, row) in enumerate(parts.items()):
         y, x = top + _ROW * k, float(EDGE)
@@ -67,23 +57,12 @@ def bars(
         marks.append(label(WIDTH - EDGE, y + 20, format_value(totals[name]), anchor="end", bold=True))
         for kind, value in row.items():
             tip = f"{name}{', ' if kind else ''}{kind}: {format_value(value)}"
-            width, edge = value * scale, colours[kind]
-            marks.append(rect(x, y + 28, width, _BAR, fill=inside(kind), stroke=edge, radius=0, title=tip))
-            x += value * scale
+            width, fill = value * scale, fills[kind]
+            marks.append(rect(x, y + 28, width, _BAR, fill=fill, stroke=edges[kind], radius=0, title=tip))
+            x += width
     if limit:
-        x = EDGE + limit[1] * scale
-        marks += [
-            line(x, top + _ROW * k + 24, x, top + _ROW * k + 54, stroke=_LIMIT, width=3)
-            for k in range(len(parts))
-        ]
+        x, starts = EDGE + limit[1] * scale, (top + _ROW * k for k in range(len(parts)))
+        marks += [line(x, y + 24, x, y + 54, stroke=INK, width=3) for y in starts]
     marks.append(label(WIDTH / 2, bottom + 54, unit, anchor="middle", fill=MUTED))
     said = f"{max(totals, key=totals.__getitem__)} has the longest bar: {format_value(max(totals.values()))}."
-    lines = [f"{unit}"] + [
-        f"{name}: {format_value(totals[name])}"
-        + "".join(f"{', ' if i else ' ('}{k} {format_value(v)}" for i, (k, v) in enumerate(row.items()) if k)
-        + (")" if any(row) else "")
-        for name, row in parts.items()
-    ]
-    if limit:
-        lines.append(f"| {limit[0]}: {format_value(limit[1])}")
-    return drawing(WIDTH, bottom + 66, *marks, alt=alt or said, text="\n".join(lines))
+    return drawing(WIDTH, bottom + 66, *marks, alt=alt or said)

@@ -1,8 +1,7 @@
 """Charts from numbers: a ladder of rates or times, lines on linear or log axes, tables.
 
 Pure functions from numbers to a `Figure` (or a `Table`). Measured marks are solid, published or predicted
-ones are outlined. Everything is 600 px wide with text of 20 px, so that it reads on a phone. Nothing here
-measures; what the ranks did and what the hardware looks like is drawn elsewhere in this package.
+ones are outlined. Nothing here measures; what the ranks did is drawn elsewhere in this package.
 """
 
 import html
@@ -11,8 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..hardware import EACH_WAY, GPU, Speed
-from .parts import EDGE, WIDTH, Swatch, key, key_of_lines, log_ticks, point, round_ticks, text_width
+from ..hardware import EACH_WAY, Speed
+from .parts import (
+    EDGE,
+    WIDTH,
+    Axis,
+    Swatch,
+    bounds,
+    key,
+    key_of_lines,
+    line_in_key,
+    log_ticks,
+    point,
+    round_ticks,
+    text_width,
+    ticks_below,
+    ticks_beside,
+)
 from .svg import (
     COLOURS,
     LINE,
@@ -25,6 +39,11 @@ from .svg import (
     label,
     line,
 )
+
+# what notebooks import from here, the units of an axis included
+__all__ = [
+    "Rung", "Series", "Table", "format_bytes", "format_rate", "format_seconds", "ladder", "lines", "shares", "speeds"
+]  # fmt: skip
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -55,13 +74,6 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str | tuple[str, str], ...], ...]
     right: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.header):
-                raise ValueError(
-                    f"A row has {len(row)} cells, the header {len(self.header)}: {row}. Give one per column."
-                )
 
     def __repr__(self) -> str:
         rows = [self.header, *(tuple(c if isinstance(c, str) else c[0] for c in row) for row in self.rows)]
@@ -139,7 +151,6 @@ def ladder(
     alt: str,
     format_value: Callable[[float], str] = format_rate,
     outlined: str = "published",
-    solid: str = "measured here",
 ) -> Figure:
     """Values on a log axis, one rung each in the order given, and by what factor each differs from the last.
 
@@ -154,49 +165,27 @@ def ladder(
     low = math.floor(math.log10(min(r.value for r in rungs)) - 0.2)
     high = math.log10(max(r.value for r in rungs))
     high = math.ceil(high) if math.ceil(high) - high < 0.5 else high + 0.1
-    left, right, top, row = EDGE, WIDTH - EDGE - 6, 44, 54
-
-    def x(value: float) -> float:
-        return left + (math.log10(value) - low) / (high - low) * (right - left)
-
-    colour = COLOURS["all_reduce"]
-    kinds = sorted({r.measured for r in rungs}, reverse=True)
-    entries = [(solid if measured else outlined, _dot(colour, measured)) for measured in kinds]
-    marks, _ = key(entries, 10, left=EDGE, gap=26)
+    right, top, row, colour = WIDTH - EDGE - 6, 44, 54, COLOURS["all_reduce"]
     bottom = top + row * len(rungs)
-    powers = range(low, math.floor(high) + 1)
-    step = max(1, math.ceil(len(powers) * 92 / (right - left)))
-    ticks, last = [], -1e9
-    for p in powers:
-        marks.append(line(x(10.0**p), top, x(10.0**p), bottom + 4, stroke=LINE))
-        if (p - low) % step == 0:
-            text = format_value(10.0**p)
-            half = text_width(text) / 2
-            centre = min(max(x(10.0**p), left + half), right + 6 - half)
-            if centre - half > last:
-                ticks.append(label(centre, bottom + 24, text, anchor="middle", fill=MUTED))
-                last = centre + half + 6
+    x = Axis(10.0**low, 10.0**high, EDGE, right, log=True)
+    kinds = sorted({r.measured for r in rungs}, reverse=True)
+    entries = [("measured here" if measured else outlined, _dot(colour, measured)) for measured in kinds]
+    marks, _ = key(entries, 10, left=EDGE, gap=26)
+    powers = [10.0**p for p in range(low, math.floor(high) + 1)]
+    marks += ticks_below(((x(p), format_value(p)) for p in powers), top, bottom + 4, bottom + 24)
     places = [(x(rung.value), top + row * k + 36) for k, rung in enumerate(rungs)]
-    for (xa, ya), (xb, yb) in pairwise(places):
-        marks.append(line(xa, ya, xb, yb, stroke=LINE, width=1.5, dash="3 4"))
+    marks += [line(*a, *b, stroke=LINE, width=1.5, dash="3 4") for a, b in pairwise(places)]
     for k, (rung, place) in enumerate(zip(rungs, places, strict=True)):
-        y = top + row * k
+        y = top + row * k + 20
         shown, factor = format_value(rung.value), _factor(rungs[k - 1].value if k else 0, rung.value)
-        marks += [label(left, y + 20, rung.name), label(right, y + 20, shown, anchor="end", bold=True)]
-        at = left + text_width(rung.name) + 14
+        marks += [label(EDGE, y, rung.name), label(right, y, shown, anchor="end", bold=True)]
+        at = EDGE + text_width(rung.name) + 14
         if factor and at + text_width(factor) + 10 < right - text_width(shown):
-            marks.append(label(at, y + 20, factor, fill=MUTED))
+            marks.append(label(at, y, factor, fill=MUTED))
         marks.append(point(0, *place, colour, rung.measured, f"{rung.name}: {shown}"))
-    marks += [
-        *ticks,
-        label(WIDTH / 2, bottom + 50, f"{unit}; each line is 10 times the last", anchor="middle", fill=MUTED),
-    ]
-    width = max(len(r.name) for r in rungs)
-    text = "\n".join(
-        f"{r.name.ljust(width)}  {format_value(r.value).rjust(10)}  {solid if r.measured else outlined}"
-        for r in rungs
-    )
-    return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=f"{unit}\n{text}")
+    foot = f"{unit}; each line is 10 times the last"
+    marks.append(label(WIDTH / 2, bottom + 50, foot, anchor="middle", fill=MUTED))
+    return drawing(WIDTH, bottom + 62, *marks, alt=alt)
 
 
 def _dot(colour: str, filled: bool) -> Swatch:
@@ -251,41 +240,18 @@ def lines(
     for name, values, log in (("x", xs, x_log), ("y", ys, y_log)):
         if log and min(values) <= 0:
             raise ValueError(f"A log axis has no place for {name} = {min(values):g}. Use {name}_log=False.")
-    x_range = _range([*xs, *x_ticks], x_log, pad=0.03)
-    y_range = _range([*ys, *y_ticks], y_log, pad=0.06)
-    x_ticks = tuple(x_ticks) or (
-        log_ticks(*x_range, base=x_base, most=5) if x_log else round_ticks(*x_range, most=5)
-    )
+    x_range, y_range = bounds([*xs, *x_ticks], x_log, 0.03), bounds([*ys, *y_ticks], y_log, 0.06)
+    if not x_ticks:
+        x_ticks = log_ticks(*x_range, base=x_base, most=5) if x_log else round_ticks(*x_range, most=5)
     y_ticks = tuple(y_ticks) or (log_ticks if y_log else round_ticks)(*y_range, most=6)
-
-    entries = key_of_lines([s.name for s in series])
+    places = key_of_lines([s.name for s in series])
     left = EDGE + max(text_width(y_format(t)) for t in y_ticks) + 8
-    right, top = WIDTH - EDGE - 8, 12 + 28 * (entries[-1][1] + 1) + 28 + (26 if marks else 0)
+    right, top = WIDTH - EDGE - 8, 12 + 28 * (places[-1][1] + 1) + 28 + (26 if marks else 0)
     bottom = height - 66
-
-    def at(value: float, bounds: tuple[float, float], log: bool, start: float, end: float) -> float:
-        low, high = bounds
-        share = (math.log(value / low) / math.log(high / low)) if log else (value - low) / (high - low)
-        return start + share * (end - start)
-
-    def px(value: float) -> float:
-        return at(value, x_range, x_log, left, right)
-
-    def py(value: float) -> float:
-        return at(value, y_range, y_log, bottom, top)
-
-    out: list[str] = []
-    for t in y_ticks:
-        out.append(line(left, py(t), right, py(t)))
-        out.append(label(left - 8, py(t) + 7, y_format(t), anchor="end", fill=MUTED))
-    last = -1e9
-    for t in x_ticks:
-        out.append(line(px(t), bottom, px(t), bottom + 5, stroke=MUTED))
-        half = text_width(x_format(t)) / 2
-        centre = min(px(t), WIDTH - 4 - half)
-        if centre - half > last:
-            out.append(label(centre, bottom + 26, x_format(t), anchor="middle", fill=MUTED))
-            last = centre + half + 6
+    px, py = Axis(*x_range, left, right, log=x_log), Axis(*y_range, bottom, top, log=y_log)
+    grid, names = ticks_beside(((py(t), y_format(t)) for t in y_ticks), left, right)
+    out = [mark for pair in zip(grid, names, strict=True) for mark in pair]
+    out += ticks_below(((px(t), x_format(t)) for t in x_ticks), bottom, bottom + 5, bottom + 26, stroke=MUTED)
     out.append(line(left, bottom, right, bottom, stroke=MUTED))
     last = -1e9
     for value, word in sorted(marks):  # from left to right: a word without room is left out
@@ -298,88 +264,11 @@ def lines(
             last = px(value) + half + 6
     out.append(label(EDGE, top - (36 if marks else 10), y_label, fill=MUTED))
     out.append(label((left + right) / 2, height - 12, x_label, anchor="middle", fill=MUTED))
-    for k, (s, (x0, row)) in enumerate(zip(series, entries, strict=True)):
-        colour = s.colour or RANK_COLOURS[k % len(RANK_COLOURS)]
+    for k, s in enumerate(series):
+        colour, dash = s.colour or RANK_COLOURS[k % len(RANK_COLOURS)], "" if s.measured else "7 5"
         points = [(px(x), py(y)) for x, y in s.points]
-        dash = "" if s.measured else "7 5"
-        for (xa, ya), (xb, yb) in pairwise(points):
-            out.append(line(xa, ya, xb, yb, stroke=colour, width=3, dash=dash))
-        for (x, y), (xv, yv) in zip(points, s.points, strict=True):
-            out.append(point(k, x, y, colour, s.measured, f"{s.name}: {x_format(xv)}, {y_format(yv)}"))
-        y_key = 26 + 28 * row
-        out.append(line(x0, y_key - 6, x0 + 30, y_key - 6, stroke=colour, width=3, dash=dash))
-        out.append(point(k, x0 + 15, y_key - 6, colour, s.measured, s.name))
-        out.append(label(x0 + 38, y_key, s.name))
-    text = "\n".join(
-        f"{s.name}: " + ", ".join(f"{x_format(x)}: {y_format(y)}" for x, y in s.points) for s in series
-    )
-    return drawing(WIDTH, height, *out, alt=alt, text=f"{y_label} against {x_label}\n{text}")
-
-
-def by_size(
-    series: Sequence[Series],
-    *,
-    alt: str,
-    marks: Sequence[tuple[float, str]] = (),
-    x_label: str = "size",
-    y_label: str = "bytes per second",
-) -> Figure:
-    """Rates in bytes/s against sizes in bytes, both axes logarithmic: the picture of every bandwidth test."""
-    return lines(
-        series,
-        x_label=x_label,
-        y_label=y_label,
-        alt=alt,
-        x_base=2,
-        x_format=format_bytes,
-        y_format=format_rate,
-        marks=marks,
-    )
-
-
-def generations(gpus: Sequence[GPU]) -> Figure:
-    """The published rates around some GPUs against the year each was announced."""
-    curves = [
-        Series("HBM, read + write", [(g.year, g.memory.bytes_per_s) for g in gpus], measured=False),
-        Series("NVLink, each way", [(g.year, g.nvlink.bytes_per_s) for g in gpus], measured=False),
-        Series("PCIe x16, each way", [(g.year, g.pcie.bytes_per_s) for g in gpus], measured=False),
-        Series("network port", [(g.year, g.network.bytes_per_s) for g in gpus if g.network], measured=False),
-    ]
-    grew = ", ".join(
-        f"{c.name.split(',')[0]} {c.points[-1][1] / c.points[0][1]:.2g} times" for c in curves[:3]
-    )
-    return lines(
-        curves,
-        x_log=False,
-        x_ticks=[g.year for g in gpus],
-        x_label="year: " + ", ".join(g.name.split()[0] for g in gpus),
-        y_label="published rate per GPU",
-        y_format=format_rate,
-        alt=f"From {gpus[0].name} to {gpus[-1].name} rates grew: {grew}.",
-    )
-
-
-def _range(values: Sequence[float], log: bool, pad: float) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    if log:
-        spread = math.log(high / low) or math.log(10)
-        return low * math.exp(-pad * spread), high * math.exp(pad * spread)
-    low = min(low, 0.0) if low < 0.5 * high else low
-    spread = (high - low) or abs(high) or 1.0
-    return (low if low == 0 else low - pad * spread), high + pad * spread
-
-
-__all__ = [
-    "Rung",
-    "Series",
-    "Table",
-    "by_size",
-    "format_bytes",
-    "format_rate",
-    "format_seconds",
-    "generations",
-    "ladder",
-    "lines",
-    "shares",
-    "speeds",
-]
+        out += [line(*a, *b, stroke=colour, width=3, dash=dash) for a, b in pairwise(points)]
+        for at, (x, y) in zip(points, s.points, strict=True):
+            out.append(point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
+        out += line_in_key(k, places[k], s.name, colour, width=3, measured=s.measured)
+    return drawing(WIDTH, height, *out, alt=alt)

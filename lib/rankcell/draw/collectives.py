@@ -3,14 +3,14 @@
 `steps` draws one collective of a run recorded with `%%ranks 4 --values`: one row per rank, its tensors with
 their literal numbers, in the colour of the rank that a number came from, striped where numbers of several
 ranks were combined. The arrows follow the meaning of the operation, not the route that the bytes took: a ring
-or a tree is another picture. `matrices` draws collectives as the matrices that they are.
+or a tree is another picture (`messages`). Collectives as matrices are in `matrices`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from ..results import Event, Run, Values, name_ranks
 from .parts import WIDE, pale, rank_colour
@@ -23,10 +23,14 @@ _TEXT, _ARROWS = 21, 118
 _LEGIBLE = 0.42  # share of a rank's colour behind its numbers, so that black stays legible
 _LANE = 5  # px between the lines that leave the blocks of one row
 _GAP = 6  # px between two blocks
-_ROW = {"broadcast", "reduce", "all_reduce", "gather", "all_gather"}  # a rank sends its tensor as a whole
+_FROM_ROOT, _TO_ROOT = {"broadcast", "scatter"}, {"reduce", "gather"}
+_COMBINING = {"reduce", "all_reduce", "reduce_scatter"}
 _IN_PLACE = {"broadcast", "reduce", "all_reduce"}  # one tensor is input and output
+_SENDS_PARTS = {"scatter", "reduce_scatter", "all_to_all"}  # part i goes to the i-th rank of the group
+_GETS_PARTS = {"gather", "all_gather", "all_to_all"}  # part j came from the j-th rank
+_KNOWN = _IN_PLACE | _SENDS_PARTS | _GETS_PARTS
 label = partial(label_of_any_size, size=_TEXT)  # 11 px on a phone, where the picture is 340 px wide
-_COMBINES = {"SUM": " + ", "PRODUCT": " * ", "AVG": " + ", "MIN": ", ", "MAX": ", "}
+_SIGNS = {"SUM": " + ", "PRODUCT": " * ", "AVG": " + ", "MIN": ", ", "MAX": ", "}
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,13 @@ class _Block:
         return bool(self.numbers) and all(math.isnan(x) for x in self.numbers)
 
 
-_Held = dict[int, tuple[_Block, ...]]  # what each rank holds
+@dataclass(frozen=True)
+class _Held:
+    """What one rank holds: its input, and its output before the call and after it."""
+
+    before: tuple[_Block, ...]
+    empty: tuple[_Block, ...]
+    after: tuple[_Block, ...]
 
 
 @dataclass(frozen=True)
@@ -56,20 +66,14 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Scene:
-    """One collective on all the ranks that called it: blocks by rank, and the moves between them."""
+    """One collective on all the ranks that called it: what each holds, and the moves between them."""
 
     op: str
     reduce_op: str
     groups: tuple[tuple[int, ...], ...]
-    roots: tuple[int | None, ...]
-    before: Mapping[int, tuple[_Block, ...]]
-    empty: Mapping[int, tuple[_Block, ...]]  # the output tensors before the call
-    after: Mapping[int, tuple[_Block, ...]]
+    root: int | None
+    held: Mapping[int, _Held]  # in the order of the ranks
     moves: tuple[_Move, ...]
-
-    @property
-    def ranks(self) -> list[int]:
-        return sorted(r for group in self.groups for r in group)
 
 
 def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
@@ -84,107 +88,35 @@ def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
     scene = _scene(_select(run, op, call))
     title = scene.op + (f", {scene.reduce_op}" if scene.reduce_op not in ("", "SUM") else "")
     title += f" on {' and '.join(name_ranks(g) for g in scene.groups)}"
-    send, found = _sentences(scene)
-    figures = tuple(_draw(scene, title, step, foot) for step, foot in enumerate(("", send, found)))
+    feet = ("", *_sentences(scene))
+    figures = tuple(_draw(scene, title, step, feet) for step in range(3))
     return Frames(figures, ("before", "who sends what to whom", "after"), still=2)
-
-
-def matrices(
-    named: Mapping[str, Any],
-    finding: str,
-    *,
-    world_size: int = 4,
-    columns: int = 2,
-    owners: Mapping[str, Sequence[int]] | None = None,
-    by_row: bool = False,
-    row: str = "a number of the output",
-    column: str = "a number of the input",
-) -> Figure:
-    """Matrices of zeros and ones side by side, each column in the colour of the rank whose input it reads.
-
-    `finding` says for those who do not see the picture what it shows. `owners` names the rank of each column
-    where the ranks do not have equal shares of them. With `by_row` each row has its rank's colour instead,
-    and `owners` names the rank of each row. `row` and `column` say what one of them is.
-    """
-    cell, top, width = 13, 34, WIDE / columns
-    marks, text, y = [], [], MARGIN
-    items = [(name, [[float(x) for x in row] for row in matrix]) for name, matrix in named.items()]
-    for i in range(0, len(items), columns):
-        side_by_side = items[i : i + columns]
-        for j, (name, matrix) in enumerate(side_by_side):
-            coloured = len(matrix) if by_row else len(matrix[0])
-            ranks = (owners or {}).get(name) or [i * world_size // coloured for i in range(coloured)]
-            x = MARGIN + j * width
-            picture = _matrix(x, y + top, matrix, cell, ranks, world_size, by_row)
-            marks += [label(x, y + 22, name, bold=True), picture]
-            text.append(f"{name}\n" + "\n".join(" ".join("1" if x else "." for x in row) for row in matrix))
-        y += top + cell * max(len(m) for _, m in side_by_side) + 22
-    colour = ", in its rank's colour"
-    marks.append(label(MARGIN, y + 12, f"row: {row}{colour if by_row else ''}"))
-    marks.append(label(MARGIN, y + 40, f"column: {column}{'' if by_row else colour}"))
-    for r in range(world_size):
-        x = MARGIN + 110 * r
-        marks.append(rect(x, y + 54, 18, 18, fill=rank_colour(r)) + label(x + 26, y + 70, f"rank {r}"))
-    sizes = ", ".join(f"{name} {len(m)} x {len(m[0])}" for name, m in items)
-    alt = f"{finding} Matrices of zeros and ones, rows x columns: {sizes}."
-    return drawing(WIDE, y + 84, *marks, alt=alt, text="\n\n".join(text))
-
-
-def _matrix(
-    x: float,
-    y: float,
-    matrix: Sequence[Sequence[float]],
-    cell: int,
-    ranks: Sequence[int],
-    world_size: int,
-    by_row: bool,
-) -> str:
-    height, width = len(matrix) * cell, len(matrix[0]) * cell
-    marks = []
-    for i in range(world_size + 1):
-        across, down = height * i / world_size, width * i / world_size
-        marks += [line(x, y + across, x + width, y + across), line(x + down, y, x + down, y + height)]
-    for i, row in enumerate(matrix):
-        for j, value in enumerate(row):
-            if value:
-                fill = rank_colour(ranks[i if by_row else j])
-                marks.append(rect(x + j * cell + 1, y + i * cell + 1, cell - 2, cell - 2, fill=fill))
-    return "".join(marks)
 
 
 def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
     """The event of each rank for the `call`-th `op`, complete groups only."""
-    known = {o for o in _BUILD}
-    events = [e for e in (run.events if isinstance(run, Run) else run) if e.kind == "comm"]
+    events = [e for e in (run.events if isinstance(run, Run) else run) if e.kind == "comm" and e.op in _KNOWN]
     calls: dict[str, dict[int, list[Event]]] = {}
     for event in events:
-        if event.op in known:
-            calls.setdefault(event.op, {}).setdefault(event.rank, []).append(event)
-    held = (
-        ", ".join(f"{o} ({max(map(len, by_rank.values()))}x)" for o, by_rank in sorted(calls.items()))
-        or "none"
-    )
-    if not op:
-        if len(calls) != 1:
-            raise ValueError(f"Which collective? This run holds: {held}. Name one: steps(run, 'all_reduce').")
-        op = next(iter(calls))
-    if op not in known:
-        raise ValueError(f"No picture for {op!r}. There is one for: {', '.join(sorted(known))}.")
-    by_rank = calls.get(op, {})
-    chosen = [own[call - 1] for own in by_rank.values() if 1 <= call <= len(own)]
+        calls.setdefault(event.op, {}).setdefault(event.rank, []).append(event)
+    counts = (f"{o} ({max(map(len, by_rank.values()))}x)" for o, by_rank in sorted(calls.items()))
+    held = ", ".join(counts) or "none"
+    if not op and len(calls) != 1:
+        raise ValueError(f"Which collective? This run holds: {held}. Name one: steps(run, 'all_reduce').")
+    op = op or next(iter(calls))
+    if op not in _KNOWN:
+        raise ValueError(f"No picture for {op!r}. There is one for: {', '.join(sorted(_KNOWN))}.")
+    chosen = {rank: own[call - 1] for rank, own in calls.get(op, {}).items() if 1 <= call <= len(own)}
     if not chosen:
         raise ValueError(f"This run holds no {op} number {call}. Its collectives: {held}.")
-    for event in chosen:
-        _values(event)
-    by_group = {e.rank: e for e in chosen}
-    for event in chosen:
-        missing = [r for r in event.ranks if r not in by_group or by_group[r].ranks != event.ranks]
+    for rank, event in chosen.items():
+        missing = [r for r in event.ranks if r not in chosen or chosen[r].ranks != event.ranks]
         if missing:
             raise ValueError(
-                f"{op} number {call} of rank {event.rank} is one of {name_ranks(event.ranks)}, but this run "
+                f"{op} number {call} of rank {rank} is one of {name_ranks(event.ranks)}, but this run "
                 f"has none of {name_ranks(missing)}. Draw a call that the whole group made."
             )
-    return sorted(chosen, key=lambda e: e.rank)
+    return [event for _, event in sorted(chosen.items())]
 
 
 def _values(event: Event) -> Values:
@@ -193,13 +125,13 @@ def _values(event: Event) -> Values:
             f"The numbers of this {event.op} were not recorded. "
             "Run its cell with `--values`: `%%ranks 4 --values`."
         )
+    recorded = max((len(t) for t in event.values.input_before + event.values.output_before), default=0)
+    if event.values.input_before and recorded < math.prod(event.shape):
+        raise ValueError(
+            f"Only the first {recorded} of {math.prod(event.shape)} numbers were recorded. "
+            f"Draw this {event.op} with a smaller tensor."
+        )
     return event.values
-
-
-def _root(event: Event) -> int:
-    """The rank that a rooted collective sends from or to."""
-    assert event.peer is not None, f"{event.op} without a root"
-    return event.peer
 
 
 def _parts(event: Event, tensors: tuple[tuple[float, ...], ...]) -> list[tuple[float, ...]]:
@@ -223,36 +155,58 @@ def _whole(tensors: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
     return tuple(x for tensor in tensors for x in tensor)
 
 
-def _scene(events: list[Event]) -> _Scene:
-    groups = {e.ranks: e for e in events}
-    by_rank = {e.rank: e for e in events}
-    for event in events:
-        recorded = max(
-            (len(t) for t in _values(event).input_before + _values(event).output_before), default=0
-        )
-        size = math.prod(event.shape)
-        if _values(event).input_before and recorded < size:
-            raise ValueError(
-                f"Only the first {recorded} of {size} numbers were recorded. "
-                f"Draw this {event.op} with a smaller tensor."
-            )
-    before: _Held = {}
-    empty: _Held = {}
-    after: _Held = {}
-    moves: list[_Move] = []
-    for group, some in groups.items():
-        _BUILD[some.op]([by_rank[r] for r in group], before, empty, after, moves)
+def _scene(events: Sequence[Event]) -> _Scene:
     first = events[0]
-    return _Scene(
-        first.op,
-        first.reduce_op,
-        tuple(groups),
-        tuple(e.peer for e in groups.values()),
-        before,
-        empty,
-        after,
-        tuple(moves),
-    )
+    by_rank = {e.rank: e for e in events}
+    groups = tuple(dict.fromkeys(e.ranks for e in events))
+    held: dict[int, _Held] = {}
+    moves: list[_Move] = []
+    for group in groups:
+        of_group = [by_rank[r] for r in group]
+        parts = _unequal(of_group) if first.op == "all_to_all" else {}
+        for i, e in enumerate(of_group):
+            held[e.rank], came = _exchange(e, i, parts)
+            moves += came
+    held = {rank: held[rank] for rank in sorted(held)}
+    if first.op == "all_to_all":
+        _check_parts(held, moves)
+    return _Scene(first.op, first.reduce_op, groups, first.peer, held, tuple(moves))
+
+
+def _exchange(
+    e: Event, index: int, parts: Mapping[tuple[int, int], tuple[float, ...]]
+) -> tuple[_Held, list[_Move]]:
+    """What the rank of this event holds, and the moves in which it takes part; `index` is its place in the group.
+
+    `parts` is what each rank sends to each where the parts of an all-to-all are not equal.
+    """
+    op, group, root, values = e.op, e.ranks, e.peer, _values(e)
+    if parts:
+        to = [t for t in group if parts[e.rank, t]]
+        came = [s for s in group if parts[s, e.rank]]
+        after = tuple(_Block(parts[s, e.rank], (s,)) for s in came)
+        before = tuple(_Block(parts[e.rank, t], (e.rank,)) for t in to)
+        ports = {t: [s for s in group if parts[s, t]].index(e.rank) for t in to}
+        moves = [_Move(e.rank, t, part, ports[t]) for part, t in enumerate(to)]
+        return _Held(before, tuple(_blank(b.numbers) for b in after), after), moves
+    gives = op not in _FROM_ROOT or e.rank == root
+    gets = op not in _TO_ROOT or e.rank == root
+    senders = (root,) if op in _FROM_ROOT and root is not None else group
+    pieces = [_whole(values.input_before)]
+    if op in _SENDS_PARTS:
+        pieces = _parts(e, values.input_before) if gives else []
+    before = tuple(_Block(piece, (e.rank,) if gives else ()) for piece in pieces)
+    if op == "gather" and not gets:
+        return _Held(before, (), ()), []
+    old, new = [_whole(values.output_before)], [_whole(values.output_after)]
+    sources: list[tuple[int, ...]] = [senders if gets else ()]
+    if op in _GETS_PARTS:
+        old, new = _parts(e, values.output_before), _parts(e, values.output_after)
+        sources = [(s,) for s in group]
+    empty = tuple(map(_blank, new)) if op in _IN_PLACE else tuple(_Block(piece) for piece in old)
+    after = tuple(_Block(piece, s) for piece, s in zip(new, sources, strict=True))
+    part = index if op in _SENDS_PARTS else None
+    return _Held(before, empty, after), [_Move(s, e.rank, part, j) for j, s in enumerate(senders) if gets]
 
 
 def _blank(numbers: tuple[float, ...]) -> _Block:
@@ -260,78 +214,7 @@ def _blank(numbers: tuple[float, ...]) -> _Block:
     return _Block((math.nan,) * len(numbers))
 
 
-def _build_in_place(
-    events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]
-) -> None:
-    """broadcast, reduce, all_reduce: one tensor, overwritten where the operation says so."""
-    op, group, root = events[0].op, events[0].ranks, events[0].peer
-    for e in events:
-        mine, result = _whole(_values(e).input_before), _whole(_values(e).output_after)
-        reads, writes = op != "broadcast" or e.rank == root, op != "reduce" or e.rank == root
-        sources = (_root(e),) if op == "broadcast" else group
-        before[e.rank] = (_Block(mine, (e.rank,) if reads else ()),)
-        empty[e.rank] = (_blank(result),)
-        after[e.rank] = (_Block(result, sources if writes else ()),)
-        if writes:
-            moves += [_Move(s, e.rank, None, i) for i, s in enumerate(sources)]
-
-
-def _build_scatter(
-    events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]
-) -> None:
-    root = _root(events[0])
-    for i, e in enumerate(events):
-        sent = _parts(e, _values(e).input_before) if e.rank == root else []
-        before[e.rank] = tuple(_Block(p, (root,)) for p in sent)
-        empty[e.rank] = (_Block(_whole(_values(e).output_before)),)
-        after[e.rank] = (_Block(_whole(_values(e).output_after), (root,)),)
-        moves.append(_Move(root, e.rank, i, 0))
-
-
-def _build_gather(events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]) -> None:
-    """gather and all_gather: one place per rank, on the root or on all."""
-    group, root = events[0].ranks, events[0].peer
-    for e in events:
-        before[e.rank] = (_Block(_whole(_values(e).input_before), (e.rank,)),)
-        if root is not None and e.rank != root:
-            empty[e.rank] = after[e.rank] = ()
-            continue
-        empty[e.rank] = tuple(_Block(p) for p in _parts(e, _values(e).output_before))
-        pieces = zip(_parts(e, _values(e).output_after), group, strict=True)
-        after[e.rank] = tuple(_Block(p, (s,)) for p, s in pieces)
-        moves += [_Move(s, e.rank, None, i) for i, s in enumerate(group)]
-
-
-def _build_parts(events: list[Event], before: _Held, empty: _Held, after: _Held, moves: list[_Move]) -> None:
-    """reduce_scatter and all_to_all: part i of every rank goes to the i-th rank of the group."""
-    group, combines = events[0].ranks, events[0].op == "reduce_scatter"
-    parts = {} if combines else _unequal(events)
-    if parts:
-        for e in events:
-            sent = [(t, parts[e.rank, t]) for t in group if parts[e.rank, t]]
-            came = [(s, parts[s, e.rank]) for s in group if parts[s, e.rank]]
-            before[e.rank] = tuple(_Block(p, (e.rank,)) for _, p in sent)
-            after[e.rank] = tuple(_Block(p, (s,)) for s, p in came)
-            empty[e.rank] = tuple(_blank(p) for _, p in came)
-            moves += [_Move(e.rank, t, i, group.index(e.rank)) for i, (t, _) in enumerate(sent)]
-        ports = {t: [m.source for m in moves if m.target == t] for t in group}
-        moves[:] = [_Move(m.source, m.target, m.part, ports[m.target].index(m.source)) for m in moves]
-        return
-    for i, e in enumerate(events):
-        before[e.rank] = tuple(_Block(p, (e.rank,)) for p in _parts(e, _values(e).input_before))
-        if combines:
-            empty[e.rank] = (_Block(_whole(_values(e).output_before)),)
-            after[e.rank] = (_Block(_whole(_values(e).output_after), group),)
-        else:
-            empty[e.rank] = tuple(_Block(p) for p in _parts(e, _values(e).output_before))
-            pieces = zip(_parts(e, _values(e).output_after), group, strict=True)
-            after[e.rank] = tuple(_Block(p, (s,)) for p, s in pieces)
-        moves += [_Move(s, e.rank, i, j) for j, s in enumerate(group)]
-    if not combines:
-        _check_parts(group, before, after)
-
-
-def _unequal(events: list[Event]) -> dict[tuple[int, int], tuple[float, ...]]:
+def _unequal(events: Sequence[Event]) -> dict[tuple[int, int], tuple[float, ...]]:
     """What each rank sent to each in an `all_to_all_single` with unequal parts, told from its numbers.
 
     Empty where the parts are equal, or where a number occurs twice, so that one cannot tell.
@@ -351,37 +234,21 @@ def _unequal(events: list[Event]) -> dict[tuple[int, int], tuple[float, ...]]:
     return parts if fits and len(set(map(len, parts.values()))) > 1 else {}
 
 
-def _check_parts(group: tuple[int, ...], before: _Held, after: _Held) -> None:
+def _check_parts(held: Mapping[int, _Held], moves: Sequence[_Move]) -> None:
     """Equal parts are a guess for `all_to_all_single`: with unequal ones the colours would be wrong."""
-    for i, target in enumerate(group):
-        for j, source in enumerate(group):
-            sent, came = before[source][i].numbers, after[target][j].numbers
-            same = len(sent) == len(came) and all(
-                x == y or (x != x and y != y) for x, y in zip(sent, came, strict=True)
+    for m in moves:
+        sent, came = held[m.source].before[m.part or 0].numbers, held[m.target].after[m.port].numbers
+        if repr(sent) != repr(came):  # as texts, so that NaN is NaN
+            raise ValueError(
+                f"Part {m.port} of rank {m.target}'s output is not part {m.part} of rank {m.source}'s input: "
+                "the parts are not equal. For unequal parts use the form with a list of tensors."
             )
-            if not same:
-                raise ValueError(
-                    f"Part {j} of rank {target}'s output is not part {i} of rank {source}'s input: "
-                    "the parts are not equal. For unequal parts use the form with a list of tensors."
-                )
-
-
-_BUILD: dict[str, Callable[..., None]] = {
-    "broadcast": _build_in_place,
-    "reduce": _build_in_place,
-    "all_reduce": _build_in_place,
-    "scatter": _build_scatter,
-    "gather": _build_gather,
-    "all_gather": _build_gather,
-    "reduce_scatter": _build_parts,
-    "all_to_all": _build_parts,
-}
 
 
 def _sentences(scene: _Scene) -> tuple[str, str]:
     """Who sends what, and what came of it."""
-    root = f"rank {scene.roots[0]}" if len(scene.groups) == 1 else "the root"
-    every = "every rank" if len(scene.groups) == 1 else "every rank of a group"
+    alone = len(scene.groups) == 1
+    root, every = (f"rank {scene.root}", "every rank") if alone else ("the root", "every rank of a group")
     words = {
         "broadcast": (f"{root} sends its tensor to {every}", f"{every} holds {root}'s tensor"),
         "scatter": (f"{root} sends part i to rank i", "each rank holds its part"),
@@ -396,12 +263,10 @@ def _sentences(scene: _Scene) -> tuple[str, str]:
         "all_to_all": (f"part i of {every} goes to rank i", "part j of the output came from rank j"),
     }
     send, found = words[scene.op]
-    if scene.op == "all_to_all" and any(len(scene.before[r]) < len(g) for g in scene.groups for r in g):
-        send, found = (
-            "each number goes to the rank that it is for",
-            "what came stands in the order of the ranks",
-        )
-    if scene.op in ("reduce", "all_reduce", "reduce_scatter"):
+    if scene.op == "all_to_all" and any(len(scene.held[r].before) < len(g) for g in scene.groups for r in g):
+        send = "each number goes to the rank that it is for"
+        found = "what came stands in the order of the ranks"
+    if scene.op in _COMBINING:
         found = "; ".join(filter(None, (_arithmetic(scene), found)))
     return send, found
 
@@ -409,13 +274,13 @@ def _sentences(scene: _Scene) -> tuple[str, str]:
 def _arithmetic(scene: _Scene) -> str:
     """How the first number of a result came about: "first number: 0 + 1 + 2 + 3 = 6"."""
     group = scene.groups[0]
-    target = scene.roots[0] if scene.roots[0] is not None else group[0]
+    target = scene.root if scene.root is not None else group[0]
     part = group.index(target) if scene.op == "reduce_scatter" else 0
-    terms = [scene.before[r][part].numbers[:1] for r in group]
-    result = scene.after[target][0].numbers[:1]
+    terms = [scene.held[r].before[part].numbers[:1] for r in group]
+    result = scene.held[target].after[0].numbers[:1]
     if not result or not all(terms):
         return ""
-    joined = _COMBINES.get(scene.reduce_op or "SUM", ", ").join(format_number(t[0]) for t in terms)
+    joined = _SIGNS.get(scene.reduce_op or "SUM", ", ").join(format_number(t[0]) for t in terms)
     if scene.reduce_op == "AVG":
         joined = f"({joined}) / {len(group)}"
     elif scene.reduce_op not in ("", "SUM", "PRODUCT"):
@@ -433,142 +298,90 @@ def format_number(x: float) -> str:
     return "nan" if x != x else f"{x:.10g}" if abs(x) >= 1000 else f"{x:.4g}"
 
 
-def _say(blocks: Sequence[_Block]) -> str:
-    return " | ".join(" ".join(map(format_number, b.numbers)) for b in blocks) if blocks else "-"
-
-
-def _twin(scene: _Scene, title: str, step: int, foot: str) -> str:
-    """The picture as text."""
-    if step == 1:
-        lines = []
-        for r in scene.ranks:
-            for part in sorted({m.part for m in scene.moves if m.source == r}, key=lambda p: p or 0):
-                to = [m.target for m in scene.moves if m.source == r and m.part == part]
-                numbers = _say(scene.before[r] if part is None else scene.before[r][part : part + 1])
-                lines.append(f"rank {r}: {numbers}  ->  {name_ranks(to)}")
-    else:
-        right = scene.empty if step == 0 else scene.after
-        width = max(len(_say(scene.before[r])) for r in scene.ranks)
-        show = step == 2 or scene.op not in _IN_PLACE  # in place there is no output to show before
-        lines = [
-            f"rank {r}   {_say(scene.before[r]):<{width}}" + (f"   =>   {_say(right[r])}" if show else "")
-            for r in scene.ranks
-        ]
-    return "\n".join([title, *lines, *([foot] if foot else [])])
-
-
 @dataclass(frozen=True)
-class _Layout:
+class _Places:
     """Where things stand: the same in the three steps, so that only the contents change."""
 
     cell: float  # px per number
     limit: int  # numbers of a block that are spelt out
-    left: float
-    right: float
+    right: float  # px from the left of the outputs; the inputs begin at NAMES
     top: float
     pitch: float
     width: float
-
-    def y(self, row: int) -> float:
-        return self.top + row * self.pitch
 
     def shown(self, block: _Block) -> list[str]:
         texts = [format_number(x) for x in block.numbers]
         return texts if len(texts) <= self.limit else [*texts[: self.limit - 1], "…"]
 
     def block_width(self, block: _Block) -> float:
-        return self.cell * len(self.shown(block))
+        return self.cell * min(len(block.numbers), self.limit)
 
     def blocks_width(self, blocks: Sequence[_Block]) -> float:
         return sum(self.block_width(b) for b in blocks) + _GAP * max(len(blocks) - 1, 0)
 
 
-def _layout(scene: _Scene) -> _Layout:
-    sides = [scene.before, scene.after]
-    longest = max(len(b.numbers) for side in sides for blocks in side.values() for b in blocks)
-    widest = max(
-        len(format_number(x))
-        for side in sides
-        for blocks in side.values()
-        for b in blocks
-        for x in b.numbers
-        if x == x
-    )
+def _places(scene: _Scene) -> _Places:
+    sides = [h.before for h in scene.held.values()], [h.after for h in scene.held.values()]
+    every = [b.numbers for side in sides for blocks in side for b in blocks]
+    widest = max((len(format_number(x)) for numbers in every for x in numbers if x == x), default=1)
     need = max(0.64 * _TEXT * widest + 6, 28)
     room = WIDE - NAMES - _ARROWS - MARGIN
-    limit = longest
-    while True:
-        count, gaps = 0, 0
-        for side in sides:
-            count += max(sum(min(len(b.numbers), limit) for b in blocks) for blocks in side.values())
-            gaps += _GAP * max(max(len(blocks) - 1, 0) for blocks in side.values())
-        if limit <= 2 or (room - gaps) / max(count, 1) >= need:
+    gaps = sum(_GAP * max(max(len(blocks) - 1, 0) for blocks in side) for side in sides)
+    for limit in range(max(*map(len, every), 2), 1, -1):
+        count = sum(max(sum(min(len(b.numbers), limit) for b in blocks) for blocks in side) for side in sides)
+        if (room - gaps) / max(count, 1) >= need:
             break
-        limit -= 1
     cell = max(min((room - gaps) / max(count, 1), 56), need)
-    lanes = 0 if scene.op in _ROW else max(len(g) for g in scene.groups) * _LANE + 8
-    pitch = CELL + max(lanes, 16)
-    layout = _Layout(cell, limit, NAMES, 0, 84 + lanes, pitch, WIDE)
-    left = max(layout.blocks_width(b) for b in scene.before.values())
-    right = max(layout.blocks_width(b) for b in scene.after.values())
-    arrows = max(_ARROWS, min(200, room - left - right + _ARROWS))
-    start = NAMES + left + arrows
-    return _Layout(cell, limit, NAMES, start, 84 + lanes, pitch, max(WIDE, start + right + MARGIN))
+    lanes = max(map(len, scene.groups)) * _LANE + 8 if scene.op in _SENDS_PARTS else 0
+    at = _Places(cell, limit, 0, 84 + lanes, CELL + max(lanes, 16), WIDE)
+    left, right = (max(map(at.blocks_width, side)) for side in sides)
+    start = NAMES + left + max(_ARROWS, min(200, room - left - right + _ARROWS))
+    return replace(at, right=start, width=max(WIDE, start + right + MARGIN))
 
 
-def _draw(scene: _Scene, title: str, step: int, foot: str) -> Figure:
-    at = _layout(scene)
-    ranks = scene.ranks
-    in_place = scene.op in _IN_PLACE
+def _draw(scene: _Scene, title: str, step: int, feet: Sequence[str]) -> Figure:
+    at, in_place = _places(scene), scene.op in _IN_PLACE
+    rows = {rank: at.top + i * at.pitch for i, rank in enumerate(scene.held)}
     marks = [
-        _stripes(scene),
+        stripes({b.sources for held in scene.held.values() for b in held.after}),
         label(MARGIN, 28, title, bold=True),
-        label(at.left, 62, "tensor before" if in_place else "input", fill=MUTED),
+        label(NAMES, 62, "tensor before" if in_place else "input", fill=MUTED),
         label(at.right, 62, "after" if in_place else "output", fill=MUTED),
     ]
-    for row, rank in enumerate(ranks):
-        y = at.y(row)
+    for rank, held in scene.held.items():
+        y, right = rows[rank], held.after if step == 2 else held.empty
         marks.append(label(MARGIN, y + 27, f"rank {rank}"))
-        marks.append(_blocks(at, at.left, y, scene.before[rank], "no input"))
-        right = (scene.after if step == 2 else scene.empty)[rank]
+        marks.append(_blocks(at, NAMES, y, held.before, "no input"))
         marks.append(_blocks(at, at.right, y, right, "no output", "" if in_place and step < 2 else "nan"))
     if step:
-        arrows = "".join(_arrow(scene, at, m) for m in scene.moves)
+        arrows = "".join(_arrow(scene, at, rows, m) for m in scene.moves)
         marks.append(f'<g opacity="{1 if step == 1 else 0.3}">{arrows}</g>')
-    bottom = at.y(len(ranks) - 1) + CELL
-    feet = _wrap(foot)
-    marks += [label(MARGIN, bottom + 34 + 26 * i, text) for i, text in enumerate(feet)]
-    alt = f"{title}. {_alt(scene, step, foot)}"
-    height = bottom + 34 + 26 * max(len(_wrap(f)) for f in _sentences(scene))
-    return drawing(at.width, height, *marks, alt=alt, text=_twin(scene, title, step, foot))
+    bottom = max(rows.values()) + CELL + 34
+    marks += [label(MARGIN, bottom + 26 * i, text) for i, text in enumerate(_wrap(feet[step]))]
+    height = bottom + 26 * max(len(_wrap(f)) for f in feet)
+    return drawing(at.width, height, *marks, alt=f"{title}. {_alt(scene, step, feet[step])}")
 
 
 def _alt(scene: _Scene, step: int, foot: str) -> str:
     if step == 1:
         return f"Arrows: {foot}."
-    side, what = (scene.before, "Before") if step == 0 else (scene.after, "After")
     held: dict[str, list[int]] = {}
-    for r in scene.ranks:
-        held.setdefault(_say(side[r]).replace(" | ", ", then "), []).append(r)
-    lines = [f"{name_ranks(rs)}: {'nothing' if text == '-' else text}" for text, rs in held.items()]
+    for rank, of_rank in scene.held.items():
+        blocks = of_rank.after if step else of_rank.before
+        said = ", then ".join(" ".join(map(format_number, b.numbers)) for b in blocks)
+        held.setdefault(said or "nothing", []).append(rank)
+    lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in held.items()]
     end = f" {foot[0].upper()}{foot[1:]}." if foot else ""
-    return f"{what}: {'; '.join(lines)}.{end}"
+    return f"{'After' if step else 'Before'}: {'; '.join(lines)}.{end}"
 
 
-def _wrap(text: str, width: int = 52) -> list[str]:
+def _wrap(foot: str) -> list[str]:
     """A foot note in lines that fit the picture, a new line for each part."""
-    lines: list[str] = []
-    for part in text.split("; "):
-        lines.append("")
-        for word in part.split():
-            if len(lines[-1]) + 1 + len(word) > width:
-                lines.append("")
-            lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
+    return [row for part in foot.split("; ") for row in textwrap.wrap(part, 52) or [""]]
 
 
 def _blocks(
-    at: _Layout, x: float, y: float, blocks: Sequence[_Block], none: str, untouched: str = "nan"
+    at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str, untouched: str = "nan"
 ) -> str:
     if not blocks:
         return label(x, y + 27, none, fill=MUTED)
@@ -590,27 +403,23 @@ def _blocks(
     return "".join(marks)
 
 
-def _arrow(scene: _Scene, at: _Layout, move: _Move) -> str:
+def _arrow(scene: _Scene, at: _Places, rows: Mapping[int, float], move: _Move) -> str:
     """From the sender's tensor, or from one block of it over the row, to the receiver's row."""
-    ranks = scene.ranks
-    source_y, target_y = at.y(ranks.index(move.source)), at.y(ranks.index(move.target))
-    blocks = scene.before[move.source]
-    edge = at.left + at.blocks_width(blocks)
+    blocks, colour, y = scene.held[move.source].before, rank_colour(move.source), rows[move.source]
+    edge = NAMES + at.blocks_width(blocks)
     senders = sum(m.target == move.target for m in scene.moves)
-    end = (at.right - 4, target_y + CELL * (move.port + 0.5) / senders)
-    dash = "5 4" if move.source == move.target else ""
-    colour = rank_colour(move.source)
-    if move.part is None:
-        start, lead = (edge + 4, source_y + CELL / 2), ""
-    else:
-        y = source_y - 4 - (len(blocks) - 1 - move.part) * _LANE
+    end = (at.right - 4, rows[move.target] + CELL * (move.port + 0.5) / senders)
+    start, lead = (edge + 4, y + CELL / 2), ""
+    if move.part is not None:
+        over = y - 4 - (len(blocks) - 1 - move.part) * _LANE
         before = at.blocks_width(blocks[: move.part]) + (_GAP if move.part else 0)
-        x = at.left + before + at.block_width(blocks[move.part]) / 2
-        start = (edge + 6, y)
+        x = NAMES + before + at.block_width(blocks[move.part]) / 2
+        start = (edge + 6, over)
         lead = (
-            f'<polyline points="{x:.1f},{source_y:.1f} {x:.1f},{y:.1f} {start[0]:.1f},{y:.1f}" fill="none" '
+            f'<polyline points="{x:.1f},{y:.1f} {x:.1f},{over:.1f} {start[0]:.1f},{over:.1f}" fill="none" '
             f'stroke="{colour}" stroke-width="2.5"/>'
         )
+    dash = "5 4" if move.source == move.target else ""
     return lead + line(*start, *end, stroke=colour, width=2.5, dash=dash, arrow=True)
 
 
@@ -626,14 +435,10 @@ def edge_of(sources: tuple[int, ...]) -> str:
     return rank_colour(sources[0]) if len(sources) == 1 else INK if sources else LINE
 
 
-def _stripes(scene: _Scene) -> str:
-    return stripes({b.sources for blocks in scene.after.values() for b in blocks})
-
-
 def stripes(sets: Iterable[tuple[int, ...]]) -> str:
     """The patterns that `fill_of` names: one per set of ranks whose numbers were combined."""
     patterns = []
-    for sources in sorted(s for s in sets if len(s) > 1):
+    for sources in sorted({s for s in sets if len(s) > 1}):
         bands = "".join(
             f'<rect x="{8 * i}" width="8" height="8" fill="{pale(rank_colour(r), _LEGIBLE)}"/>'
             for i, r in enumerate(sources)

@@ -4,22 +4,17 @@ It needs ipywidgets, which is imported when a panel is made. On a page without a
 still, so put a slider over some chosen pictures (`rankcell.draw.svg.Frames`) beside it.
 """
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-
-class Shown(Protocol):
-    """Anything that a page can show: a `Figure`, a `charts.Table`, a `Column` of them."""
-
-    def _repr_html_(self) -> str: ...
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Column:
     """Pictures and tables under one another, shown as one."""
 
-    parts: tuple[Shown, ...]
+    parts: tuple[Any, ...]
 
     def __repr__(self) -> str:
         return "\n\n".join(map(repr, self.parts))
@@ -29,36 +24,27 @@ class Column:
 
 
 def panel(
-    draw: Callable[..., Shown],
-    choices: Mapping[str, Sequence[Any]],
-    *,
-    start: Mapping[str, Any] | None = None,
+    draw: Callable[..., Any], choices: Mapping[str, Sequence[Any]], *, start: Mapping[str, Any] | None = None
 ) -> Any:
     """`draw(**chosen)` under one control per entry of `choices`: a menu for words, a slider for numbers.
 
     panel(planned, {"ranks": [2, 4, 8], "schedule": ["GPipe", "1F1B"]}, start={"ranks": 4})
 
-    Args:
-        draw: makes the picture from one value of each entry. A ValueError it raises is shown in its place.
-        choices: the values to choose from, by the name of the argument.
-        start: what is chosen at first; else the first value.
+    `draw` makes a picture, table or `Column`; a ValueError that it raises is shown in its place. `start` is what
+    is chosen at first where it is not the first value.
 
     Raises:
         ModuleNotFoundError: ipywidgets is not installed.
     """
-    import html
-
     import ipywidgets  # a heavy import, which only this function needs
 
-    start = dict(start or {})
     controls: dict[str, Any] = {}
     for name, values in choices.items():
         words = any(isinstance(v, str) for v in values)
         kind = ipywidgets.Dropdown if words else ipywidgets.SelectionSlider
-        options = [(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values]
         controls[name] = kind(
-            options=options,
-            value=start.get(name, values[0]),
+            options=[(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values],
+            value=(start or {}).get(name, values[0]),
             description=name,
             style={"description_width": "8em"},
             layout={"width": "min(30em, calc(100% - 8px))"},
@@ -76,6 +62,3 @@ def panel(
     show()
     note = ipywidgets.HTML("<small>These controls work where the notebook runs in a kernel.</small>")
     return ipywidgets.VBox([*controls.values(), picture, note])
-
-
-__all__ = ["Column", "panel"]

@@ -6,7 +6,7 @@ which one went wrong first, and why, is the verdict's. It compares nothing.
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import Any
 
 from .parts import EDGE, WIDTH, key, swatch
 from .svg import INK, MUTED, Figure, drawing, label, rect
@@ -17,51 +17,19 @@ GROUPS = {
     "grad": "weights' gradients",
     "parameter": "weights",
 }
-# Okabe and Ito's colours; a letter in the text twin, so that colour is never alone
+# Okabe and Ito's colours, and how a count goes on: "4 in parts".
 LOOKS = {
-    "same on all": ("#0072b2", "="),
-    "parts": ("#56b4e9", "#"),
-    "multiple": ("#f0e442", "x"),
-    "another multiple on each": ("#5d3a9b", "*"),
-    "partial sum": ("#e69f00", "+"),
-    "its own on each": ("#cc79a7", "o"),
-    "something else": ("#d55e00", "!"),
-    "not compared": ("#e3e3e3", "."),
+    "same on all": ("#0072b2", "the same on all"),
+    "parts": ("#56b4e9", "in parts"),
+    "multiple": ("#f0e442", "a multiple of it"),
+    "another multiple on each": ("#5d3a9b", "another multiple on each"),
+    "partial sum": ("#e69f00", "as partial sums"),
+    "its own on each": ("#cc79a7", "its own on each"),
+    "something else": ("#d55e00", "something else"),
+    "not compared": ("#e3e3e3", "not compared"),
 }
-# How a count goes on: "4 in parts".
-_COUNTED = {
-    "same on all": "the same on all",
-    "parts": "in parts",
-    "multiple": "a multiple of it",
-    "another multiple on each": "another multiple on each",
-    "partial sum": "as partial sums",
-    "its own on each": "its own on each",
-    "something else": "something else",
-    "not compared": "not compared",
-}
+Row = Any  # a tensor as `check.against` describes it: against.Row, which no picture imports
 _TALL, _STRIP, _GAP = 26, 66, 10  # px of a box, from one strip to the next, between two groups
-
-
-class Row(Protocol):
-    """A tensor as `check.against` describes it."""
-
-    @property
-    def title(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-
-
-class Compared(Protocol):
-    """What `check.against` gives back."""
-
-    @property
-    def rows(self) -> Sequence[Row]: ...
 
 
 def look(row: Row) -> str:
@@ -81,8 +49,8 @@ def look(row: Row) -> str:
     return "parts" if row.status == "fits" else "something else"
 
 
-def held(runs: Mapping[str, Compared], *, kinds: Sequence[str] = tuple(GROUPS)[:3], alt: str = "") -> Figure:
-    """One strip per comparison, one box per tensor of its first step; on a box the mouse shows its name and layout.
+def held(runs: Mapping[str, Any], *, kinds: Sequence[str] = tuple(GROUPS)[:3], alt: str = "") -> Figure:
+    """One strip per result of `check.against`, one box per tensor of its first step, with its name and layout.
 
     `kinds` are those drawn: "output", "grad_output", "grad", "parameter".
 
@@ -94,12 +62,11 @@ def held(runs: Mapping[str, Compared], *, kinds: Sequence[str] = tuple(GROUPS)[:
         raise ValueError(f"There is nothing to draw: each run needs tensors of the kinds {', '.join(kinds)}.")
     used = [name for name in LOOKS if any(look(r) == name for rows in strips.values() for r in rows)]
     marks, y = key(((name, swatch(LOOKS[name][0])) for name in used), 8)
-    said = []
     for n, (name, rows) in enumerate(strips.items()):
         groups = [(GROUPS[kind], list(of)) for kind, of in groupby(rows, key=lambda r: r.kind)]
         box = (WIDTH - 2 * EDGE - _GAP * (len(groups) - 1)) / len(rows)
         marks.append(label(EDGE, y + 20, name, fill=INK, bold=True))
-        x, words = float(EDGE), []
+        x = float(EDGE)
         for group, of in groups:
             if n == len(strips) - 1:  # the words stand once, below the last strip
                 marks.append(label(x, y + 28 + _TALL + 22, group, fill=MUTED))
@@ -108,12 +75,8 @@ def held(runs: Mapping[str, Compared], *, kinds: Sequence[str] = tuple(GROUPS)[:
                 marks.append(rect(x, y + 28, box - 1.5, _TALL, fill=LOOKS[look(row)][0], title=tip))
                 x += box
             x += _GAP
-            words.append(f"{group} {''.join(LOOKS[look(row)][1] for row in of)}")
-        said.append(f"{name}: {'  '.join(words)}")
         y += _STRIP
-    y += 22
-    signs = ", ".join(f"{LOOKS[name][1]} {name}" for name in used)
-    return drawing(WIDTH, y, *marks, alt=alt or _finding(strips), text="\n".join([*said, f"({signs})"]))
+    return drawing(WIDTH, y + 22, *marks, alt=alt or _finding(strips))
 
 
 def _drawn(row: Row) -> bool:
@@ -127,8 +90,7 @@ def _finding(strips: Mapping[str, Sequence[Row]]) -> str:
         groups = []
         for kind, of in groupby(rows, key=lambda r: r.kind):
             looks = [look(r) for r in of]
-            groups.append(
-                f"{GROUPS[kind]} {', '.join(f'{looks.count(n)} {_COUNTED[n]}' for n in LOOKS if n in looks)}"
-            )
+            counts = (f"{looks.count(n)} {LOOKS[n][1]}" for n in LOOKS if n in looks)
+            groups.append(f"{GROUPS[kind]} {', '.join(counts)}")
         parts.append(f"{name}: {'; '.join(groups)}.")
     return " ".join(parts)

@@ -5,10 +5,11 @@ in both pictures and in every notebook; measured is solid, by formula outlined. 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from xml.sax.saxutils import escape
 
 from ..results import KINDS, Memory
-from .parts import EDGE, WIDTH, key, round_ticks, swatch, text_width
+from .parts import EDGE, WIDTH, Axis, key, round_ticks, swatch, text_width, ticks_below, ticks_beside
 from .svg import INK, MUTED, PAPER, RANK_COLOURS, Figure, drawing, format_bytes, label, line, rect
 
 # From the bottom of the pile to its top.
@@ -21,6 +22,7 @@ COLOURS = {
 }
 _OTHERS = tuple(c for c in (*RANK_COLOURS, "#444444") if c not in COLOURS.values())
 _WHITE_ON = {"#0072b2"}
+_HEIGHT = 420  # px of the picture over time
 
 
 def colour_of(kind: str, kinds: Sequence[str] = ()) -> str:
@@ -39,7 +41,6 @@ def over_time(
     phases: Sequence[tuple[float, str]] = (),
     by: str = "change",
     alt: str = "",
-    height: float = 420,
 ) -> Figure:
     """Bytes held, piled up by kind; `held[kind][i]` were held from `at[i]` until the next place.
 
@@ -53,63 +54,37 @@ def over_time(
     if not at:
         raise ValueError("There is nothing to draw: memory was never looked at.")
     if held is None:
-        if by not in ("change", "time"):
-            raise ValueError(f'by={by!r}: samples can be drawn by="change" or by="time".')
         samples = [sample for sample in at if isinstance(sample, Memory)]
         places, held, x_label, phases = _from_samples(samples, by, x_label, phases)
     else:
         places = [place for place in at if not isinstance(place, Memory)]
-    for kind, values in held.items():
-        if len(values) != len(places):
-            raise ValueError(f"{kind} has {len(values)} values for {len(places)} places. Give one per place.")
     kinds = _in_order(held)
     total = [sum(held[kind][i] for kind in kinds) for i in range(len(places))]
     peak = max(range(len(places)), key=lambda i: total[i])
-    top_bytes = total[peak] or 1.0
-    ticks = _binary_ticks(top_bytes)
-    low, high = places[0], places[-1] if places[-1] > places[0] else places[0] + 1
-
-    marks, key_height = _key(kinds)
-    names, rows = _phase_names(phases, low, high, left := EDGE + max(map(_width, ticks)) + 8)
-    top, bottom, right = key_height + 26 * rows + 14, height - 62, WIDTH - EDGE - 8
-
-    def px(x: float) -> float:
-        return left + (x - low) / (high - low) * (right - left)
-
-    def py(nbytes: float) -> float:
-        return bottom - nbytes / max(top_bytes, ticks[-1]) * (bottom - top)
-
-    marks += [line(left, py(t), right, py(t)) for t in ticks]
-    below = [0.0] * len(places)
-    for kind in kinds:
-        above = [b + v for b, v in zip(below, held[kind], strict=True)]
-        if any(held[kind]):
-            path = _steps(places, above, px, py) + _steps(places, below, px, py)[::-1]
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
-            most = max(held[kind])
-            tip = f"<title>{escape(kind)}: at most {format_bytes(most)}</title>"
-            marks.append(f'<polygon points="{points}" fill="{colour_of(kind, kinds)}">{tip}</polygon>')
-        below = above
-    marks += [label(left - 8, py(t) + 7, format_bytes(t), anchor="end", fill=MUTED) for t in ticks]
+    ticks = _binary_ticks(total[peak] or 1.0)
+    marks, below_key = _key(kinds)
+    left = EDGE + max(text_width(format_bytes(t)) for t in ticks) + 8
+    right, bottom = WIDTH - EDGE - 8, _HEIGHT - 62
+    px = Axis(places[0], max(places[-1], places[0] + (places[-1] <= places[0])), left, right)
+    names, rows = _phase_names(phases, px)
+    py = Axis(0, max(total[peak] or 1.0, ticks[-1]), bottom, below_key + 26 * rows + 14)
+    grid, sizes = ticks_beside(((py(t), format_bytes(t)) for t in ticks), left, right)
+    marks += [*grid, *_piles(places, held, kinds, px, py), *sizes]
     for (begin, _), (x, row, name) in zip(phases, names, strict=True):
-        y = key_height + 26 * row + 20
+        y = below_key + 26 * row + 20
         if px(begin) > left + 1:
             marks.append(line(px(begin), y - 16, px(begin), bottom, stroke=MUTED, dash="2 4"))
         if name:
             marks.append(label(x, y, name, fill=MUTED))
     if by == "time":
-        for tick in round_ticks(low, high, most=5):
-            marks.append(line(px(tick), bottom, px(tick), bottom + 5, stroke=MUTED))
-            x = min(px(tick), WIDTH - 4 - text_width(f"{tick:g}") / 2)
-            marks.append(label(x, bottom + 26, f"{tick:g}", anchor="middle", fill=MUTED))
+        times = ((px(t), f"{t:g}") for t in round_ticks(px.low, px.high, most=5))
+        marks += ticks_below(times, bottom, bottom + 5, bottom + 26, stroke=MUTED)
     marks.append(line(left, bottom, right, bottom, stroke=MUTED))
-    marks.append(label((left + right) / 2, height - 14, x_label, anchor="middle", fill=MUTED))
-    where = _phase_at(phases, places[peak])
+    marks.append(label((left + right) / 2, _HEIGHT - 14, x_label, anchor="middle", fill=MUTED))
+    where = next((name for begin, name in reversed(list(phases)) if begin <= places[peak]), "")
     parts = ", ".join(f"{k} {format_bytes(held[k][peak])}" for k in kinds if held[k][peak])
-    said = alt or f"Memory is highest{f' in {where}' if where else ''}, {format_bytes(total[peak])}: {parts}."
-    return drawing(
-        WIDTH, height, *marks, alt=said, text=_twin_over_time(places, held, kinds, total, phases, x_label)
-    )
+    said = f"Memory is highest{f' in {where}' if where else ''}, {format_bytes(total[peak])}: {parts}."
+    return drawing(WIDTH, _HEIGHT, *marks, alt=alt or said)
 
 
 def by_rank(
@@ -127,11 +102,7 @@ def by_rank(
     if not measured:
         raise ValueError("There is nothing to draw: no rank was measured.")
     rows = [row.by_kind if isinstance(row, Memory) else row for row in measured]
-    if formula and len(formula) != len(rows):
-        raise ValueError(f"{len(rows)} were measured, the formula is for {len(formula)}. Give one for each.")
     names = tuple(names) or tuple(f"rank {r}" for r in range(len(rows)))
-    if len(names) != len(rows):
-        raise ValueError(f"{len(rows)} were measured, {len(names)} have names. Give one name for each.")
     kinds = _in_order([kind for row in (*rows, *formula) for kind in row if row[kind]]) or ["rest"]
     most = max(sum(row.values()) for row in (*rows, *formula)) or 1.0
     marks, y = _key(kinds)
@@ -148,18 +119,9 @@ def by_rank(
         if formula:
             marks += _bar(formula[i], kinds, most, y - 2, 16, solid=False)
             y += 20
-    off = [
-        abs(sum(m.values()) / sum(f.values()) - 1)
-        for m, f in zip(rows, formula, strict=False)
-        if sum(f.values())
-    ]
-    return drawing(
-        WIDTH,
-        y + 4,
-        *marks,
-        alt=alt or _said_by_rank(names, rows, kinds, off),
-        text=_twin_by_rank(names, rows, formula, kinds),
-    )
+    both = ((sum(m.values()), sum(f.values())) for m, f in zip(rows, formula, strict=False))
+    off = [abs(total / said - 1) for total, said in both if said]
+    return drawing(WIDTH, y + 4, *marks, alt=alt or _said_by_rank(names, rows, kinds, off))
 
 
 def _from_samples(
@@ -191,33 +153,44 @@ def _bar(
     row: Mapping[str, float], kinds: Sequence[str], most: float, y: float, height: float, *, solid: bool
 ) -> list[str]:
     scale, x, marks = (WIDTH - 2 * EDGE) / most, float(EDGE), []
-    for kind in kinds:
-        nbytes = row.get(kind, 0)
-        if not nbytes:
-            continue
-        colour, width, text = colour_of(kind, kinds), nbytes * scale, format_bytes(nbytes)
-        tip = f"{kind}: {text}{'' if solid else ' by formula'}"
-        if solid:
-            bar = rect(x, y, width, height, fill=colour, stroke=PAPER, title=tip, radius=0)
+    for kind in filter(row.get, kinds):
+        colour, width, text = colour_of(kind, kinds), row[kind] * scale, format_bytes(row[kind])
+        if not solid:
+            outline = partial(rect, fill=PAPER, stroke=colour, stroke_width=2, radius=0)
+            marks.append(outline(x + 1, y, width - 2, height, title=f"{kind}: {text} by formula"))
         else:
-            bar = rect(
-                x + 1, y, width - 2, height, fill=PAPER, stroke=colour, stroke_width=2, title=tip, radius=0
-            )
-        marks.append(bar)
-        if solid and text_width(text) + 6 <= width:
-            ink = PAPER if colour in _WHITE_ON else INK
-            marks.append(label(x + width / 2, y + height / 2 + 7, text, anchor="middle", fill=ink))
+            solid_bar = partial(rect, fill=colour, stroke=PAPER, radius=0)
+            marks.append(solid_bar(x, y, width, height, title=f"{kind}: {text}"))
+            if text_width(text) + 6 <= width:
+                ink = PAPER if colour in _WHITE_ON else INK
+                marks.append(label(x + width / 2, y + height / 2 + 7, text, anchor="middle", fill=ink))
         x += width
     return marks
 
 
-def _steps(at, values, px, py) -> list[tuple[float, float]]:
+def _piles(
+    places: Sequence[float], held: Mapping[str, Sequence[float]], kinds: Sequence[str], px: Axis, py: Axis
+) -> list[str]:
+    """A staircase for each kind that is ever held, on those below it."""
+    marks, below = [], [0.0] * len(places)
+    for kind in kinds:
+        above = [b + v for b, v in zip(below, held[kind], strict=True)]
+        if any(held[kind]):
+            path = _steps(places, above, px, py) + _steps(places, below, px, py)[::-1]
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
+            tip = f"<title>{escape(kind)}: at most {format_bytes(max(held[kind]))}</title>"
+            marks.append(f'<polygon points="{points}" fill="{colour_of(kind, kinds)}">{tip}</polygon>')
+        below = above
+    return marks
+
+
+def _steps(places: Sequence[float], values: Sequence[float], px: Axis, py: Axis) -> list[tuple[float, float]]:
     """The corners of a staircase; places where nothing changes are left out."""
-    corners = [(px(at[0]), py(values[0]))]
-    for i in range(1, len(at)):
-        if values[i] != values[i - 1]:
-            corners += [(px(at[i]), py(values[i - 1])), (px(at[i]), py(values[i]))]
-    return [*corners, (px(at[-1]), py(values[-1]))]
+    corners = [(px(places[0]), py(values[0]))]
+    for place, before, now in zip(places[1:], values, values[1:], strict=False):
+        if now != before:
+            corners += [(px(place), py(before)), (px(place), py(now))]
+    return [*corners, (px(places[-1]), py(values[-1]))]
 
 
 def _binary_ticks(most: float) -> list[float]:
@@ -228,21 +201,14 @@ def _binary_ticks(most: float) -> list[float]:
     return [k * step for k in range(int(most // step) + 1)]
 
 
-def _width(nbytes: float) -> float:
-    return text_width(format_bytes(nbytes))
-
-
-def _phase_names(
-    phases: Sequence[tuple[float, str]], low: float, high: float, left: float
-) -> tuple[list[tuple[float, int, str]], int]:
+def _phase_names(phases: Sequence[tuple[float, str]], px: Axis) -> tuple[list[tuple[float, int, str]], int]:
     """Where each phase's name stands, (px, row, name), in as few rows as keep the names apart.
 
     The name is "" where even three rows do not suffice.
     """
-    right, ends, places = WIDTH - EDGE - 8, [-1e9] * 3, []
+    ends, places = [-1e9] * 3, []
     for begin, name in phases:
-        x = left + (begin - low) / (high - low) * (right - left) + 4
-        x = min(x, WIDTH - 4 - text_width(name))
+        x = min(px(begin) + 4, WIDTH - 4 - text_width(name))
         row = next((r for r, end in enumerate(ends) if x >= end + 6), None)
         if row is None:
             places.append((x, 0, ""))
@@ -252,60 +218,20 @@ def _phase_names(
     return places, max((row for _, row, name in places if name), default=-1) + 1
 
 
-def _phase_at(phases: Sequence[tuple[float, str]], place: float) -> str:
-    return next((name for begin, name in reversed(list(phases)) if begin <= place), "")
-
-
-def _twin_over_time(at, held, kinds, total, phases, x_label) -> str:
-    """A table: what is held at the end of each phase, and the most that was held in it."""
-    bounds = [begin for begin, _ in phases] or [at[0]]
-    names = [name for _, name in phases] or ["all of it"]
-    header, rows = [f"by {x_label}", *kinds, "together", "at most"], []
-    for k, (begin, name) in enumerate(zip(bounds, names, strict=True)):
-        end = bounds[k + 1] if k + 1 < len(bounds) else float("inf")
-        inside = [i for i, x in enumerate(at) if begin <= x < end]
-        if inside:
-            last = inside[-1]
-            sizes = [*(held[kind][last] for kind in kinds), total[last], max(total[i] for i in inside)]
-            rows.append([f"end of {name}" if name else "between", *map(format_bytes, sizes)])
-    return _aligned([header, *rows])
-
-
-def _twin_by_rank(names, measured, formula, kinds) -> str:
-    header, rows = ["", *kinds, "together"], []
-    for i, (name, row) in enumerate(zip(names, measured, strict=True)):
-        rows.append([name, *(format_bytes(row.get(k, 0)) for k in kinds), format_bytes(sum(row.values()))])
-        if formula:
-            theirs = formula[i]
-            sizes = [*(theirs.get(k, 0) for k in kinds), sum(theirs.values())]
-            rows.append(["  by formula", *map(format_bytes, sizes)])
-    return _aligned([header, *rows])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if k else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
-def _said_by_rank(names, measured, kinds, off: Sequence[float]) -> str:
-    totals = [sum(row.values()) for row in measured]
+def _said_by_rank(
+    names: Sequence[str], rows: Sequence[Mapping[str, float]], kinds: Sequence[str], off: Sequence[float]
+) -> str:
+    totals = [sum(row.values()) for row in rows]
     first = max(range(len(totals)), key=lambda i: totals[i])
-    largest = max(kinds, key=lambda kind: measured[first].get(kind, 0))
-    share = measured[first].get(largest, 0) / (totals[first] or 1)
-    each = format_bytes(totals[first])
-    name = names[first][:1].upper() + names[first][1:]
+    largest = max(kinds, key=lambda kind: rows[first].get(kind, 0))
+    each, name = format_bytes(totals[first]), names[first][:1].upper() + names[first][1:]
     if len(totals) == 1:
         said = f"{name} holds {each}"
     elif len(set(totals)) == 1:
         said = f"Each of the {len(totals)} holds {each}"
     else:
         said = f"{name} holds the most, {each}"
-    said = f"{said}, {share:.0%} of it {largest}."
-    if not off:
-        return said
-    return f"{said} The formula is {'exact' if max(off) == 0 else f'at most {max(off):.2%} off'}."
+    said += f", {rows[first].get(largest, 0) / (totals[first] or 1):.0%} of it {largest}."
+    if off:
+        said += f" The formula is {'exact' if max(off) == 0 else f'at most {max(off):.2%} off'}."
+    return said

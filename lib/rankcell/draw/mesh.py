@@ -8,7 +8,7 @@ the events of a run.
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..results import Event, Run, name_ranks
+from ..results import Event, Run
 from .parts import WIDE, pale, rank_colour, text_width
 from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, format_bytes, label, rect
 
@@ -78,61 +78,6 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
     return _draw(panels, mesh, title, " ".join([f"{title}."] * bool(title) + said))
 
 
-def on_nodes(mesh: Mapping[str, int], *, per_node: int, colour: str, title: str = "") -> Figure:
-    """Where the ranks of a mesh {name: degree} live: a row per node, `per_node` ranks in a row.
-
-    The colour of a box is its rank's place on the axis `colour`. Beside a node stand the axes on which all its
-    ranks have the same place. The description says which axes stay inside nodes.
-
-    on_nodes({"pp": 2, "dp": 2, "tp": 8}, per_node=8, colour="pp")  # 4 nodes; tp stays inside them
-
-    Raises:
-        ValueError: there is no such axis, or nodes of that size do not divide the ranks.
-    """
-    places = list(itertools.product(*map(range, mesh.values())))
-    if colour not in mesh:
-        raise ValueError(f"The mesh has no axis {colour!r}. Choose one of {', '.join(mesh)}.")
-    if per_node < 1 or len(places) % per_node:
-        raise ValueError(f"{len(places)} ranks do not fill nodes of {per_node}. Give another `per_node`.")
-    inside = [
-        name
-        for name, members in groups(mesh).items()
-        if all(len({rank // per_node for rank in group}) == 1 for group in members)
-    ]
-    axis, left, top = list(mesh).index(colour), 96.0, 10.0
-    marks, twin = [], []
-    if title:
-        marks.append(label(_EDGE, top + 20, title, bold=True))
-        top += 38
-    for node in range(len(places) // per_node):
-        ranks = range(node * per_node, (node + 1) * per_node)
-        shared = [
-            f"{name} {places[ranks[0]][i]}"
-            for i, name in enumerate(mesh)
-            if len({places[r][i] for r in ranks}) == 1
-        ]
-        width = per_node * (_BOX + _GAP)
-        marks.append(label(_EDGE, top + 31, f"node {node}"))
-        marks.append(rect(left, top, width + _GAP, _BOX + 2 * _GAP, stroke=MUTED, radius=6))
-        for i, rank in enumerate(ranks):
-            x, fill = left + _GAP + i * (_BOX + _GAP), pale(rank_colour(places[rank][axis]), _LIGHT)
-            tip = f"rank {rank}: " + ", ".join(f"{n} {p}" for n, p in zip(mesh, places[rank], strict=True))
-            marks.append(rect(x, top + _GAP, _BOX, _BOX, fill=fill, stroke=INK, title=tip, radius=4))
-            marks.append(label(x + _BOX / 2, top + _GAP + 27, rank, anchor="middle", bold=True))
-        marks.append(label(left + width + _GAP + 12, top + 31, ", ".join(shared), fill=MUTED))
-        twin.append(
-            f"node {node}: {name_ranks(tuple(ranks))}" + (f" ({', '.join(shared)})" if shared else "")
-        )
-        top += _BOX + 2 * _GAP + 6
-    crossing = [name for name in mesh if name not in inside]
-    said = f"{len(places) // per_node} nodes of {per_node} ranks, coloured by {colour}."
-    said += (
-        f" Inside a node: {', '.join(inside) or 'no axis'}. Across nodes: {', '.join(crossing) or 'none'}."
-    )
-    alt = f"{title}. {said}" if title else said
-    return drawing(WIDE, top + 4, *marks, alt=alt, text="\n".join([alt, *twin]))
-
-
 def _check(n_ranks: int, mesh: Mapping[str, int]) -> None:
     product = 1
     for degree in mesh.values():
@@ -180,7 +125,7 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
     blocks = len(panels[0][1]) * len(panels[0][1][0]) // (columns * rows)
     block = columns * (_BOX + _GAP) + 12
     left = _EDGE + max(blocks * block, 60) + 8
-    marks, top, twin = [], 10.0, [alt]
+    marks, top = [], 10.0
     if title:
         marks.append(label(_EDGE, top + 20, title, bold=True))
         top += 38
@@ -193,12 +138,10 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
             marks.append(rect(x, y, _BOX, _BOX, fill=fill, stroke=INK, title=f"rank {rank}", radius=4))
             marks.append(label(x + _BOX / 2, y + 27, rank, anchor="middle", bold=True))
         marks.append(label(left, top + 20, _headline(name, members), bold=True))
-        twin.append(f"{_headline(name, members)}: " + ", ".join(name_ranks(m) for m in members))
         for i, (op, text) in enumerate(lines or [("", "nothing sent")], 1):
             y = top + i * _LINE
             size = 20 if left + 24 + text_width(text, 20) <= WIDE - 4 else 17
             marks.append(rect(left, y + 5, 14, 14, fill=COLOURS.get(op, LINE)))
             marks.append(label(left + 24, y + 19, text, size=size, fill=INK if op else MUTED))
-            twin.append(f"  {text}")
         top += max(rows * (_BOX + _GAP), _LINE * (1 + max(len(lines), 1))) + 18
-    return drawing(WIDE, top - 4, *marks, alt=alt, text="\n".join(twin))
+    return drawing(WIDE, top - 4, *marks, alt=alt)

@@ -4,21 +4,22 @@
 step comes from the messages of that run. Collectives have pictures of their own in `collectives`.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..results import Event, Run, Watched, name_ranks
+from ..results import Event, Run, Watched
 from .collectives import CELL, MARGIN, NAMES, edge_of, fill_of, format_number, label, stripes
 from .parts import WIDE, rank_colour
 from .svg import INK, MUTED, Figure, Frames, drawing, line, rect
-from .trace import messages
+from .timeline import pairs
 
 MAX_NUMBERS = 8  # numbers per rank that fit into the picture twice
 _ARROWS, _TOP, _PITCH = 84, 78, CELL + 22
 
 
 @dataclass(frozen=True)
-class _Message:
+class _Delivery:
     """One send with its receive, and its step, counted from 1."""
 
     sent: Event
@@ -27,7 +28,7 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class _State:
+class _Array:
     """The array of one rank at one moment: its numbers, and the ranks whose numbers are in each of them."""
 
     numbers: tuple[float, ...]
@@ -45,7 +46,7 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
         ValueError: the run holds no messages, or no array was watched, or it is too long to draw.
     """
     events = [e for e in (run.events if isinstance(run, Run) else run) if e.op in ("send", "recv")]
-    found = _in_steps(messages(tuple(events)))
+    found = _in_steps(pairs(events))
     if not found:
         raise ValueError("This run holds no send that was received. Collectives: draw.collectives.steps.")
     longest = max(len(_watched(e).before) for m in found for e in (m.sent, m.came))
@@ -66,10 +67,10 @@ def _watched(event: Event) -> Watched:
     return event.watched
 
 
-def _in_steps(pairs: Sequence[tuple[Event, Event]]) -> list[_Message]:
+def _in_steps(found_pairs: Sequence[tuple[Event, Event]]) -> list[_Delivery]:
     """The messages in order of their steps."""
-    found: list[_Message] = []
-    for sent, came in sorted(pairs, key=lambda pair: pair[0].start):
+    found: list[_Delivery] = []
+    for sent, came in sorted(found_pairs, key=lambda pair: pair[0].start):
         before = [
             m.step
             for m in found
@@ -77,20 +78,20 @@ def _in_steps(pairs: Sequence[tuple[Event, Event]]) -> list[_Message]:
             or (m.came.rank == sent.rank and m.came.end <= sent.start)
             or (m.came.rank == came.rank and m.came.start < came.start)
         ]
-        found.append(_Message(sent, came, 1 + max(before, default=0)))
+        found.append(_Delivery(sent, came, 1 + max(before, default=0)))
     return sorted(found, key=lambda m: (m.step, m.sent.rank))
 
 
-def _states(found: Sequence[_Message]) -> list[dict[int, _State]]:
+def _states(found: Sequence[_Delivery]) -> list[dict[int, _Array]]:
     """What every rank held before the first step and after each, by step and rank."""
-    calls: dict[int, list[tuple[Event, _Message]]] = {}
+    calls: dict[int, list[tuple[Event, _Delivery]]] = {}
     for m in found:
         calls.setdefault(m.sent.rank, []).append((m.sent, m))
         calls.setdefault(m.came.rank, []).append((m.came, m))
     for own in calls.values():
         own.sort(key=lambda call: call[0].start)
     first = {rank: _watched(own[0][0]).before for rank, own in sorted(calls.items())}
-    states = [{rank: _State(numbers, ((rank,),) * len(numbers)) for rank, numbers in first.items()}]
+    states = [{rank: _Array(numbers, ((rank,),) * len(numbers)) for rank, numbers in first.items()}]
     for step in range(1, found[-1].step + 1):
         old, new = states[-1], {}
         for rank, own in calls.items():
@@ -100,13 +101,13 @@ def _states(found: Sequence[_Message]) -> list[dict[int, _State]]:
             for event, m in own:
                 if m.step == step and event is m.came:
                     _take_in(sources, old, m, numbers)
-            new[rank] = _State(numbers, tuple(sources))
+            new[rank] = _Array(numbers, tuple(sources))
         states.append({rank: new[rank] for rank in first})
     return states
 
 
 def _take_in(
-    sources: list[tuple[int, ...]], old: dict[int, _State], m: _Message, numbers: tuple[float, ...]
+    sources: list[tuple[int, ...]], old: dict[int, _Array], m: _Delivery, numbers: tuple[float, ...]
 ) -> None:
     """Whose numbers are in the receiver's array once a message was received, and perhaps added to it."""
     part = _watched(m.sent).part
@@ -123,7 +124,7 @@ def _take_in(
         sources[i] = tuple(sorted({*sources[i], *added}))
 
 
-def _draw(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: int, title: str) -> Figure:
+def _draw(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step: int, title: str) -> Figure:
     ranks = list(states[0])
     before, after = states[max(step - 1, 0)], states[step]
     now = [m for m in found if m.step == step]
@@ -154,29 +155,21 @@ def _draw(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: 
     foot = _foot(states, found, step)
     bottom = _TOP + len(ranks) * _PITCH
     marks.append(label(MARGIN, bottom + 16, foot, fill=MUTED))
-    twin = [title, *_lines(before if step else after, after if step else None, now), foot]
-    alt = f"{title}. {foot}. " + "; ".join(_lines(after, None, ()))
-    return drawing(WIDE, bottom + 34, *marks, alt=alt, text="\n".join(twin))
+    held = (f"rank {r}: {' '.join(map(format_number, after[r].numbers))}" for r in ranks)
+    return drawing(WIDE, bottom + 34, *marks, alt=f"{title}. {foot}. {'; '.join(held)}")
 
 
-def _foot(states: Sequence[dict[int, _State]], found: Sequence[_Message], step: int) -> str:
+def _foot(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step: int) -> str:
     if not step:
         return "Each rank holds its own numbers"
     now = [m for m in found if m.step == step]
-    sizes = sorted({_size(m) for m in now})
+    sizes = sorted({math.prod(m.sent.shape) for m in now})
     what = f"{sizes[0]} number{'s' if sizes[0] > 1 else ''}" if len(sizes) == 1 else "several numbers"
     count = f"{len(now)} message{'s' if len(now) > 1 else ''}"
     return f"Step {step} of {len(states) - 1}: {count} of {what}"
 
 
-def _size(m: _Message) -> int:
-    size = 1
-    for n in m.sent.shape:
-        size *= n
-    return size
-
-
-def _array(state: _State, x: float, y: float, cell: float) -> str:
+def _array(state: _Array, x: float, y: float, cell: float) -> str:
     marks = []
     for i, (value, sources) in enumerate(zip(state.numbers, state.sources, strict=True)):
         marks.append(rect(x + i * cell, y, cell, CELL, fill=fill_of(sources), stroke=edge_of(sources)))
@@ -191,26 +184,3 @@ def _array(state: _State, x: float, y: float, cell: float) -> str:
 
 def _frame(x: float, y: float, width: float, colour: str) -> str:
     return rect(x - 1, y - 3, width + 2, CELL + 6, stroke=colour, stroke_width=4)
-
-
-def _lines(before: dict[int, _State], after: dict[int, _State] | None, now: Iterable[_Message]) -> list[str]:
-    """One line per rank: what it holds, what it sends where, what it holds then."""
-    held = {rank: " ".join(map(format_number, state.numbers)) for rank, state in before.items()}
-    width, lines = max(map(len, held.values())), []
-    for rank, text in held.items():
-        sent = []
-        for m in now:
-            if m.sent.rank == rank:
-                part = _watched(m.sent).part
-                numbers = before[rank].numbers[slice(*part)] if part else ()
-                what = " ".join(map(format_number, numbers)) or "other numbers"
-                sent.append(f"{what} -> {name_ranks([m.came.rank])}")
-        line_ = f"rank {rank}: {text:<{width}}"
-        if after is not None:
-            then = " ".join(map(format_number, after[rank].numbers))
-            line_ += f"   {', '.join(sent) or 'sends nothing':<24}   => {then}"
-        lines.append(line_.rstrip())
-    return lines
-
-
-__all__ = ["steps"]

@@ -1,4 +1,4 @@
-"""Parts that several pictures share: sizes, paler colours, the key, ticks, the marks of points.
+"""Parts that several pictures share: sizes, paler colours, keys, axes, ticks, the marks of points.
 
 Each stands here once, so that all pictures look alike. It draws no picture by itself; marks that know nothing
 of the course (a bar, a line, a text) are in `svg`.
@@ -7,6 +7,7 @@ of the course (a bar, a line, a text) are in `svg`.
 import html
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from .svg import LINE, MUTED, PAPER, RANK_COLOURS, label, line, rect
 
@@ -99,27 +100,69 @@ def key_of_lines(names: Sequence[str]) -> list[tuple[float, int]]:
     return places
 
 
+def line_in_key(
+    kind: int, place: tuple[float, int], name: str, colour: str, *, width: float, measured: bool = True
+) -> list[str]:
+    """The entry of series number `kind` in a key of lines: its line, its point, its name."""
+    x, row = place
+    y = 20 + ROW * row
+    return [
+        line(x, y, x + 30, y, stroke=colour, width=width, dash="" if measured else "7 5"),
+        point(kind, x + 15, y, colour, measured, name),
+        label(x + 38, y + 6, name),
+    ]
+
+
 def point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
     """A point of series number `kind`: circle, square, diamond or a triangle, so that colour is never alone.
 
     Five kinds: with the eight colours no two series are alike in one and nearly so in the other.
     """
     tip = f"<title>{html.escape(title)}</title>"
-    corners: tuple[tuple[float, float], ...]
     style = f'fill="{colour if filled else PAPER}" stroke="{colour}" stroke-width="2.5"'
-    match kind % 5:
-        case 0:
-            return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="6" {style}>{tip}</circle>'
-        case 1:
-            corners = ((-5.5, -5.5), (5.5, -5.5), (5.5, 5.5), (-5.5, 5.5))
-        case 2:
-            corners = ((0, -7.5), (7.5, 0), (0, 7.5), (-7.5, 0))
-        case 3:
-            corners = ((0, -7), (7, 6), (-7, 6))
-        case _:
-            corners = ((0, 7), (7, -6), (-7, -6))
+    if kind % 5 == 0:
+        return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="6" {style}>{tip}</circle>'
+    corners = (
+        ((-5.5, -5.5), (5.5, -5.5), (5.5, 5.5), (-5.5, 5.5)),
+        ((0, -7.5), (7.5, 0), (0, 7.5), (-7.5, 0)),
+        ((0, -7), (7, 6), (-7, 6)),
+        ((0, 7), (7, -6), (-7, -6)),
+    )[kind % 5 - 1]
     points = " ".join(f"{x + dx:.2f},{y + dy:.2f}" for dx, dy in corners)
     return f'<polygon points="{points}" {style}>{tip}</polygon>'
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values to px: `low` stands at `start`, `high` at `end`; with `log` by their logarithms."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        if self.log:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
+def bounds(values: Sequence[float], log: bool, pad: float, above: float = 0) -> tuple[float, float]:
+    """From where to where an axis goes that shows `values`: a share `pad` of their spread is left free at the ends.
+
+    `above` is that share at the upper end of a linear axis where it is another. A linear axis begins at 0
+    where the least value is under half of the largest.
+    """
+    low, high = min(values), max(values)
+    if log:
+        spread = math.log(high / low) or math.log(10)
+        return low * math.exp(-pad * spread), high * math.exp(pad * spread)
+    low = min(low, 0.0) if low < 0.5 * high else low
+    spread = (high - low) or abs(high) or 1.0
+    return (low if low == 0 else low - pad * spread), high + (above or pad) * spread
 
 
 def round_ticks(low: float, high: float, *, most: int) -> tuple[float, ...]:
@@ -130,23 +173,57 @@ def round_ticks(low: float, high: float, *, most: int) -> tuple[float, ...]:
     return tuple(k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1))
 
 
-def log_ticks(low: float, high: float, *, most: int, base: int = 10) -> tuple[float, ...]:
-    """At most `most` powers of `base` from `low` to `high`; where there is one at most, round numbers."""
+def log_ticks(low: float, high: float, *, most: int, base: int = 10, least: int = 2) -> tuple[float, ...]:
+    """At most `most` powers of `base` from `low` to `high`; where there are fewer than `least`, round numbers."""
     first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
-    if last - first >= 1:
+    if last - first + 1 >= least:
         step = max(1, math.ceil((last - first + 1) / most))
         return tuple(float(base) ** k for k in range(first, last + 1, step))
-    steps = [m * 10.0 ** math.floor(math.log10(low) + d) for d in (0, 1) for m in (1, 2, 5)]
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = [m * 10.0**power for power in powers for m in (1, 2, 5)]
     return tuple(t for t in steps if low <= t <= high) or (low, high)
 
 
-def ticks_below(ticks: Iterable[tuple[float, str]], top: float, bottom: float, y: float) -> list[str]:
+def ticks_below(
+    ticks: Iterable[tuple[float, str]], top: float, bottom: float, y: float, *, stroke: str = LINE
+) -> list[str]:
     """An upright line from `top` to `bottom` at the x of each tick, and its text at `y` where it has room."""
     marks, reach = [], -1e9
     for x, text in ticks:
-        marks.append(line(x, top, x, bottom, stroke=LINE))
+        marks.append(line(x, top, x, bottom, stroke=stroke))
         half = text_width(text) / 2
-        if x - half > reach:
-            marks.append(label(min(x, WIDTH - 6 - half), y, text, anchor="middle", fill=MUTED))
-            reach = x + half + 10
+        at = min(max(x, EDGE + half), WIDTH - 6 - half)
+        if at - half > reach:
+            marks.append(label(at, y, text, anchor="middle", fill=MUTED))
+            reach = at + half + 6
     return marks
+
+
+def ticks_beside(
+    ticks: Iterable[tuple[float, str]], left: float, right: float
+) -> tuple[list[str], list[str]]:
+    """Lines across from `left` to `right` at the y of each tick, and their texts, left of them."""
+    ticks = list(ticks)
+    lines = [line(left, y, right, y) for y, _ in ticks]
+    return lines, [label(left - 8, y + 7, text, anchor="end", fill=MUTED) for y, text in ticks]
+
+
+def heading(title: str) -> tuple[list[str], float]:
+    """The title of a picture, where it has one, and where the picture goes on below."""
+    return ([label(12, 30, title, bold=True)], 44.0) if title else ([], 12.0)
+
+
+def time_axis(x: Axis, top: float, bottom: float, unit: str, factor: float) -> list[str]:
+    """Upright lines at round times, their texts and the name of the axis below; `factor` turns seconds into units."""
+    ticks = ((x(t / factor), f"{t:g}") for t in round_ticks(0.0, x.high * factor, most=6))
+    name = label((x.start + x.end) / 2, bottom + 50, unit, anchor="middle", fill=MUTED)
+    return [*ticks_below(ticks, top, bottom + 4, bottom + 24), name]
+
+
+def union_length(stretches: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of some stretches lasts."""
+    total, reach = 0.0, float("-inf")
+    for start, end in sorted(stretches):
+        total += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return total

@@ -14,7 +14,6 @@ from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
 _EDGE, _STRIP = 10, 40  # px beside and across a strip
-_ARROW = 24  # px of an arrow above and below the words between two ranks
 _FINEST = 5  # px for one number, below which lines between them would hide it
 _EQUAL = 1e-6  # how far the numbers of a part may be from those of the whole: rounding
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
@@ -26,16 +25,13 @@ class Split:
 
     `held` is per rank the part of each matrix that it holds (`None`: nothing of it); `exchange` says in a few
     short lines what the ranks tell each other, and how often. `partial` names the matrices of which a rank
-    holds partial sums only. `forward` and `backward` say which way messages go in these passes: "down" to the
-    next rank, "up" to the one before, "both", or "" for none; they are drawn as arrows.
+    holds partial sums only.
     """
 
     name: str
     held: Sequence[Mapping[str, Part | None]]
     exchange: Sequence[str] = ()
     partial: Sequence[str] = ()
-    forward: str = ""
-    backward: str = ""
 
 
 def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
@@ -62,56 +58,37 @@ def located(
 
     `parts` are per rank its matrices by name, `(rows, columns)`, or None for nothing; `whole` has all matrices
     by name. A part is looked for at multiples of its own shape, to within 1e-6. What has the shape of the whole
-    and is nowhere in it, on any rank, is `partial`.
+    and other numbers is `partial`.
 
     Raises:
-        ValueError: a name is not in `whole`, something is no matrix, or a part is nowhere in the whole and does
-            not have its shape.
+        ValueError: a part is nowhere in the whole and does not have its shape.
     """
     held: list[dict[str, Part | None]] = [{} for _ in parts]
     partial = set()
     for rank, of_rank in enumerate(parts):
         for matrix, mine in of_rank.items():
-            if matrix not in whole:
-                known = ", ".join(whole) or "nothing"
-                raise ValueError(
-                    f"Rank {rank} holds a part of {matrix}, but whole has {known}. Add {matrix} there."
-                )
-            if mine is None:
-                held[rank][matrix] = None
-                continue
-            shape = _rows_and_columns(mine, f"Rank {rank}'s part of {matrix}")
-            of = _rows_and_columns(whole[matrix], f"The whole {matrix}")
-            place, off = _nearest(mine, shape, whole[matrix], of)
-            held[rank][matrix] = place
-            if not off <= _EQUAL:
-                if shape != of:
-                    why = f"at best its numbers are off by {off:.3g}" if place else "it is too large"
+            place = None if mine is None else _place(mine, whole[matrix])
+            if mine is not None and place is None:
+                (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
+                if (rows, columns) != of:
                     raise ValueError(
-                        f"Rank {rank}'s part of {matrix} is {shape[0]} x {shape[1]}, the whole is "
-                        f"{of[0]} x {of[1]}, and the part is nowhere in it: {why}. "
-                        f"A partial sum would have the shape of the whole."
+                        f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
+                        f"and the part is nowhere in it. A partial sum would have the shape of the whole."
                     )
+                place = (0, rows), (0, columns)
                 partial.add(matrix)
+            held[rank][matrix] = place
     return Split(name, held, exchange, partial=tuple(matrix for matrix in whole if matrix in partial))
 
 
-def _rows_and_columns(matrix: Any, what: str) -> tuple[int, int]:
-    shape = tuple(matrix.shape)
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"{what} has the shape {shape}; only matrices with rows and columns can be drawn.")
-    return shape
-
-
-def _nearest(part: Any, shape: tuple[int, int], whole: Any, of: tuple[int, int]) -> tuple[Part | None, float]:
-    """Where in the whole the numbers of a part are nearest, and the largest difference there."""
-    place, least, (h, w) = None, float("inf"), shape
-    for top in range(0, of[0] - h + 1, h):
-        for left in range(0, of[1] - w + 1, w):
-            off = float(abs(whole[top : top + h, left : left + w] - part).max())
-            if place is None or off < least:
-                place, least = ((top, top + h), (left, left + w)), off
-    return place, least
+def _place(part: Any, whole: Any) -> Part | None:
+    """Where in the whole the numbers of a part are; None if nowhere."""
+    h, w = part.shape
+    for top in range(0, whole.shape[0] - h + 1, h):
+        for left in range(0, whole.shape[1] - w + 1, w):
+            if float(abs(whole[top : top + h, left : left + w] - part).max()) <= _EQUAL:
+                return (top, top + h), (left, left + w)
+    return None
 
 
 def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]], *, alt: str = "") -> Figure:
@@ -129,8 +106,7 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
     tall = max(rows for rows, _ in shapes.values())
     unit = min((panel - 18 - _GAP * (len(shapes) - 1)) / across, 80 / tall)
     box = _HEAD + unit * tall + 14
-    arrows = any(s.forward or s.backward for s in splits)
-    between = 26.0 * max((len(s.exchange) for s in splits), default=0) + (16 + 2 * _ARROW * arrows)
+    between = 26.0 * max(len(s.exchange) for s in splits) + 16
     tops = [_TITLE + 8 + r * (box + between) for r in range(n_ranks)]
     hatched = any(s.partial for s in splits)
     marks = [_hatches(n_ranks)] if hatched else []
@@ -143,36 +119,16 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
             marks += _matrices(split.held[r], shapes, r, x0 + panel / 2, top, unit, split.partial)
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
-                at = top - between + 26 * (i + 1) + _ARROW * arrows
+                at = top - between + 26 * (i + 1)
                 size = min(20.0, 20 * (panel - 4) / max(text_width(words), 1))
                 marks.append(label(x0 + panel / 2, at, words, anchor="middle", size=size))
-            marks += _arrows(split, x0 + panel / 2, top - between, top)
     alt = alt or "; ".join(f"{s.name}: {' '.join(s.exchange)}" for s in splits) + "."
     bottom = tops[-1] + box + 8
     if hatched:
         swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)
         marks += [swatch, label(36, bottom + 21, "hatched: a partial sum")]
         bottom += 32
-    if arrows:
-        marks.append(line(10, bottom + 14, 46, bottom + 14, stroke=INK, width=2, arrow=True))
-        marks.append(label(54, bottom + 21, "forward pass"))
-        marks.append(line(230, bottom + 14, 266, bottom + 14, stroke=INK, width=2, dash="5 4", arrow=True))
-        marks.append(label(274, bottom + 21, "backward pass"))
-        bottom += 32
-    return drawing(WIDTH, bottom, *marks, alt=alt, text=_twin(splits, shapes))
-
-
-def _arrows(split: Split, centre: float, top: float, bottom: float) -> list[str]:
-    """Arrows between the frames of two ranks, in two pieces above and below the words."""
-    marks = []
-    for ways, x, dash in ((split.forward, centre - 12, ""), (split.backward, centre + 12, "5 4")):
-        for tail, head in ((top + _ARROW, top + 1), (bottom - _ARROW, bottom - 1)):
-            goes_up = head < tail
-            pointed = ways == "both" or ways == ("up" if goes_up else "down")
-            if ways:
-                ends = (x, tail, x, head) if pointed else (x, head, x, tail)
-                marks.append(line(*ends, stroke=INK, width=2, dash=dash, arrow=pointed))
-    return marks
+    return drawing(WIDTH, bottom, *marks, alt=alt)
 
 
 def _hatches(n_ranks: int) -> str:
@@ -211,7 +167,7 @@ def strips(
         said = ", ".join(f"{name} {length:,.0f}" for name, length in lengths.items())
         raise ValueError(f"All strips cut the same row of {unit}, but their lengths differ: {said}.")
     scale = (WIDTH - 2 * _EDGE) / next(iter(lengths.values()))
-    marks, dashed, names, twin, y = [], [], [], [], 8.0
+    marks, dashed, names, y = [], [], [], 8.0
     first_top = y + 34
     for name, pieces in cuts.items():
         if across and y > 8:  # paper under the name, where cuts go through its row
@@ -227,11 +183,9 @@ def strips(
             x += length * scale
             if across and index < len(pieces) - 1 and top > first_top:
                 dashed.append(line(x, first_top, x, top, stroke=INK, dash="5 4"))
-        twin.append(f"{name}: " + ", ".join(f"{words} {length:,.0f}" for words, length in pieces))
         y = top + _STRIP + 8
     counts = "; ".join(f"{name}: {len(pieces)} pieces" for name, pieces in cuts.items())
-    said = alt or f"{counts}, to one scale."
-    return drawing(WIDTH, y + 4, *marks, *dashed, *names, alt=said, text="\n".join(twin))
+    return drawing(WIDTH, y + 4, *marks, *dashed, *names, alt=alt or f"{counts}, to one scale.")
 
 
 def _colour_of(words: str, index: int) -> str:
@@ -272,69 +226,3 @@ def _matrices(
         marks.append(rect(x, y, columns * unit, rows * unit, stroke=INK, radius=0))
         x += columns * unit + _GAP
     return marks
-
-
-def _twin(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]]) -> str:
-    lines = []
-    for split in splits:
-        ways = {"forward": split.forward, "backward": split.backward}
-        arrows = ", ".join(f"{way} {name}" for name, way in ways.items() if way)
-        lines.append(
-            f"{split.name}: exchanges {' '.join(split.exchange) or 'nothing'}{f' ({arrows})' if arrows else ''}"
-        )
-        for r, held in enumerate(split.held):
-            parts = [
-                f"{name} {_words(held.get(name), shape)}{', partial' if name in split.partial else ''}"
-                for name, shape in shapes.items()
-            ]
-            lines.append(f"  rank {r}: {', '.join(parts)}")
-    return "\n".join(lines)
-
-
-def _words(mine: Part | None, shape: tuple[int, int]) -> str:
-    if mine is None:
-        return "nothing"
-    (r0, r1), (c0, c1) = mine
-    if (r1 - r0, c1 - c0) == shape:
-        return "all"
-    rows = "" if r1 - r0 == shape[0] else f"rows {r0}-{r1 - 1}"
-    columns = "" if c1 - c0 == shape[1] else f"columns {c0}-{c1 - 1}"
-    return " ".join(filter(None, (rows, columns)))
-
-
-def mlp_three_ways(*, x: tuple[int, int], w1: tuple[int, int], w2: tuple[int, int]) -> Figure:
-    """Who of two ranks holds what of y = relu(x W1) W2, cut for data, pipeline and tensor parallelism.
-
-    Data: half of the batch's rows, all weights. Pipeline: one of the two layers. Tensor: half of the columns
-    of W1 and the same rows of W2.
-
-    Raises:
-        ValueError: the matrices cannot be multiplied, or what is cut is not even.
-    """
-    shapes = {"x": x, "W1": w1, "W2": w2}
-    if x[1] != w1[0] or w1[1] != w2[0]:
-        raise ValueError(f"x {x}, W1 {w1} and W2 {w2} cannot be multiplied in this order.")
-    if x[0] % 2 or w1[1] % 2:
-        raise ValueError(
-            f"Two ranks cannot share {x[0]} rows and {w1[1]} hidden units evenly. Make both even."
-        )
-    everything = slice(None)
-    whole = {name: part(everything, everything, of=shape) for name, shape in shapes.items()}
-    data, tensor = [], []
-    for r in (0, 1):
-        rows, hidden = (slice(n // 2 * r, n // 2 * (r + 1)) for n in (x[0], w1[1]))
-        data.append(whole | {"x": part(rows, everything, of=x)})
-        tensor.append(whole | {"W1": part(everything, hidden, of=w1), "W2": part(hidden, everything, of=w2)})
-    pipeline = [{"x": whole["x"], "W1": whole["W1"]}, {"W2": whole["W2"]}]
-    return side_by_side(
-        [
-            Split("data", data, ("gradients,", "once a step"), backward="both"),
-            Split("pipeline", pipeline, ("activations,", "at each cut"), forward="down", backward="up"),
-            Split("tensor", tensor, ("partial sums,", "in each block"), forward="both", backward="both"),
-        ],
-        shapes,
-        alt=(
-            "Data: each rank holds half of the rows of x and all weights; pipeline: one layer; tensor: all of x "
-            "and half of every weight."
-        ),
-    )

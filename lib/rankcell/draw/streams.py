@@ -1,4 +1,4 @@
-"""What the host and the streams of one device did: one row each, time from left to right.
+"""What several queues did: the host and the streams of a device, or the tasks of a job; time from left to right.
 
 It draws the events of `rankcell.simulate`, and any others whose `group` names their row: a bar is a kernel, a
 copy or a communication, in the colour that the timeline of ranks uses too. Predicted ones have an outline and
@@ -10,37 +10,34 @@ measures nothing.
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..results import Event
-from .parts import WIDTH, Swatch, key, outlined_swatch, pale, round_ticks, swatch, text_width, ticks_below
-from .svg import (
-    COLOURS,
-    INK,
-    MUTED,
-    PAPER,
-    Figure,
-    drawing,
-    format_bytes,
-    format_seconds,
-    label,
-    line,
-    rect,
+from .parts import (
+    WIDTH,
+    Axis,
+    Swatch,
+    heading,
+    key,
+    outlined_swatch,
+    pale,
+    swatch,
+    text_width,
+    time_axis,
+    union_length,
 )
+from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _RIGHT, _BAR, _GAP = 14, 34, 14
-_COLUMNS = 60  # characters of a row of the text twin
 _COPY = "#e69f00"  # as a send: bytes that move from one place to another
 _PREDICTED = 0.3  # share of the colour inside a predicted bar, so that dark text reads on it
-_SIGNS = {"compute": "=", "copy": ">", "comm": "#", "host": "|", "wait": "-"}
 _MAX_LAUNCH_LINES = 8
 
 
 def streams(events: Iterable[Event], *, title: str = "") -> Figure:
-    """One row for the host and one for each stream, time in ms.
+    """One row for each `group` of the events, in the order of their ranks; time in ms, or in s where it is long.
 
     Raises:
         ValueError: there are no events.
     """
-    events = _sorted(events)
-    return _draw(events, _rows(events), max(e.end for e in events), title)
+    return _draws({title: events})[0]
 
 
 def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
@@ -48,51 +45,41 @@ def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
 
     stacked({"pageable": one.events, "pinned": other.events})
     """
-    runs = {case: _sorted(events) for case, events in named.items()}
-    rows = _rows([e for events in runs.values() for e in events])
-    end = max(e.end for events in runs.values() for e in events)
     marks, y = [], 0.0
-    figures = [_draw(events, rows, end, case) for case, events in runs.items()]
+    figures = _draws(named)
     for figure in figures:
         marks.append(figure.svg.replace("<svg ", f'<svg y="{y:g}" ', 1))
         y += float(figure.svg.split('viewBox="', 1)[1].split('"', 1)[0].split()[-1])
-    found = " ".join(
-        f.alt.replace(". ", ": ", 1) for f in figures
-    )  # "1 buffer: computing takes ... 2 buffers: ..."
-    return drawing(WIDTH, y, *marks, alt=found, text="\n\n".join(f.text for f in figures))
+    found = " ".join(f.alt.replace(". ", ": ", 1) for f in figures)
+    return drawing(WIDTH, y, *marks, alt=found)
 
 
-def _sorted(events: Iterable[Event]) -> list[Event]:
-    events = sorted(events, key=lambda e: (e.start, e.rank))
-    if not events:
+def _draws(named: Mapping[str, Iterable[Event]]) -> list[Figure]:
+    """A picture by title, all with the same rows and the same length of time."""
+    runs = {title: sorted(events, key=lambda e: (e.start, e.rank)) for title, events in named.items()}
+    every = [e for events in runs.values() for e in events]
+    if not every:
         raise ValueError("There is nothing to draw: nothing was enqueued.")
-    return events
-
-
-def _rows(events: Sequence[Event]) -> dict[int, str]:
-    """The name of each row, from top to bottom."""
-    return dict(sorted({e.rank: e.group for e in reversed(events)}.items()))
+    names = dict(sorted({e.rank: e.group for e in reversed(every)}.items()))
+    return [_draw(events, names, max(e.end for e in every), title) for title, events in runs.items()]
 
 
 def _finding(events: Sequence[Event], end: float) -> str:
     """The sentence of the alt text: how long, how much at the same time, how long the host stood."""
     work = [e for e in events if e.kind in ("compute", "copy", "comm")]
-    busy = sum(e.seconds for e in work)
-    # time in which at least one job ran
-    covered, reach = 0.0, 0.0
-    for e in sorted(work, key=lambda e: e.start):
-        covered += max(0.0, e.end - max(e.start, reach))
-        reach = max(reach, e.end)
+    # all work, less the time in which at least one job ran
+    together = sum(e.seconds for e in work) - union_length((e.start, e.end) for e in work)
     stood = sum(e.seconds for e in events if e.kind == "wait")
     what = "Simulated" if all(e.predicted for e in events) else "Measured"
     text = f"{what}: done after {_ms(end)}"
-    together = busy - covered
     text += f"; {_ms(together)} of work overlap" if together > 1e-9 else "; nothing overlaps"
+    if not any(e.group == "host" for e in events):
+        return f"{text}."
     return text + (f"; the host stands for {_ms(stood)}." if stood > 1e-9 else "; the host never stands.")
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 or not seconds else format_seconds(seconds)
+    return f"{seconds * 1e3:.4g} ms" if 1e-3 <= seconds < 2 or not seconds else format_seconds(seconds)
 
 
 def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: str) -> Figure:
@@ -100,24 +87,15 @@ def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: 
     finding = _finding(events, max(e.end for e in events))
     alt = f"{title}. {finding}" if title else finding
     left = max(text_width(names[r]) for r in rows) + 24
-    span = WIDTH - _RIGHT - left
-
-    def x(seconds: float) -> float:
-        return left + span * seconds / end
-
-    marks: list[str] = []
-    top = 12.0
-    if title:
-        simulated = "simulated: " if all(e.predicted for e in events) else ""
-        marks.append(label(12, top + 18, simulated + title, bold=True))
-        top += 32
+    x = Axis(0, end, left, WIDTH - _RIGHT)
+    simulated = "simulated: " if title and all(e.predicted for e in events) else ""
+    marks, top = heading(simulated + title)
     explained, top = key(_entries(events), top)
     marks += explained
     y = {row: top + 6 + i * (_BAR + _GAP) for i, row in enumerate(rows)}
     bottom = y[rows[-1]] + _BAR + 6
-    ticks = ((x(t / 1e3), f"{t:g}") for t in round_ticks(0.0, end * 1e3, most=6))
-    marks += ticks_below(ticks, top, bottom + 4, bottom + 24)
-    marks.append(label(left + span / 2, bottom + 50, "time in ms", anchor="middle", fill=MUTED))
+    factor, unit = (1.0, "s") if end >= 2 else (1e3, "ms")
+    marks += time_axis(x, top, bottom, f"time in {unit}", factor)
     for row in rows:
         marks.append(label(12, y[row] + _BAR / 2 + 7, names[row]))
         marks.append(line(left, y[row] + _BAR, WIDTH - _RIGHT, y[row] + _BAR))
@@ -131,7 +109,7 @@ def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: 
     for e in events:
         if e.kind == "order" and e.peer in y:
             marks += _let_go(x(e.issued), x(e.start), y[e.peer], y[e.rank])
-    return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=_twin(events, rows, names, end, alt))
+    return drawing(WIDTH, bottom + 62, *marks, alt=alt)
 
 
 def _let_go(done: float, start: float, y_from: float, y_to: float) -> list[str]:
@@ -191,37 +169,3 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
     if "wait" in kinds:
         entries.append(("host waits", outlined_swatch("#f4f4f4", MUTED, dash="4 3")))
     return entries
-
-
-def _twin(
-    events: Sequence[Event], rows: Sequence[int], names: Mapping[int, str], end: float, alt: str
-) -> str:
-    """The picture in characters."""
-    kinds = {e.kind for e in events}
-    words = {
-        "compute": "computes",
-        "copy": "copies",
-        "comm": "communicates",
-        "host": "host launches or works",
-        "wait": "host waits",
-    }
-    key = "   ".join(f"{_SIGNS[kind]} {word}" for kind, word in words.items() if kind in kinds)
-    lines = [alt, f"{key}   (0 to {_ms(end)})"]
-    width = max(len(names[r]) for r in rows)
-    for row in rows:
-        text = [" "] * _COLUMNS
-        for e in events:
-            if e.rank != row or e.kind not in _SIGNS:
-                continue
-            first = min(int(e.start / end * _COLUMNS + 1e-9), _COLUMNS - 1)
-            stop = max(first + 1, min(int(e.end / end * _COLUMNS + 0.5), _COLUMNS))
-            for column in range(first, stop):
-                if text[column] == " " or e.kind in ("host", "compute", "copy", "comm"):
-                    text[column] = _SIGNS[e.kind]
-        jobs = [e for e in events if e.rank == row and e.kind in ("compute", "copy", "comm")]
-        told = ", ".join(f"{e.op} {_ms(e.start)}-{_ms(e.end)}" for e in jobs[:4])
-        lines.append(f"{names[row]:{width}}  |{''.join(text)}|  {told}".rstrip())
-    return "\n".join(lines)
-
-
-__all__ = ["stacked", "streams"]

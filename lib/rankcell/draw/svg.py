@@ -60,14 +60,13 @@ img.after(row);show(0);figure.dataset.ready='1'})(document.currentScript)"""
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture: SVG text, a sentence with the finding, a text twin for terminals and screen readers."""
+    """One picture: SVG, and the finding in words for screen readers and terminals."""
 
     svg: str
     alt: str
-    text: str = ""
 
     def __repr__(self) -> str:
-        return self.text or self.alt
+        return self.alt
 
     def data_uri(self) -> str:
         """The picture as the address of an `<img>`."""
@@ -91,20 +90,11 @@ class Frames:
     figures: tuple[Figure, ...]
     labels: tuple[str, ...]
     name: str = "step"
-    caption: str = ""
     still: int = 0
 
-    def __post_init__(self) -> None:
-        if not self.figures or len(self.figures) != len(self.labels):
-            raise ValueError(
-                f"Frames got {len(self.figures)} figures and {len(self.labels)} labels. Give one label per "
-                f"figure, at least one."
-            )
-
     def __repr__(self) -> str:
-        return "\n\n".join(
-            f"[{label}]\n{figure!r}" for label, figure in zip(self.labels, self.figures, strict=True)
-        )
+        named = zip(self.labels, self.figures, strict=True)
+        return "\n".join(f"[{label}] {figure.alt}" for label, figure in named)
 
     def _repr_html_(self) -> str:
         alone = self.figures[self.still]
@@ -114,25 +104,17 @@ class Frames:
             [parts.setdefault(mark, len(parts)) for mark in re.split("(?<=>)(?=<)", figure.svg)]
             for figure in self.figures
         ]
-        data = json.dumps(
-            {
-                "name": self.name,
-                "parts": list(parts),
-                "frames": frames,
-                "alts": [f.alt for f in self.figures],
-                "labels": self.labels,
-                "still": self.still,
-            }
-        ).replace("</", "<\\/")
-        caption = f"<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
+        data: dict[str, object] = {"name": self.name, "parts": list(parts), "frames": frames}
+        data |= {"alts": [f.alt for f in self.figures], "labels": self.labels, "still": self.still}
+        stored = json.dumps(data).replace("</", "<\\/")
         return (
             f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(alone.alt)}" '
-            f'src="{alone.data_uri()}" style="max-width:100%">{caption}'
-            f'<script type="application/json">{data}</script><script>{_SLIDER}</script></figure>'
+            f'src="{alone.data_uri()}" style="max-width:100%">'
+            f'<script type="application/json">{stored}</script><script>{_SLIDER}</script></figure>'
         )
 
 
-def drawing(width: float, height: float, *marks: str, alt: str, text: str = "") -> Figure:
+def drawing(width: float, height: float, *marks: str, alt: str) -> Figure:
     """A figure of `width` x `height` px on white paper, so that it reads on a dark page too.
 
     Keep `width` near 640: at 380 px (a phone) a 640 px figure is shown at 0.6 times its size, so text of 20
@@ -145,7 +127,7 @@ def drawing(width: float, height: float, *marks: str, alt: str, text: str = "") 
         f'font-family="{FONT}">'
         f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{body}</svg>'
     )
-    return Figure(svg, alt, text)
+    return Figure(svg, alt)
 
 
 def rect(
@@ -183,15 +165,12 @@ def label(
     anchor: str = "start",
     fill: str = INK,
     bold: bool = False,
-    mono: bool = False,
 ) -> str:
     """Text with its baseline at `y`. `anchor` is start, middle or end."""
     weight = ' font-weight="600"' if bold else ""
-    keep = ' xml:space="preserve"' if mono else ""  # indentation of code
-    family = " font-family=\"ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace\"" if mono else ""
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"'
-        f"{weight}{family}{keep}>{escape(str(text))}</text>"
+        f"{weight}>{escape(str(text))}</text>"
     )
 
 

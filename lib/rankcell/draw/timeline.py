@@ -6,21 +6,29 @@ call to its end, and the row itself shows only the wait for it. Arrows lead from
 Predicted events are outlined. It reads events and measures nothing.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..results import Event, Run, name_ranks
-from .parts import WIDTH, Swatch, key, outlined_swatch, pale, round_ticks, swatch, text_width, ticks_below
+from .parts import (
+    WIDTH,
+    Axis,
+    Swatch,
+    heading,
+    key,
+    outlined_swatch,
+    pale,
+    swatch,
+    text_width,
+    time_axis,
+    union_length,
+)
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
-_NODE = 30  # px above the first rank of a node, for its name
 _MAX_LANES = 3
-_MAX_BARS = 400  # beyond, the time is cut into columns, filled as high as each kind takes a share of them
-_MAX_COLUMN_PARTS = 500
+_MAX_BARS = 400  # beyond, a bar is left out that would lie, to a px, on others of its look
 _MAX_ARROWS = 60
-_COLUMNS = 60  # characters of a row of the text twin
 _ASYNC = {"isend", "irecv", "batch_isend_irecv"}  # the dispatcher does not mark these as asynchronous
 _WAITING = 0.3  # share of the operation's colour in a bar that waits
 _DARK = {"all_reduce", "barrier"}  # white text on these
@@ -45,24 +53,17 @@ class _Bar:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _RankTime:
     """What one rank did, measured or predicted."""
 
     rank: int
     predicted: bool
     bars: tuple[_Bar, ...]
 
-    def seconds(self, kind: str, waiting: bool = False) -> float:
-        """Seconds in which the rank stood in calls of that kind, or waited for others in them.
-
-        What a rank communicates inside a span is no computing: it counts as communication only.
-        """
-        mine = [b for b in self.bars if b.lane is None]
-        parts = [(b.start, b.end) for b in mine if b.kind == kind and b.waiting == waiting]
-        if kind == "comm":
-            return _covered(parts)
-        calls = [(b.start, b.end) for b in mine if b.kind == "comm"]
-        return _covered(parts + calls) - _covered(calls)
+    @property
+    def waits(self) -> float:
+        """Seconds in which the rank stood in calls in which another rank was missing."""
+        return union_length((b.start, b.end) for b in self.bars if b.waiting)
 
     @property
     def lanes(self) -> int:
@@ -79,49 +80,24 @@ def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True
     Raises:
         ValueError: there are no events.
     """
-    events = list(run.events if isinstance(run, Run) else run)
+    events = sorted(run.events if isinstance(run, Run) else run, key=lambda e: (e.predicted, e.start, e.rank))
     if not events:
         raise ValueError("There is nothing to draw: no rank computed in a span or communicated.")
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
-    events = [e for predicted in (False, True) for e in _from_zero(events, predicted)]
     ready = _ready(events)
-    kinds = sorted({e.predicted for e in events})
+    zero = {
+        e.predicted: e.start for e in reversed(events)
+    }  # when the first measured and predicted ones began
     rows = [
-        _Row(rank, p, _bars([e for e in events if e.rank == rank and e.predicted == p], ready))
+        _RankTime(rank, p, _bars([e for e in events if (e.rank, e.predicted) == (rank, p)], ready, begin))
         for rank in ranks
-        for p in kinds
+        for p, begin in sorted(zero.items())
     ]
-    end = max(e.end for e in events) or 1e-6
-    pairs = _pairs(events) if arrows else []
-    pairs = pairs if len(pairs) <= _MAX_ARROWS else []
+    end = max(e.end - zero[e.predicted] for e in events) or 1e-6
+    found = pairs(events) if arrows else []
+    found = found if len(found) <= _MAX_ARROWS else []
     finding = _finding(rows, ranks, end)
-    nodes = run.nodes if isinstance(run, Run) else ()
-    return _draw(rows, end, pairs, title, f"{title}. {finding}" if title else finding, nodes)
-
-
-def waiting(run: Run | Iterable[Event]) -> dict[int, float]:
-    """Seconds that each rank stood in a call while another rank had not come yet, by rank."""
-    events = [e for e in (run.events if isinstance(run, Run) else run) if not e.predicted]
-    ready = _ready(events)
-    ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
-    rows = (_Row(r, False, _bars([e for e in events if e.rank == r], ready)) for r in ranks)
-    return {row.rank: row.seconds("comm", waiting=True) for row in rows}
-
-
-def _from_zero(events: Sequence[Event], predicted: bool) -> list[Event]:
-    """The measured or the predicted events, counted from where the first of them begins."""
-    chosen = [e for e in events if e.predicted == predicted]
-    zero = min((e.start for e in chosen), default=0.0)
-    return [
-        replace(
-            e,
-            start=e.start - zero,
-            end=e.end - zero,
-            issued=e.issued - zero,
-            wait_start=None if e.wait_start is None else e.wait_start - zero,
-        )
-        for e in sorted(chosen, key=lambda e: (e.start, e.rank))
-    ]
+    return _draw(rows, end, found, zero, title, f"{title}. {finding}" if title else finding)
 
 
 def _message(e: Event) -> tuple | None:
@@ -150,8 +126,8 @@ def _ready(events: Iterable[Event]) -> dict[tuple, float]:
     return last
 
 
-def _pairs(events: Iterable[Event]) -> list[tuple[Event, Event]]:
-    """Sends with their receives."""
+def pairs(events: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """The sends with the receives that took them: same ranks, tag and count."""
     sends = {_message(e): e for e in events if e.op == "send"}
     recvs = [e for e in events if e.op == "recv" and _message(e) in sends]
     return [(sends[_message(e)], e) for e in recvs if _message(e) is not None]
@@ -161,8 +137,11 @@ def _is_async(e: Event) -> bool:
     return e.kind == "comm" and (e.is_async or e.via in _ASYNC)
 
 
-def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> tuple[_Bar, ...]:
-    """The bars of one rank, in the order in which they are drawn: spans, then what happened inside them."""
+def _bars(events: Sequence[Event], ready: Mapping[tuple, float], zero: float) -> tuple[_Bar, ...]:
+    """The bars of one rank, in the order in which they are drawn: spans, then what happened inside them.
+
+    Their times are counted from `zero`.
+    """
     bars: list[_Bar] = []
     spans: list[Event] = []
     for e in sorted((e for e in events if e.kind != "comm"), key=lambda e: (e.start, -e.end)):
@@ -188,24 +167,15 @@ def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> tuple[_Bar, 
         if e.end > came:
             text = "" if _is_async(e) or not e.nbytes else format_bytes(e.nbytes)
             bars.append(_Bar(came, e.end, e.op, text=text))
-    return tuple(bars)
+    return tuple(replace(bar, start=bar.start - zero, end=bar.end - zero) for bar in bars)
 
 
-def _covered(parts: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of some stretches."""
-    total, reach = 0.0, float("-inf")
-    for start, end in sorted(parts):
-        total += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return total
-
-
-def _finding(rows: Sequence[_Row], ranks: Sequence[int], end: float) -> str:
+def _finding(rows: Sequence[_RankTime], ranks: Sequence[int], end: float) -> str:
     """The sentence of the alt text: how long, and who waited most."""
     shown = [r for r in rows if not r.predicted] or list(rows)
     what = "Predicted timeline" if all(r.predicted for r in rows) else "Timeline"
-    worst = max(shown, key=lambda r: r.seconds("comm", waiting=True))
-    wait = worst.seconds("comm", waiting=True)
+    worst = max(shown, key=lambda r: r.waits)
+    wait = worst.waits
     total = max((b.end for r in shown for b in r.bars), default=end)
     head = f"{what} of {name_ranks(ranks)} over {format_seconds(total)}"
     if len(ranks) == 1 and not wait:
@@ -217,113 +187,58 @@ def _finding(rows: Sequence[_Row], ranks: Sequence[int], end: float) -> str:
     )
 
 
-def _unit(end: float) -> tuple[float, str]:
-    return next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if end * f >= 2 or u == "us")
-
-
-def _step(rows: Sequence[_Row]) -> float:
-    """Px of a column where there are too many bars to draw each, else 0."""
-    if sum(len(r.bars) for r in rows) <= _MAX_BARS:
-        return 0.0
-    kinds = sum(len({(b.look, b.lane) for b in r.bars}) for r in rows)
-    return max(4.0, (WIDTH - _RIGHT - _NAMES) * kinds / _MAX_COLUMN_PARTS)
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """Seconds to px."""
-
-    end: float
-
-    def x(self, seconds: float) -> float:
-        return _NAMES + (WIDTH - _RIGHT - _NAMES) * seconds / self.end
-
-
 def _draw(
-    rows: Sequence[_Row],
+    rows: Sequence[_RankTime],
     end: float,
-    pairs: Sequence[tuple[Event, Event]],
+    arrows: Sequence[tuple[Event, Event]],
+    zero: Mapping[bool, float],
     title: str,
     alt: str,
-    nodes: Sequence[str],
 ) -> Figure:
-    scale = _Scale(end)
-    mixed = len({r.predicted for r in rows}) == 2
-    marks: list[str] = []
-    top = 12.0
-    if title:
-        marks.append(label(12, top + 18, title, bold=True))
-        top += 32
-    step = _step(rows)
-    explained, top = key(_entries(rows, dense=bool(step)), top)
+    x = Axis(0, end, _NAMES, WIDTH - _RIGHT)
+    marks, top = heading(title)
+    crowded = sum(len(r.bars) for r in rows) > _MAX_BARS
+    remark: list[tuple[str, Swatch | None]] = [("short bars lie on one another", None)] if crowded else []
+    explained, top = key([*_entries(rows), *remark], top)
     marks += explained
-    factor, unit = _unit(end)
-    lanes = max(r.lanes for r in rows)
-    heights = [(22 if mixed and r.predicted else _BAR) + _LANE * lanes for r in rows]
-    gaps = [4 if mixed and not r.predicted else _GAP for r in rows]
-    # a rank with the name of its node above it: the first one of each node
-    first = [bool(nodes) and (not i or nodes[r.rank] != nodes[rows[i - 1].rank]) for i, r in enumerate(rows)]
-    gaps = [g + _NODE * after for g, after in zip(gaps, [*first[1:], False], strict=True)]
-    tops = list(
-        itertools.accumulate(
-            (h + g for h, g in zip(heights, gaps, strict=True)), initial=top + 6 + _NODE * first[0]
-        )
+    pitch = _BAR + _LANE * max(r.lanes for r in rows) + _GAP
+    at = {(row.rank, row.predicted): top + 6 + i * pitch for i, row in enumerate(rows)}
+    bottom = top + 12 + len(rows) * pitch - _GAP
+    factor, unit = next(
+        (f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if end * f >= 2 or u == "us"
     )
-    bottom = tops[-1] - gaps[-1] + 6
-    ticks = ((scale.x(t / factor), f"{t:g}") for t in round_ticks(0.0, end * factor, most=6))
-    marks += ticks_below(ticks, top, bottom + 4, bottom + 24)
-    marks.append(
-        label((_NAMES + WIDTH - _RIGHT) / 2, bottom + 50, f"time in {unit}", anchor="middle", fill=MUTED)
-    )
-    at: dict[tuple[int, bool], tuple[float, float]] = {}
-    for row, y, height, begins in zip(rows, tops, heights, first, strict=False):
-        if begins:
-            marks.append(line(12, y - _NODE, WIDTH - _RIGHT, y - _NODE, stroke=MUTED, dash="6 4"))
-            marks.append(label(12, y - 9, nodes[row.rank], fill=MUTED))
-        bar = height - _LANE * lanes
-        at[row.rank, row.predicted] = (y, bar)
-        if not (mixed and row.predicted):
-            marks.append(label(12, y + bar / 2 + 7, f"rank {row.rank}"))
-        marks.append(line(_NAMES, y + bar, WIDTH - _RIGHT, y + bar))
-        marks += _dense_row(row, scale, y, bar, step) if step else _row(row, scale, y, bar)
-    if not step:
-        marks += [_arrow(s, r, scale, at) for s, r in pairs]
-    return drawing(WIDTH, bottom + 62, *marks, alt=alt, text=_twin(rows, end, alt, nodes))
+    marks += time_axis(x, top, bottom, f"time in {unit}", factor)
+    for row in rows:
+        y = at[row.rank, row.predicted]
+        marks.append(label(12, y + _BAR / 2 + 7, f"rank {row.rank}"))
+        marks.append(line(_NAMES, y + _BAR, WIDTH - _RIGHT, y + _BAR))
+        marks += _row(row, x, y, crowded)
+    if not crowded:
+        marks += [_arrow(send, recv, x, at, zero[send.predicted]) for send, recv in arrows]
+    return drawing(WIDTH, bottom + 62, *marks, alt=alt)
 
 
-def _row(row: _Row, scale: _Scale, y: float, height: float) -> list[str]:
+def _row(row: _RankTime, x: Axis, y: float, crowded: bool) -> list[str]:
     """All bars of a rank, and the texts that have room."""
     marks = []
+    reach: dict[tuple, float] = {}
     for bar in row.bars:
-        x, width = scale.x(bar.start), max(scale.x(bar.end) - scale.x(bar.start), 1.5)
+        start, width = x(bar.start), max(x(bar.end) - x(bar.start), 1.5)
+        place = (bar.look, bar.lane)
+        if crowded and start + width < reach.get(place, -1e9) + 1:
+            continue
+        reach[place] = start + width
         if bar.lane is not None:
-            marks.append(_bar(bar, x, y + height + 3 + bar.lane * _LANE, width, _THIN, row.predicted))
+            marks.append(_bar(bar, start, y + _BAR + 3 + bar.lane * _LANE, width, _THIN, row.predicted))
         else:
             inset = 4 * min(bar.depth, 2)
-            marks.append(_bar(bar, x, y + inset, width, height - inset, row.predicted))
+            marks.append(_bar(bar, start, y + inset, width, _BAR - inset, row.predicted))
     for bar in row.bars:
-        middle = _room(bar, row, scale)
+        middle = _room(bar, row, x)
         if middle is not None:
             ink = PAPER if bar.kind == "comm" and bar.op in _DARK and not row.predicted else INK
-            base = y + height / 2 + 7 + 2 * min(bar.depth, 2)
+            base = y + _BAR / 2 + 7 + 2 * min(bar.depth, 2)
             marks.append(label(middle, base, bar.text, anchor="middle", fill=ink))
-    return marks
-
-
-def _dense_row(row: _Row, scale: _Scale, y: float, height: float, step: float) -> list[str]:
-    """Columns that are filled as high as the share of the time that each kind of bar takes of them."""
-    marks = []
-    for column, lane, parts in _shares(row, scale, step):
-        x = _NAMES + column * step
-        width = min(step, WIDTH - _RIGHT - x)
-        bottom, tall = (
-            (y + height, height) if lane is None else (y + height + 3 + lane * _LANE + _THIN, _THIN)
-        )
-        for bar, share in parts:
-            bottom -= share * tall
-            fill = PAPER if row.predicted else pale(_colour(bar), _WAITING) if bar.waiting else _colour(bar)
-            edge = _colour(bar) if row.predicted else "none"
-            marks.append(rect(x, bottom, width, share * tall, fill=fill, stroke=edge, radius=0))
     return marks
 
 
@@ -342,9 +257,9 @@ def _colour(bar: _Bar) -> str:
     return COLOURS["compute"] if bar.kind != "comm" else COLOURS.get(bar.op, COLOURS["barrier"])
 
 
-def _room(bar: _Bar, row: _Row, scale: _Scale) -> float | None:
+def _room(bar: _Bar, row: _RankTime, x: Axis) -> float | None:
     """Where the middle of a bar's text goes, beside the bars drawn on top of it; None if it has no room."""
-    if not bar.text or bar.lane is not None:
+    if not bar.text or bar.lane is not None or x(bar.end) - x(bar.start) < text_width(bar.text) + 6:
         return None
     after = row.bars[row.bars.index(bar) + 1 :]
     over = [b for b in after if b.lane is None and b.start < bar.end and b.end > bar.start]
@@ -353,101 +268,39 @@ def _room(bar: _Bar, row: _Row, scale: _Scale) -> float | None:
         gaps.append((reach, start))
         reach = max(reach, end)
     start, end = max([*gaps, (reach, bar.end)], key=lambda gap: gap[1] - gap[0])
-    if scale.x(end) - scale.x(start) < text_width(bar.text) + 6:
+    if x(end) - x(start) < text_width(bar.text) + 6:
         return None
-    return (scale.x(start) + scale.x(end)) / 2
+    return (x(start) + x(end)) / 2
 
 
-def _shares(row: _Row, scale: _Scale, step: float) -> list[tuple[int, int | None, list[tuple[_Bar, float]]]]:
-    """For each column of `step` px and each lane: how much of that time each kind of bar fills."""
-    seconds = step / (scale.x(scale.end) - scale.x(0)) * scale.end
-    filled: dict[tuple[int | None, int], dict[tuple, list]] = {}
-    for bar in row.bars:
-        for column in range(int(bar.start / seconds), int(bar.end / seconds) + 1):
-            inside = min(bar.end, (column + 1) * seconds) - max(bar.start, column * seconds)
-            entry = filled.setdefault((bar.lane, column), {}).setdefault(bar.look, [bar, 0.0])
-            entry[1] += max(inside, 0.0)
-    columns = []
-    for (lane, column), found in filled.items():
-        communicates = sum(v for bar, v in found.values() if bar.kind == "comm")
-        parts = sorted(found.values(), key=lambda part: (part[0].kind == "comm", part[0].waiting))
-        room = seconds - min(communicates, seconds)  # spans include the communication inside them
-        shares = [(bar, (min(v, room) if bar.kind != "comm" else v) / seconds) for bar, v in parts]
-        columns.append((column, lane, [(bar, min(share, 1.0)) for bar, share in shares if share > 0.02]))
-    return columns
-
-
-def _arrow(
-    send: Event, recv: Event, scale: _Scale, at: Mapping[tuple[int, bool], tuple[float, float]]
-) -> str:
+def _arrow(send: Event, recv: Event, x: Axis, at: Mapping[tuple[int, bool], float], zero: float) -> str:
     """From where the sender called to where the receiver had it."""
-    (y1, h1), (y2, h2) = at[send.rank, send.predicted], at[recv.rank, recv.predicted]
-    down = y2 > y1
-    start = y1 + h1 if down or _is_async(send) else y1
-    end = y2 if down else y2 + h2
-    mark = line(scale.x(send.start), start, scale.x(recv.end), end, stroke=INK, width=1.5, arrow=True)
+    begin, end = at[send.rank, send.predicted], at[recv.rank, recv.predicted]
+    down = end > begin
+    begin += _BAR if down or _is_async(send) else 0
+    end += 0 if down else _BAR
+    ends = x(send.start - zero), begin, x(recv.end - zero), end
+    mark = line(*ends, stroke=INK, width=1.5, arrow=True)
     return f'<g opacity="0.7">{mark}</g>'
 
 
-def _entries(rows: Sequence[_Row], *, dense: bool) -> list[tuple[str, Swatch | None]]:
+def _entries(rows: Sequence[_RankTime]) -> list[tuple[str, Swatch | None]]:
     """What the key explains of these rows."""
     bars = [b for r in rows for b in r.bars]
-    ops = [op for op in COLOURS if any(b.kind == "comm" and b.op == op for b in bars)]
-    ops += sorted({b.op for b in bars if b.kind == "comm"} - set(ops))
+    found = {b.op for b in bars if b.kind == "comm"}
+    ops = [op for op in COLOURS if op in found] + sorted(found - set(COLOURS))
     entries: list[tuple[str, Swatch | None]] = []
     if any(b.kind != "comm" for b in bars):
         entries.append(("compute", swatch(COLOURS["compute"])))
-    if "send" in ops and "recv" in ops:
-        ops = [op for op in ops if op != "recv"]
+    both = {"send", "recv"} <= found
     for op in ops:
-        name = "send, recv" if op == "send" and any(b.op == "recv" for b in bars) else op
-        entries.append((name, swatch(COLOURS.get(op, COLOURS["barrier"]))))
+        if not (both and op == "recv"):
+            name = "send, recv" if both and op == "send" else op
+            entries.append((name, swatch(COLOURS.get(op, COLOURS["barrier"]))))
     if any(b.waiting for b in bars):
         entries.append(("waits (lighter)", swatch(pale(COLOURS.get(ops[0], MUTED), _WAITING))))
     if any(b.lane is not None for b in bars):
         entries.append(("in the background", lambda x, y: rect(x, y + 6, 18, _THIN, fill=MUTED)))
     if any(r.predicted for r in rows):
         entries.append(("predicted", outlined_swatch(PAPER, MUTED)))
-    if dense:
-        entries.append(("height: share of the time", None))
     return entries
-
-
-def _twin(rows: Sequence[_Row], end: float, alt: str, nodes: Sequence[str]) -> str:
-    """The picture in characters, and its seconds."""
-    key = "= computes   # communicates   - waits   ~ in the background"
-    lines = [alt, f"{key}   (0 to {format_seconds(end)})"]
-    names = [
-        f"rank {r.rank}" + (f" on {nodes[r.rank]}" if nodes else "") + (" predicted" if r.predicted else "")
-        for r in rows
-    ]
-    width = max(map(len, names))
-    for row, name in zip(rows, names, strict=True):
-        times = {
-            "computes": row.seconds("compute"),
-            "communicates": row.seconds("comm"),
-            "waits": row.seconds("comm", waiting=True),
-        }
-        told = ", ".join(f"{what} {format_seconds(t)}" for what, t in times.items())
-        lines.append(f"{name:{width}}  |{_characters(row, end, lane=False)}|  {told}")
-        if row.lanes:
-            lines.append(f"{'':{width}}  |{_characters(row, end, lane=True)}|")
-    return "\n".join(lines)
-
-
-def _characters(row: _Row, end: float, *, lane: bool) -> str:
-    """One character per column of time: what took most of it, where anything happened at all."""
-    columns: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
-    seconds = end / _COLUMNS
-    for bar in row.bars:
-        if (bar.lane is not None) != lane:
-            continue
-        sign = "~" if lane else "=" if bar.kind != "comm" else "-" if bar.waiting else "#"
-        for column in range(int(bar.start / seconds), min(int(bar.end / seconds), _COLUMNS - 1) + 1):
-            inside = min(bar.end, (column + 1) * seconds) - max(bar.start, column * seconds)
-            if inside > 1e-6 * seconds or bar.end - bar.start < 1e-6 * seconds:
-                columns[column][sign] = columns[column].get(sign, 0.0) + max(inside, 0.0)
-    for found in columns:
-        if "=" in found:  # spans include the communication inside them
-            found["="] = min(found["="], seconds) - sum(v for sign, v in found.items() if sign != "=")
-    return "".join(max(found, key=lambda sign: found[sign]) if found else " " for found in columns)

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 
 from ..results import name_ranks
-from .parts import EDGE, SIZE, WIDTH, pale, text_width
+from .parts import EDGE, WIDTH, pale, text_width
 from .svg import COLOURS, INK, LINE, MUTED, PAPER, Figure, drawing, format_bytes, label, rect
 
 _LEFT, _TOTAL, _ROW = 84, 104, 46
@@ -81,11 +81,10 @@ def _draw(
     if title:
         marks.append(label(EDGE, top + 18, title, bold=True))
         top += 34
-    total = _TOTAL
-    cell = (WIDTH - EDGE - _LEFT - total) / n
-    texts = [[_short(x) for x in row] for row in rows]
+    cell = (WIDTH - EDGE - _LEFT - _TOTAL) / n
+    texts = [[format_bytes(x) if x else "" for x in row] for row in rows]
     widest = max(text_width(t) for row in texts for t in row)
-    size = SIZE if widest + 4 <= cell else 0.0  # numbers that do not fit are left to the text twin
+    fits = widest + 4 <= cell
     marks.append(label(_LEFT + cell * n / 2, top + 18, "to rank", anchor="middle", fill=MUTED))
     marks.append(label(WIDTH - EDGE, top + 18, "sent in all", anchor="end", fill=MUTED))
     top += 50
@@ -98,9 +97,8 @@ def _draw(
         marks.append(label(_LEFT - 8, y + 30, f"rank {i}", anchor="end"))
         for j, x in enumerate(row):
             marks.append(_cell(_LEFT + j * cell, y, cell, x / most, predicted, diagonal=i == j))
-            if size and texts[i][j]:
-                dark = x > 0.6 * most and not predicted
-                ink = PAPER if dark else INK
+            if fits and texts[i][j]:
+                ink = PAPER if x > 0.6 * most and not predicted else INK
                 marks.append(label(_LEFT + (j + 0.5) * cell, y + 30, texts[i][j], anchor="middle", fill=ink))
         marks.append(label(WIDTH - EDGE, y + 30, format_bytes(sum(row)), anchor="end", bold=True))
     bottom = top + n * _ROW + 10
@@ -110,11 +108,7 @@ def _draw(
         marks.append(rect(x, y, side * cell, side * _ROW, stroke=INK, radius=4))
         bottom += 28
         marks.append(label(EDGE, bottom - 14, f"{name}: {name_ranks(members)}, inside its frame", fill=MUTED))
-    return drawing(WIDTH, bottom, *marks, alt=alt, text=_twin(rows, alt))
-
-
-def _short(nbytes: float) -> str:
-    return format_bytes(nbytes) if nbytes else ""
+    return drawing(WIDTH, bottom, *marks, alt=alt)
 
 
 def _cell(x: float, y: float, width: float, share: float, predicted: bool, *, diagonal: bool) -> str:
@@ -124,15 +118,3 @@ def _cell(x: float, y: float, width: float, share: float, predicted: bool, *, di
     if predicted:
         return rect(x + 2, y + 2, width - 4, _ROW - 4, fill=PAPER, stroke=colour if share else LINE)
     return rect(x + 1, y + 1, width - 2, _ROW - 2, fill=pale(colour, share), stroke=LINE)
-
-
-def _twin(rows: Sequence[Sequence[float]], alt: str) -> str:
-    head = ["", *(f"to {j}" for j in range(len(rows))), "in all"]
-    table = [head]
-    for i, row in enumerate(rows):
-        numbers = [format_bytes(x) if x else "." for x in row]
-        table.append([f"rank {i}", *numbers, format_bytes(sum(row))])
-    widths = [max(len(line[k]) for line in table) for k in range(len(head))]
-    return "\n".join(
-        [alt, *("  ".join(t.rjust(w) for t, w in zip(line, widths, strict=True)) for line in table)]
-    )

@@ -45,34 +45,24 @@ def waits(run: Run) -> Figure:
     edges = {s.rank: s.waits_for for s in standings}
     cycles = _cycles(edges)
     finding = _finding(standings, cycles)
-    place, middle, height, radius = _layout(standings)
+    place, height, radius = _layout(standings)
     marks = []
     for s in standings:
         for peer in s.waits_for:
             both = s.rank in edges.get(peer, ())
             thick = any({s.rank, peer} <= cycle for cycle in cycles)
-            marks.append(_arrow(place[s.rank], place[peer], radius, s, both=both, thick=thick))
+            marks.append(_arrow(place[s.rank], place[peer], radius, s, both, thick))
     marks += [_node(*place[s.rank], radius, s) for s in standings]
     if len(standings) <= _LABELLED:
-        marks += [_words(*place[s.rank], middle, s) for s in standings]
-        rows = []
+        marks += [_words(*place[s.rank], s) for s in standings]
     else:
-        rows = _grouped(standings)
-    for row in (part for whole in rows for part in wrap(whole, WIDTH - 2 * EDGE)):
-        marks.append(label(EDGE, height + 20, row))
-        height += _ROW
+        for row in (part for whole in _grouped(standings) for part in wrap(whole, WIDTH - 2 * EDGE)):
+            marks.append(label(EDGE, height + 20, row))
+            height += _ROW
     for row in wrap(f"{finding[0].upper()}{finding[1:]}.", WIDTH - 2 * EDGE, SIZE * _BOLD):
         marks.append(label(WIDTH / 2, height + 20, row, anchor="middle", bold=True))
         height += _ROW
-    text = "\n".join(
-        [f"{finding}.", *(f"rank {s.rank}  {s.doing}{_for(s)}" for s in standings)],
-    )
-    return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.", text=text)
-
-
-def who_waits(run: Run) -> dict[int, tuple[int, ...]]:
-    """The arrows of the picture: each rank that waited, and the ranks it waited for."""
-    return {s.rank: s.waits_for for s in sorted(run.standstill, key=lambda s: s.rank) if s.waits_for}
+    return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.")
 
 
 def _cycles(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
@@ -145,24 +135,8 @@ def _name(ranks: Set[int]) -> str:
     return "ranks {} and {}".format(*sorted(ranks)) if len(ranks) == 2 else name_ranks(list(ranks))
 
 
-def _for(standing: Standing) -> str:
-    if not standing.waits_for:
-        return ""
-    return f"; waits for {'any of ' if _any_source(standing) else ''}{name_ranks(standing.waits_for)}"
-
-
-def _any_source(standing: Standing) -> bool:
-    """Whether one of the ranks would do: a receive without `src`."""
-    return standing.op == "recv" and len(standing.waits_for) > 1
-
-
-# Places and marks
-
-
-def _layout(
-    standings: Sequence[Standing],
-) -> tuple[dict[int, tuple[float, float]], float, float, float]:
-    """Where each rank's circle has its centre, the middle's x, the height used, the circles' radius.
+def _layout(standings: Sequence[Standing]) -> tuple[dict[int, tuple[float, float]], float, float]:
+    """Where each rank's circle has its centre, the height used, the circles' radius.
 
     The ranks stand clockwise on an ellipse, so that neighbours in a ring are neighbours in the picture, and
     rank 0 is at the top left.
@@ -182,7 +156,7 @@ def _layout(
     top = min(y for _, y in at)
     shift = EDGE + max(radius, _ROW) + 4 - top
     place = {s.rank: (x, y + shift) for s, (x, y) in zip(standings, at, strict=True)}
-    return place, middle, max(y for _, y in place.values()) + max(radius, _ROW) + 14, radius
+    return place, max(y for _, y in place.values()) + max(radius, _ROW) + 14, radius
 
 
 def _label(standing: Standing) -> list[str]:
@@ -193,21 +167,14 @@ def _label(standing: Standing) -> list[str]:
     return [standing.op or "computes", *at]
 
 
-def _words(x: float, y: float, middle: float, standing: Standing) -> str:
+def _words(x: float, y: float, standing: Standing) -> str:
     words = _label(standing)
-    left = x < middle - 1
+    left = x < WIDTH / 2 - 1
     at = x + (_RADIUS + _GAP) * (-1 if left else 1)
     top = y + 7 - _ROW / 2 * (len(words) - 1)
-    return "".join(
-        label(
-            at,
-            top + _ROW * k,
-            word,
-            anchor="end" if left else "start",
-            fill=INK if k == 0 and standing.waits_for else MUTED,
-        )
-        for k, word in enumerate(words)
-    )
+    inks = [INK if standing.waits_for else MUTED, MUTED]
+    rows = zip(words, inks, (top, top + _ROW), strict=False)
+    return "".join(label(at, y, word, anchor="end" if left else "start", fill=ink) for word, ink, y in rows)
 
 
 def _node(x: float, y: float, radius: float, standing: Standing) -> str:
@@ -222,11 +189,9 @@ def _node(x: float, y: float, radius: float, standing: Standing) -> str:
         stroke, width = _colour(standing), 5
     else:
         dash, stroke, width = "2 4", INK, 3
-    dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    circle = (
-        f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius - width / 2:.2f}" fill="{fill}" stroke="{stroke}" '
-        f'stroke-width="{width}"{dashed}/>'
-    )
+    look = f'fill="{fill}" stroke="{stroke}" stroke-width="{width}"'
+    look += f' stroke-dasharray="{dash}"' if dash else ""
+    circle = f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius - width / 2:.2f}" {look}/>'
     number = label(x, y + 7, standing.rank, anchor="middle", fill=ink, bold=True) if radius >= 13 else ""
     return circle + number
 
@@ -236,7 +201,6 @@ def _arrow(
     end: tuple[float, float],
     radius: float,
     standing: Standing,
-    *,
     both: bool,
     thick: bool,
 ) -> str:
@@ -247,24 +211,15 @@ def _arrow(
     aside = _GAP if both else 0
     x1, y1, x2, y2 = x1 - uy * aside, y1 + ux * aside, x2 - uy * aside, y2 + ux * aside
     away = math.sqrt(max(radius**2 - aside**2, 0)) + 4
-    return line(
-        x1 + ux * away,
-        y1 + uy * away,
-        x2 - ux * away,
-        y2 - uy * away,
-        stroke=_colour(standing),
-        width=5 if thick else 2.5,
-        dash="7 5" if _any_source(standing) else "",
-        arrow=True,
-    )
+    ends = x1 + ux * away, y1 + uy * away, x2 - ux * away, y2 - uy * away
+    # dashed: a receive without `src`, for which one of several would do
+    dash = "7 5" if standing.op == "recv" and len(standing.waits_for) > 1 else ""
+    return line(*ends, stroke=_colour(standing), width=5 if thick else 2.5, dash=dash, arrow=True)
 
 
 def _colour(standing: Standing) -> str:
     """The operation's; a yellow arrow would not be seen on white, and new_group has no colour."""
     return "#b8a800" if standing.op == "all_to_all" else COLOURS.get(standing.op, MUTED)
-
-
-# Text below the picture
 
 
 def _grouped(standings: Sequence[Standing]) -> list[str]:
