@@ -562,7 +562,7 @@ def one(number: int, job: Job, keep: str = "") -> dict[str, Any]:
     rank, line = right(job, found)
     row = {
         "number": number, "name": job.name, "ranks": job.world_size, "nodes": job.nodes, "rank": rank, "line": line,
-        "seconds": round(seconds, 1), "late": tried.late, "said": found.headline if found else "",
+        "seconds": round(seconds, 1), "said": found.headline if found else "",
         "wanted": sorted(job.culprits), "lines": sorted(job.lines),
         "places": [n for _, n in found.places] if found else [],
     }  # fmt: skip
@@ -579,9 +579,9 @@ def by_dumps(folder: Path) -> dict[str, Any] | None:
     dumps = sorted(folder.glob("fr_rank_*"))
     if not dumps:
         return None
-    from rankcell.jobs import explain, flight
+    from rankcell.jobs import explain, flight, records
 
-    read = [flight.Dump(flight.rank_in(p.name), flight.load(p.read_bytes()), p.name) for p in dumps]
+    read = [flight.Dump(flight.rank_in(p.name), records.load(p.read_bytes())) for p in dumps]
     ours = explain.explain(flight.records(read)).culprits
     from torch.distributed.flight_recorder import fr_trace
 

@@ -1,6 +1,5 @@
 """The sub-commands `run`, `attach` and `explain` of `rankcell`."""
 
-import argparse
 from typing import Any
 
 LIMIT = 300.0  # seconds
@@ -23,48 +22,36 @@ def add_command(commands: Any) -> None:
         "--on-hang", choices=("end", "report"), default="end", help="end the job (default), or only report"
     )
     run.add_argument(
-        "--report",
-        default="",
-        metavar="FOLDER",
+        "--report", default="", metavar="FOLDER",
         help="where to write what is known of each rank, also when nothing goes wrong",
-    )
-    run.add_argument(
-        "--meet", default="", metavar="NAME",
-        help="the same on every node, where each node has a `rankcell run` of its own without Slurm",
     )  # fmt: skip
-    run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    run.add_argument("program", nargs="...", metavar="-- COMMAND")
     run.set_defaults(run=_run)
 
     attach = commands.add_parser(
         "attach",
         help="say the same of processes that hang already",
         description="Say which rank the others wait for, for processes that hang and were started without "
-        "`rankcell run`: from their stacks, which py-spy reads, and torch's flight recorder where it can be asked.",
+        "`rankcell run`, from their stacks, which py-spy reads.",
     )
     attach.add_argument("pids", type=int, nargs="*", metavar="PID", help="of the ranks, or of their launcher")
     attach.add_argument("--job", default="", metavar="ID", help="a job of Slurm, instead")
-    attach.add_argument(
-        "--report", default="", metavar="FOLDER", help="where to write what is seen of each rank"
-    )
     attach.set_defaults(run=_attach)
 
     explain = commands.add_parser(
         "explain",
-        help="say the same of dumps and logs",
-        description="Say who is to blame from what is left of a job, alone or mixed and incomplete: reports of "
-        "`rankcell run`, dumps of torch's flight recorder (pickles and JSON), what py-spy and faulthandler print, logs "
-        "of nccl's and torch's watchdog, traces of the profiler.",
+        help="say the same of reports, dumps and stacks",
+        description="Say who is to blame from what is left of a job, mixed and incomplete: reports of `rankcell run`, "
+        "dumps of torch's flight recorder, what py-spy and faulthandler print of each rank.",
     )
-    explain.add_argument(
-        "folder", metavar="FOLDER", help="with these files, in whatever folders in it; or one of them"
-    )
-    explain.add_argument(
-        "--notebook", default="", metavar="OUT.ipynb", help="write it as a notebook with pictures"
-    )
-    explain.add_argument(
-        "--perfetto", default="", metavar="OUT.json", help="write the events for ui.perfetto.dev"
-    )
+    explain.add_argument("folder", metavar="FOLDER", help="with these files; or one of them")
     explain.set_defaults(run=_explain)
+
+
+def _run(options: Any) -> int:
+    from . import run
+
+    return run.main(options)
 
 
 def _attach(options: Any) -> int:
@@ -77,9 +64,3 @@ def _explain(options: Any) -> int:
     from . import explain
 
     return explain.main(options)
-
-
-def _run(options: Any) -> int:
-    from . import run
-
-    return run.main(options)

@@ -14,19 +14,20 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine import channel, system
-from ..engine.messages import Answer, Question, Status
+from ..engine.messages import Answer, Question
 from ..results import Frame, RankFailure
 from . import stacks
-from .records import Record
-from .talk import Arrival, Ended, Look
+from .records import Look, RankArrived, RankRecord
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -56,27 +57,22 @@ class Inside:
         self.recording: Recording | None = None
         self.near: tuple[int, ...] | None = None
         self._main = threading.main_thread().ident or 0
-        self._ended = False
-        self._freed, self._told = threading.Event(), threading.Event()
+        self._released, self._near_known = threading.Event(), threading.Event()
         told = json.loads(Path(os.environ["RANKCELL_JOB"]).read_text())
         self.token: str = told["token"]
         sock = channel.connect((*told["addresses"], "127.0.0.1"), told["port"], bytes.fromhex(told["key"]))
         system.keep_alive(sock, reads_always=False)
         self._channel = channel.Channel(sock)
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self._folder = os.environ.get("RANKCELL_STACKS") or stacks.new_folder()
         self._made_folder = "RANKCELL_STACKS" not in os.environ
+        self._folder = os.environ.get("RANKCELL_STACKS") or tempfile.mkdtemp(prefix="rankcell-")
         # what this process starts is no rank, unless it joins a process group
         os.environ.update(RANKCELL_CLAIMED=str(rank), RANKCELL_STACKS=self._folder)
         stacks.answer(self._folder)
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._channel.send(
-            Arrival(
-                rank, world_size, self.pid, host(), self.node, self._folder,
-                int(restart) if restart.isdecimal() else 0, " ".join(sys.orig_argv[:8]),
-            )
-        )  # fmt: skip
-        os.register_at_fork(after_in_child=self._leave)
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._channel.send(RankArrived(rank, world_size, self.pid, host(), self.node, self._folder, restart))
+        # in a fork: the runner must hear of the end of the rank, not of the end of its last worker
+        os.register_at_fork(after_in_child=self._channel.socket.close)
         atexit.register(self._remove_folder)  # after `end`: what is registered last comes first
         atexit.register(self.end)
         before = sys.excepthook
@@ -90,17 +86,13 @@ class Inside:
         self.thread = threading.Thread(target=self._serve, name="rankcell", daemon=True)
         self.thread.start()
 
-    def _leave(self) -> None:
-        """In a fork: the runner must hear of the end of the rank, not of the end of its last worker."""
-        self._channel.socket.close()
-
     def _serve(self) -> None:
         while True:
             try:
                 question = self._channel.receive()
             except (EOFError, OSError):  # the runner is gone: the program goes on
-                self._freed.set()
-                self._told.set()
+                self._released.set()
+                self._near_known.set()
                 return
             try:
                 answer = self._answer(question)
@@ -110,22 +102,19 @@ class Inside:
                 self._channel.send(Answer(question.number, answer))
 
     def _answer(self, question: Question) -> Any:
+        """What the runner asks, or has this rank do: `near` is who is on its node, `release` lets it end."""
         if question.about == "look":
-            busy = system.wants_a_core() or any(stacks.state_of(p) == "R" for p in stacks.children(self.pid))
-            return Look(self.status(), *used(self.pid, time.process_time() - time.thread_time()), runs=busy)
+            busy = system.wants_a_core() or any(_runs(pid) for pid in stacks.children(self.pid))
+            return Look(self.record(), *used(self.pid, time.process_time() - time.thread_time()), runs=busy)
         if question.about == "report":
-            return self.record()
-        if question.about == "peek":
-            return peek(*question.argument)
-        if question.about == "last":
-            return stacks.last(*question.argument)
+            return self.report()
+        if question.about in ABOUT_ANOTHER:
+            return ABOUT_ANOTHER[question.about](*question.argument)
         if question.about == "near":
             self.near = question.argument
-            self._told.set()
-        elif question.about == "go":
-            self._freed.set()
-        elif question.about == "leave":
-            self._remove_folder()
+            self._near_known.set()
+        elif question.about == "release":
+            self._released.set()
         elif question.about == "end":
             for pid in stacks.children(self.pid):  # a worker that hangs would outlive us
                 with contextlib.suppress(OSError):
@@ -136,105 +125,86 @@ class Inside:
 
     def wait_for_near(self) -> tuple[int, ...] | None:
         """The ranks on this node, once all have arrived; None if they do not."""
-        self._told.wait(NEAR)
+        self._near_known.wait(NEAR)
         return self.near
 
-    def _frame(self) -> Any:
-        frames = sys._current_frames()
-        del frames[threading.get_ident()]  # it would hold itself
-        return frames.get(self._main)
-
-    def status(self) -> Status:
+    def record(self) -> RankRecord:
         """What the main thread does now."""
+        record = RankRecord(
+            self.rank, self.world_size, self.phase, node=self.node, counts={}, at=time.time(), origin=("rankcell",)
+        )  # fmt: skip
         if self.recording is not None:
-            return self.recording.look(self.rank, self.phase, self._main, {self.thread.ident})
-        own = [f for f in stacks.of_frame(self._frame()) if stacks.is_own(f.filename)]
-        line, file = (own[-1].lineno, own[-1].filename) if own else (0, "")
-        return Status(self.rank, "", self.phase, line, file)
+            return self.recording.look(record, self._main, self.thread.ident)
+        file, line = stacks.place(self._stacks().get(self._main, ()))
+        return replace(record, file=file, line=line)
 
-    def record(self, failure: RankFailure | None = None) -> Record:
-        """All that is known of this rank, with its stack, its workers' and its last operations."""
-        status = self.status()
-        others: list[tuple[str, tuple[Frame, ...]]] = []
-        if failure is None:
-            main, ours = self._main, self.thread.ident
-            frames = sys._current_frames()
-            del frames[threading.get_ident()]
-            names = {t.ident: t.name for t in threading.enumerate()}
-            for ident, frame in frames.items():
-                stack = stacks.of_frame(frame)
-                if ident not in (main, ours) and any(stacks.is_own(f.filename) for f in stack):
-                    others.append((f"thread {names.get(ident, '')}".strip(), stack))
-            frames.clear()
-            for pid in stacks.children(self.pid)[:64]:
-                for thread in stacks.ask(pid, self._folder)[:1]:
-                    others.append((f"worker process {pid}", thread.frames))
-        stack = stacks.of_frame(self._frame()) if failure is None and self.phase == "running" else ()
-        return Record(
-            rank=self.rank,
-            world_size=self.world_size,
-            phase=self.phase,
-            why=str(failure) if failure else "",
-            node=self.node,
-            line=status.line,
-            file=status.file,
-            waits=status.waits,
-            counts=dict(status.counts),
-            calls=status.calls,
-            joins=status.joins,
-            threads=status.threads,
-            stack=stack,
-            others=tuple(others),
-            events=() if self.recording is None else self.recording.events(),
-            failure=failure,
-            failed_in=None
-            if failure is None or self.recording is None
-            else self.recording.failed_in(failure),
-            at=time.time(),
-            origin=("rankcell",),
-        )
+    def report(self) -> RankRecord:
+        """The same with its stack, its threads' and workers', and its last operations."""
+        record, found = self.record(), self._stacks()
+        names = {t.ident: t.name for t in threading.enumerate()}
+        others = [
+            (f"thread {names.get(ident, '')}".strip(), stack)
+            for ident, stack in found.items()
+            if ident not in (self._main, self.thread.ident) and stacks.own(stack)
+        ]
+        for pid in stacks.children(self.pid)[:64]:
+            if stack := stacks.ask(pid, self._folder):
+                others.append((f"worker process {pid}", stack))
+        events = () if self.recording is None else self.recording.events()
+        return replace(record, stack=found.get(self._main, ()), others=tuple(others), events=events)
+
+    def _stacks(self) -> dict[int, tuple[Frame, ...]]:
+        me = threading.get_ident()
+        return {ident: stacks.of_frame(f) for ident, f in sys._current_frames().items() if ident != me}
 
     def failed(self, error: BaseException) -> None:
         """The program has raised. Wait until the runner has seen what the others do: the launcher will end them."""
-        if self._ended or os.getpid() != self.pid:
+        if self.phase != "running" or os.getpid() != self.pid:
             return
         self.phase = "error"
-        call = None if self.recording is None else self.recording.recorder.failed_call
-        self._say(_failure(error, call))
-        self._freed.wait(HOLD)
+        failure = _failure(error, self.recording)
+        record = replace(self.record(), why=str(failure), failure=failure)
+        if self.recording is not None:
+            failed_in = self.recording.failed_in(failure)
+            record = replace(record, events=self.recording.events(), failed_in=failed_in)
+        self._say(record)
+        self._released.wait(HOLD)
 
     def end(self) -> None:
         """The program has come to its end."""
-        if self._ended or os.getpid() != self.pid:
+        if self.phase != "running" or os.getpid() != self.pid:
             return
         self.phase = "finished"
-        self._say(None)
+        events = () if self.recording is None else self.recording.events()
+        self._say(replace(self.record(), events=events))
+
+    def _say(self, record: RankRecord) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send(record)
 
     def _remove_folder(self) -> None:
         """On another node than the runner's nobody else would. (What a crash leaves in it is read before it goes.)"""
         if self._made_folder and os.getpid() == self.pid:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _say(self, failure: RankFailure | None) -> None:
-        self._ended = True
-        with contextlib.suppress(OSError):
-            self._channel.send(Ended(self.record(failure)))
 
-
-def _failure(error: BaseException, call: Any) -> RankFailure:
-    if "torch" in sys.modules:
-        with contextlib.suppress(ImportError):
-            from ..engine import report
-
-            return report.without_addresses(report.failure(error, call=call), renewed=False)
+def _failure(error: BaseException, recording: "Recording | None") -> RankFailure:
+    if recording is not None:
+        return recording.failure(error)
     entries = traceback.extract_tb(error.__traceback__)
     frames = tuple(Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in entries)
-    return RankFailure(type(error).__name__, str(error), stacks.own(frames))
+    return RankFailure(type(error).__name__, str(error), stacks.own(frames) or frames)
 
 
-def used(pid: int, own: float) -> tuple[float, int]:
-    """CPU seconds and bytes read or written by a process and those that it has started."""
-    cpu, moved = own, 0
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "R"
+    return False
+
+
+def used(pid: int, own: float | None = None) -> tuple[float, int]:
+    """CPU seconds and bytes read or written by a process (`own` are its CPU seconds) and those that it has started."""
+    cpu, moved = system.process_cpu_seconds(pid) if own is None else own, 0
     for each in (pid, *stacks.children(pid)):
         if each != pid:
             cpu += system.process_cpu_seconds(each)
@@ -244,9 +214,16 @@ def used(pid: int, own: float) -> tuple[float, int]:
     return cpu, moved
 
 
-def peek(pid: int, folder: str) -> Look:
+def look_from_outside(pid: int, folder: str) -> Look:
     """A process of this machine that does not answer: what it uses, and its stack."""
-    return Look(None, *used(pid, system.process_cpu_seconds(pid)), threads=stacks.ask(pid, folder))
+    return Look(None, *used(pid), stack=stacks.ask(pid, folder))
+
+
+# questions about another process of the same node
+ABOUT_ANOTHER: dict[str, Callable[[int, str], Any]] = {
+    "look from outside": look_from_outside,
+    "last words": stacks.last_words,
+}
 
 
 def arrive(rank: int | None = None, world_size: int | None = None) -> Inside | None:
@@ -273,9 +250,8 @@ def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwar
         size = size if size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
     except (TypeError, ValueError):
         rank = size = -1
-    if rank < 0 or size < 2:  # a launcher of its own, such as MPI's, or a world of one
-        return original(*args, **kwargs)
-    inside = arrive(rank, size)
+    # a launcher of its own, such as MPI's, or a world of one, or no runner: the program does as ever
+    inside = arrive(rank, size) if rank >= 0 and size >= 2 else None
     if inside is None:
         return original(*args, **kwargs)
     if inside.recording is None:
@@ -283,13 +259,6 @@ def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwar
 
         inside.recording = Recording(inside.rank, inside.world_size, inside.token)
     return inside.recording.init(original, args, kwargs, inside.wait_for_near)
-
-
-def failed_early(error: BaseException) -> None:
-    """A rank has raised before it imported torch.distributed."""
-    inside = arrive()
-    if inside is not None:
-        inside.failed(error)
 
 
 def spawned(original: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> Any:

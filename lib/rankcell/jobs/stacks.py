@@ -5,12 +5,12 @@ It only reads. Which line matters is for `verdict`.
 
 import contextlib
 import faulthandler
+import linecache
 import os
 import re
 import signal
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,11 @@ _LIBRARY = re.compile(
 
 
 @dataclass(frozen=True)
-class Thread:
+class ThreadStack:
     """One thread of a process: its frames, outermost first."""
 
     name: str
     frames: tuple[Frame, ...]
-    active: bool | None = None  # whether it runs; None where unknown
-
-
-@dataclass(frozen=True)
-class Process:
-    """The threads of one process, the main thread first."""
-
-    threads: tuple[Thread, ...]
-    pid: int = 0
-    command: str = ""
 
 
 def is_own(filename: str) -> bool:
@@ -50,28 +40,30 @@ def is_own(filename: str) -> bool:
 
 
 def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The frames of the program itself; all if there are none."""
-    return tuple(f for f in frames if is_own(f.filename)) or tuple(frames)
+    """The frames of the program itself; none if it has none."""
+    return tuple(f for f in frames if is_own(f.filename))
+
+
+def place(frames: Sequence[Frame]) -> tuple[str, int]:
+    """File and line of the program in which a stack stands; ("", 0) if it is nowhere in the program."""
+    found = own(frames)
+    return (found[-1].filename, found[-1].lineno) if found else ("", 0)
 
 
 def of_frame(frame: Any) -> tuple[Frame, ...]:
     """A stack of this process, outermost first, with the text of its lines."""
-    import linecache
-
     found: list[Frame] = []
     while frame is not None and len(found) < MAX_FRAMES:
-        code = frame.f_code
-        text = linecache.getline(code.co_filename, frame.f_lineno or 0).strip()
-        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name, text))
+        code, line = frame.f_code, frame.f_lineno or 0
+        text = linecache.getline(code.co_filename, line).strip()
+        found.append(Frame(code.co_filename, line, code.co_name, text))
         frame = frame.f_back
     return tuple(reversed(found))
 
 
 # --- a process that answers a signal
 
-# files that faulthandler writes to must stay open; the second where the program has enabled faulthandler for crashes
-_held: list[Any] = []
-_held_for_the_signal: list[Any] = []
+_held: dict[str, Any] = {}  # files that faulthandler writes to must stay open
 
 
 def answer(folder: str) -> None:
@@ -81,25 +73,17 @@ def answer(folder: str) -> None:
         with contextlib.suppress(OSError):
             file = open(f"{folder}/{os.getpid()}", "w")  # noqa: PTH123 - kept open
             faulthandler.register(SIGNAL, file=file, all_threads=True)
-            if _held or not faulthandler.is_enabled():
-                faulthandler.enable(
-                    file=file, all_threads=False
-                )  # what a crash, such as of a C library, leaves
-                _held[:] = [file]
-            else:
-                _held_for_the_signal[:] = [file]
+            if "crash" in _held or not faulthandler.is_enabled():  # the program has its own way with crashes
+                faulthandler.enable(file=file, all_threads=False)
+                _held["crash"] = file
+            _held["signal"] = file
 
     register()
     os.register_at_fork(after_in_child=register)
 
 
-def new_folder() -> str:
-    """A folder for such stacks, that only this user can read."""
-    return tempfile.mkdtemp(prefix="rankcell-")
-
-
-def ask(pid: int, folder: str) -> tuple[Thread, ...]:
-    """The stack of a process of this machine that answers; empty if it does not."""
+def ask(pid: int, folder: str) -> tuple[Frame, ...]:
+    """The main thread's stack of a process of this machine that answers; empty if it does not."""
     path = Path(folder) / str(pid)
     try:
         before = path.stat().st_size
@@ -116,125 +100,55 @@ def ask(pid: int, folder: str) -> tuple[Thread, ...]:
         if now > before and now == size:
             break
         size = now
-    return faulthandler_threads(path.read_text()[before:])
+    threads = printed(path.read_text()[before:])
+    return threads[0].frames if threads else ()
 
 
-def last(pid: int, folder: str) -> str:
+def last_words(pid: int, folder: str) -> str:
     """What a process of this machine has written when it crashed."""
-    try:
-        return (Path(folder) / str(pid)).read_text()
-    except OSError:
-        return ""
+    path = Path(folder) / str(pid)
+    return path.read_text() if path.exists() else ""
 
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have (Linux); empty elsewhere."""
     found: list[int] = []
-    for task in _files(Path(f"/proc/{pid}/task")):
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            for child in (task / "children").read_text().split():
+            for child in path.read_text().split():
                 found += [int(child), *children(int(child))]
     return found
 
 
-def state_of(pid: int) -> str:
-    """The kernel's letter for a process: "R", "S", "D", "T", "Z"; "" where unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return ""
+# --- what py-spy and faulthandler print
 
-
-def _files(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-# --- what others print
-
-_FAULT_THREAD = re.compile(
-    r"^(?:Current thread|Thread|Stack) ?(0x[0-9a-f]+)?(.*?) ?\(most recent call first\):"
+_PROCESS = re.compile(r"^Process (\d+): .*$", re.MULTILINE)  # py-spy
+_THREAD = re.compile(
+    r'^(?:Current thread|Thread|Stack)\b(?:.*\(most recent call first\):| \S+ \(.+?\)(?:: "(.*)")?$)'
 )
-_FAULT_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$')
-_SPY_PROCESS = re.compile(r"^Process (\d+): (.*)$")
-_SPY_THREAD = re.compile(r'^Thread (\S+) ?(?:\((.*?)\))?(?:: "(.*)")?$')
-_SPY_FRAME = re.compile(r"^ {4}(\S.*?) \((.+):(\d+)\)$")
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$|^ {4}(\S.*?) \((.+):(\d+)\)$')
 
 
-def faulthandler_threads(text: str) -> tuple[Thread, ...]:
-    """The threads in what `faulthandler` prints. The main thread, which it prints last, comes first."""
+def by_process(text: str) -> list[tuple[int, tuple[ThreadStack, ...]]]:
+    """The threads of each process in what one of them prints, with its pid, 0 where it is not told; else empty."""
+    if "most recent call first" in text:
+        return [(0, printed(text))]
+    _, *rest = _PROCESS.split(text)  # pid, text, pid, text, ...
+    found = [(int(pid), printed(body)) for pid, body in zip(rest[::2], rest[1::2], strict=True)]
+    return [(pid, threads) for pid, threads in found if threads]
+
+
+def printed(text: str) -> tuple[ThreadStack, ...]:
+    """The threads of one process, the main thread first, which faulthandler prints last and py-spy names."""
     found: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
-        if begins := _FAULT_THREAD.match(line):
-            found.append((begins[2].strip(" []"), []))
-        elif found and (frame := _FAULT_FRAME.match(line)):
-            found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3], _source(frame[1], int(frame[2]))))
-    return tuple(Thread(name, tuple(reversed(frames))) for name, frames in reversed(found))
-
-
-def py_spy_text(text: str) -> list[Process]:
-    """The processes in what `py-spy dump` prints."""
-    found: list[Process] = []
-    threads: list[tuple[str, bool | None, list[Frame]]] = []
-    head: tuple[int, str] | None = None
-
-    def close() -> None:
-        if head is not None and threads:
-            made = [Thread(name, tuple(reversed(frames)), active) for name, active, frames in threads]
-            found.append(Process(_main_first(made), *head))
-        threads.clear()
-
-    for line in text.splitlines():
-        if begins := _SPY_PROCESS.match(line):
-            close()
-            head = int(begins[1]), begins[2]
-        elif head is not None and (begins := _SPY_THREAD.match(line)):
-            status = begins[2] or ""
-            active = "active" in status if status else None
-            threads.append((begins[3] or "", active, []))
-        elif threads and (frame := _SPY_FRAME.match(line)):
-            threads[-1][2].append(Frame(frame[2], int(frame[3]), frame[1], _source(frame[2], int(frame[3]))))
-    close()
-    return found
-
-
-def py_spy_json(content: Any) -> list[Process]:
-    """The processes in what `py-spy dump --json` prints; empty if it is something else."""
-    by_pid: dict[int, list[Thread]] = {}
-    commands: dict[int, str] = {}
-    for item in content if isinstance(content, list) else ():
-        if not isinstance(item, dict) or not isinstance(item.get("frames"), list):
-            return []
-        about = item.get("process_info") or {}
-        pid = int(item.get("pid") or about.get("pid") or 0)
-        commands[pid] = str(about.get("command_line") or "")
-        frames = [
-            Frame(
-                str(f.get("filename") or ""),
-                int(f.get("line") or 0),
-                str(f.get("name") or ""),
-                _source(str(f.get("filename") or ""), int(f.get("line") or 0)),
+        if begins := _THREAD.match(line):
+            found.append((begins[1] or "", []))
+        elif found and (frame := _FRAME.match(line)):
+            file, number, name = (
+                (frame[1], int(frame[2]), frame[3]) if frame[1] else (frame[5], int(frame[6]), frame[4])
             )
-            for f in item["frames"]
-            if isinstance(f, dict)
-        ]
-        name = str(item.get("thread_name") or "")
-        by_pid.setdefault(pid, []).append(Thread(name, tuple(reversed(frames)), item.get("active")))
-    return [Process(_main_first(threads), pid, commands[pid]) for pid, threads in by_pid.items()]
-
-
-def _main_first(threads: Iterable[Thread]) -> tuple[Thread, ...]:
-    def place(thread: Thread) -> tuple[bool, bool]:
-        outermost = thread.frames[0].name if thread.frames else ""
-        return thread.name != "MainThread", outermost != "<module>"
-
-    return tuple(sorted(threads, key=place))
-
-
-def _source(filename: str, line: int) -> str:
-    """The text of a line, where the file is at hand."""
-    import linecache
-
-    return linecache.getline(filename, line).strip() if is_own(filename) else ""
+            source = linecache.getline(file, number).strip() if is_own(file) else ""
+            found[-1][1].append(Frame(file, number, name, source))
+    threads = [ThreadStack(name, tuple(reversed(frames))) for name, frames in reversed(found)]
+    return tuple(sorted(threads, key=lambda t: t.name != "MainThread"))
