@@ -5,12 +5,12 @@
     inside      in the process of a rank: a thread that answers the runner;  recording   the recorder there
     watch       the ranks of a job, as they answer;  run   starts the command, prints the verdict once, ends the job
     attach      processes that were started without it: their stacks
-    explain     a folder of reports, dumps and stacks;  flight, stacks   what torch's flight recorder and py-spy write
+    explain     a folder of reports, or of stacks;  stacks   of this process, and what py-spy prints
     records     what is known of one rank, as data, message and file
     mismatch, divergence    whose calls do not match; which rank called something else: by their last operations
     verdict     records -> who is to blame, in words; a pure function, with engine/diagnose and errors
 
 Whatever the source is, it becomes a `records.RankRecord` for each rank, and `verdict.judge` reads those. It is no
 profiler, and no monitor of jobs that go on: a rank that computes is never blamed. It draws nothing; `explain.read`
-gives the run that `rankcell.draw` takes. Torch's own `torchfrtrace` compares dumps of nccl, too.
+gives the run that `rankcell.draw` takes. Dumps of torch's flight recorder are for torch's own `torchfrtrace`.
 """

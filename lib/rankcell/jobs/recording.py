@@ -14,13 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine import control, diagnose, report, streams
+from ..engine import control, diagnose, streams
 from ..engine.groups import GroupCalls, replace_in_torch
 from ..engine.match import Board, StoreBoard
-from ..engine.messages import Status, Wait
+from ..engine.messages import Status
 from ..engine.operation import clock, forget_groups
 from ..engine.record import Recorder
-from ..results import Event, RankFailure
+from ..results import Event
 from .records import RankRecord, later
 
 FAR = (
@@ -115,16 +115,6 @@ class Recording:
         """The last operations, with times since the epoch."""
         kept = [o for o in list(self.recorder.operations)[-LAST:] if o.start is not None]
         return tuple(later(replace(o.event(self.rank, 0.0), seq=o.seq), self._epoch) for o in kept)
-
-    def failure(self, error: BaseException) -> RankFailure:
-        """An exception that the program did not catch."""
-        told = report.failure(error, call=self.recorder.failed_call)
-        return report.without_addresses(told, renewed=False)
-
-    def failed_in(self, failure: RankFailure) -> Wait | None:
-        """The operation that has raised it, if one did."""
-        errors_of_operations = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
-        return self.recorder.failed_wait if failure.type in errors_of_operations else None
 
     def _far_board(self) -> StoreBoard:
         """A board in the store of the default group, on a connection of its own; one that is over if there is none."""

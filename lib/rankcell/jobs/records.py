@@ -16,7 +16,7 @@ from ..results import Call, Event, Frame, Mismatch, RankFailure
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What is known of one rank, and from where.
+    """What is known of one rank.
 
     `phase` is "running", "finished", "error" (it raised), "lost" (its process ended), "absent" (it never came),
     "still" (it is blocked outside torch; only when that is known) or "unknown". `counts` are its operations by
@@ -28,7 +28,6 @@ class RankRecord:
     world_size: int = 0
     phase: str = "running"
     why: str = ""  # of "error", "lost", "absent" and "still", in words
-    node: str = ""
     line: int = 0  # where its main thread is
     file: str = ""
     waits: tuple[Wait, ...] = ()
@@ -44,7 +43,6 @@ class RankRecord:
     failure: RankFailure | None = None
     failed_in: Wait | None = None  # the operation that raised, if one did
     at: float = 0.0  # seconds since the epoch when it finished, raised or was lost
-    origin: tuple[str, ...] = ()  # "rankcell", "flight recorder", "stack"
 
     @property
     def over(self) -> bool:
@@ -60,20 +58,17 @@ class RankArrived:
     world_size: int
     pid: int
     host: str  # the same for processes that share memory
-    node: str  # the machine's name
-    folder: str  # where it writes its stack when it is sent a signal
-    restart: int  # how often torchrun has started the ranks anew
+    crash_file: str  # where it writes its stack when it crashes
 
 
 @dataclass(frozen=True)
 class Look:
     """What a rank does now. `cpu` and `moved` grow while it, or one of its workers, computes, reads or writes."""
 
-    record: RankRecord | None  # None of a process that could not answer itself
+    record: RankRecord
     cpu: float  # seconds
     moved: int  # bytes
     runs: bool = False  # it has a core, or waits for one
-    stack: tuple[Frame, ...] = ()  # of a process that could not answer itself
 
 
 def later(event: Event, by: float) -> Event:
@@ -83,10 +78,6 @@ def later(event: Event, by: float) -> Event:
     return replace(event, **times)
 
 
-class ForeignPickle(ValueError):
-    """A pickle that holds more than numbers, text, lists, dictionaries and records: it is not opened."""
-
-
 class _PlainData(pickle.Unpickler):
     _KINDS: tuple[Any, ...] = (RankRecord, Wait, Event, Frame, Call, Mismatch, RankFailure)
 
@@ -94,17 +85,15 @@ class _PlainData(pickle.Unpickler):
         for kind in self._KINDS:
             if (kind.__module__, kind.__name__) == (module, name):
                 return kind
-        raise ForeignPickle(f"it wants {module}.{name}; reports and dumps hold plain data only")
+        raise ValueError(f"it wants {module}.{name}, and a report holds plain data only")
 
 
 def load(data: bytes) -> Any:
-    """What a pickle holds. Raises ForeignPickle if it is more than plain data, ValueError if it cannot be read."""
+    """The record in a file of a report. Raises ValueError if it cannot be read, or is more than plain data."""
     try:
         return _PlainData(io.BytesIO(data)).load()
-    except ForeignPickle:
-        raise
     except Exception as error:  # noqa: BLE001 - a broken pickle raises anything
-        raise ValueError(f"it cannot be read: {type(error).__name__}: {error}") from None
+        raise ValueError(f"this is no report of rankcell: {error}") from None
 
 
 def write(folder: Path, records: Sequence[RankRecord]) -> None:

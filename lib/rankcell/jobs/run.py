@@ -20,9 +20,9 @@ from . import records, verdict
 from .records import RankRecord
 from .watch import WITHOUT_A_WORD, WatchedJob
 
-POLL = 0.5  # seconds between two questions
+TICK = 0.2  # seconds between two looks at what the ranks have said
 SETTLE = 0.7  # seconds after a rank has failed in which others may say that they did, too
-MOVING = 2.0  # seconds for which a proof must hold while some rank is on the way to an operation
+PROVED = 1.5  # seconds for which a proof must hold: a rank that is on the way may fail, and tell more
 GRACE = 10.0  # seconds that the launcher has to end a job of which a rank has failed
 LAST_NEWS = 5.0  # seconds after the end of the command in which its ranks are heard
 
@@ -42,42 +42,33 @@ class Runner:
         self._command, self._limit, self._end, self._report = command, limit, end, report
         self._job = WatchedJob()
         self.verdicts: list[verdict.JobVerdict] = []
-        self._judged: set[int] = set()  # restarts of which a verdict was given
-        self._proved: tuple[float, Any] | None = (
-            None  # since when the ranks are in a state that proves something
-        )
+        # since when the ranks are in a state that proves something
+        self._proved: tuple[float, Any] | None = None
         self._called_slow: set[int] = set()  # ranks
 
     def run(self) -> int:
         """The exit code: the command's, or 1 if it would be 0 although something went wrong."""
         job = self._job
         try:
-            path = job.invite()
+            process = self.start(environment(job.invite()))
         except OSError as error:
-            print(f"rankcell run: ranks cannot be told where to report: {error}.", file=sys.stderr)
-            return 1
-        try:
-            process = self.start(environment(path))
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            print(f"rankcell run: {self._command[0]} cannot be started: {error.strerror}.", file=sys.stderr)
+            job.close()
+            print(f"rankcell run: {self._command[0]} cannot be started: {error}.", file=sys.stderr)
             return 127
         before = {
             n: signal.signal(n, lambda s, _: process.send_signal(s)) for n in (signal.SIGTERM, signal.SIGHUP)
         }
-        before[signal.SIGINT] = signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the terminal tells the command, too
+        # the terminal tells the command, too
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._watch(process)
         finally:
-            path.unlink(missing_ok=True)
             job.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if self._report and job.came and not self.verdicts:
+        if self._report and job.ranks and not self.verdicts:
             self._keep(verdict.finished(job.records()), job.records())
-        if not job.came and process.returncode == 0:
+        if not job.ranks and process.returncode == 0:
             print(
                 "rankcell run: no rank has reported. Ranks are found by RANK and WORLD_SIZE, or when they call "
                 "init_process_group; a Python started with -E, -I or -S does not listen to us.",
@@ -93,47 +84,36 @@ class Runner:
     def _watch(self, process: "subprocess.Popen[bytes]") -> None:
         """Until the command has ended, and its ranks have been heard."""
         job, gone, limit = self._job, None, None
-        next_look = time.monotonic()
         while True:
-            if process.poll() is not None and gone is None:
-                gone = time.monotonic()
-            late = gone is not None and time.monotonic() > gone + LAST_NEWS
-            judged = job.restart in self._judged
-            if late or (gone is not None and not job.living and (judged or job.failed is None)):
-                return
-            job.pump(max(next_look - time.monotonic(), 0.0))
+            time.sleep(TICK)
             now = time.monotonic()
-            if limit is not None and job.restart == limit[0] and now > limit[1] and job.living:
+            over = not job.living and (bool(self.verdicts) or job.failed is None)
+            if gone is not None and (over or now > gone + LAST_NEWS):
+                return
+            if process.poll() is not None and gone is None:
+                gone = now
+            if limit is not None and now > limit:
                 limit = None
-                self._end_all(process)
-            if now < next_look and job.failed is None:
-                continue
-            if now >= next_look:
-                if not judged:
-                    job.look()
-                next_look = time.monotonic() + POLL
-            if job.restart in self._judged:
+                if job.living:
+                    self._end_all(process)
+            if self.verdicts:
                 continue
             if (found := self._conclude()) is not None:
-                self._judged.add(job.restart)
                 self.say(*found)
-                job.release()
+                job.tell(job.ranks, "release")
                 if self._end and job.failed is not None and found[0].kind in ("error", "lost", "mismatch"):
-                    limit = (job.restart, time.monotonic() + GRACE)  # the launcher sees the failure, too
+                    limit = now + GRACE  # the launcher sees the failure, too
                 elif self._end:
                     self._end_all(process)
-            elif note := self._slow():
-                print(f"rankcell: {note}", file=sys.stderr, flush=True)
 
     def _end_all(self, process: "subprocess.Popen[bytes]") -> None:
-        for rank in self._job.ranks:
-            self._job.tell(rank, "end")
+        self._job.tell(self._job.ranks, "end")
         for number, patience in ((None, 3.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
             if number is not None:
                 process.send_signal(number)
             limit = time.monotonic() + patience
             while process.poll() is None and time.monotonic() < limit:
-                self._job.pump(0.05)
+                time.sleep(0.05)
             if process.poll() is not None:
                 return
 
@@ -153,22 +133,22 @@ class Runner:
         if found is None:
             self._proved = None
             return self._stalled(now)
-        seen = found.headline, [(r.rank, r.phase, r.calls, [w.seq for w in r.waits]) for r in here]
-        if self._proved is None or self._proved[1] != seen:
-            self._proved = now, seen
-        if now - self._proved[0] < (POLL if verdict.settled(here) else MOVING):
+        if self._proved is None or self._proved[1] != _standing(here):
+            self._proved = now, _standing(here)
+        if now - self._proved[0] < PROVED:
             return None
-        reports = job.reports()
-        again = verdict.judge(reports)
+        reports = job.reports()  # newer than the proof: where nobody has moved, all stood there at one moment
+        again = verdict.judge(reports) if _standing(reports) == self._proved[1] else None
         return None if again is None else (again, reports)
 
     def _stalled(self, now: float) -> _Found | None:
-        """The verdict when nothing has moved for as long as the limit says."""
+        """The verdict when no rank has called anything for as long as the limit says, and none computes."""
         living = self._job.living
-        if not living or any(now - k.called < self._limit for k in living.values()):
+        if not living or any(now - known.called < self._limit for known in living.values()):
             return None
-        waiting = {rank for rank, k in living.items() if verdict.waits_for(k.record)}
-        if any(now - k.moved < self._limit for rank, k in living.items() if rank not in waiting):
+        stands = {r for r, k in living.items() if verdict.waits_for(k.record) or now - k.moved >= self._limit}
+        if stands != set(living):
+            self._note_slow({r: k.record for r, k in living.items() if r not in stands})
             return None
         reports = []
         for record in self._job.reports():
@@ -182,36 +162,25 @@ class Runner:
                         record, phase="still", why=f"still at {where}, for {record.idle or 0:.0f} s"
                     )
             reports.append(record)
-        found = verdict.judge(reports)
-        if found is None:
-            found = verdict.unclear(
-                reports,
-                f"nothing has moved for {self._limit:.0f} s.",
-                "Everybody has come to the operation that it stands in: what does not end is the transfer itself. Look "
-                "at the network and at what the backend logs.",
-            )
+        found = verdict.judge(reports) or verdict.unclear(
+            reports,
+            f"nothing has moved for {self._limit:.0f} s.",
+            "Everybody has come to the operation that it stands in: what does not end is the transfer itself. Look "
+            "at the network and at what the backend logs.",
+        )
         return found, reports
 
-    def _slow(self) -> str:
-        """A line about ranks that compute while all others have waited for them as long as the limit says; "" else."""
-        now, living = time.monotonic(), self._job.living
-        waits = {rank: verdict.waits_for(known.record) for rank, known in living.items()}
-        busy = [rank for rank, wait in waits.items() if wait is None]
-        if (
-            self._called_slow >= set(busy)
-            or len(busy) == len(living)
-            or any(now - known.called < self._limit for known in living.values())
-            or any(
-                wait.op == "init_process_group" for wait in waits.values() if wait
-            )  # importing torch takes a while
-        ):
-            return ""
-        self._called_slow |= set(busy)
-        where = at_line(living[busy[0]].record.line, living[busy[0]].record.file)
-        verb, it = ("computes", "it") if len(busy) == 1 else ("compute", "them")
-        return (
-            f"{name_ranks(busy)} {verb}{f' at {where}' if where else ''}, and the others have waited for {it} for "
-            f"{self._limit:.0f} s. This may be slow, or an endless loop: the job goes on."
+    def _note_slow(self, busy: dict[int, RankRecord]) -> None:
+        """Say once that ranks compute while the others wait."""
+        if self._called_slow >= busy.keys():
+            return
+        self._called_slow |= busy.keys()
+        where = sorted({at_line(r.line, r.file) or "an unknown line" for r in busy.values()})
+        print(
+            f"rankcell: for {self._limit:.0f} s no rank has called an operation; {name_ranks(list(busy))} computing at "
+            f"{', '.join(where)}. This may be slow, or an endless loop: the job goes on.",
+            file=sys.stderr,
+            flush=True,
         )
 
     def say(self, found: verdict.JobVerdict, reports: Sequence[RankRecord]) -> None:
@@ -229,6 +198,11 @@ class Runner:
         except OSError as error:
             return f"It could not be written to {folder}: {error.strerror}."
         return f"All of this is in {folder}/: `rankcell explain {shlex.quote(str(folder))}` reads it."
+
+
+def _standing(records: Sequence[RankRecord]) -> Any:
+    """What stays the same while nobody moves."""
+    return [(r.rank, r.phase, r.calls, [w.seq for w in r.waits]) for r in records]
 
 
 def _may_have_finished(found: verdict.JobVerdict, reports: Sequence[RankRecord]) -> bool:

@@ -1,4 +1,4 @@
-"""Stacks of Python processes: of this one, of one that answers a signal, and what py-spy and faulthandler print.
+"""Stacks of Python processes: of this one, what it writes when it crashes, and what py-spy and faulthandler print.
 
 It only reads. Which line matters is for `verdict`.
 """
@@ -6,10 +6,7 @@ It only reads. Which line matters is for `verdict`.
 import contextlib
 import faulthandler
 import linecache
-import os
 import re
-import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +14,12 @@ from typing import Any
 
 from ..results import Frame
 
-SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 9  # far from those that programs use
-ANSWERS = 0.5  # seconds that a process has to write its stack
 MAX_FRAMES = 60
 _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python\d|/rankcell/(engine|jobs)/|^<frozen|^torch/|"
     r"/torch/(distributed|nn|autograd|utils|optim|multiprocessing|_\w+)/"
 )
+_crashes: list[Any] = []  # the file that faulthandler writes to must stay open
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,7 @@ class ThreadStack:
 
     name: str
     frames: tuple[Frame, ...]
+    active: bool = False  # it computes
 
 
 def is_own(filename: str) -> bool:
@@ -61,53 +58,21 @@ def of_frame(frame: Any) -> tuple[Frame, ...]:
     return tuple(reversed(found))
 
 
-# --- a process that answers a signal
-
-_held: dict[str, Any] = {}  # files that faulthandler writes to must stay open
-
-
-def answer(folder: str) -> None:
-    """From now on this process, and every fork of it, writes its stack into `folder` when it is sent `SIGNAL`."""
-
-    def register() -> None:
-        with contextlib.suppress(OSError):
-            file = open(f"{folder}/{os.getpid()}", "w")  # noqa: PTH123 - kept open
-            faulthandler.register(SIGNAL, file=file, all_threads=True)
-            if "crash" in _held or not faulthandler.is_enabled():  # the program has its own way with crashes
-                faulthandler.enable(file=file, all_threads=False)
-                _held["crash"] = file
-            _held["signal"] = file
-
-    register()
-    os.register_at_fork(after_in_child=register)
+def keep_crashes(path: str) -> None:
+    """From now on this process writes into `path` where it stood when it crashed, if the program does not do so."""
+    if not faulthandler.is_enabled():
+        _crashes.append(open(path, "w"))  # noqa: PTH123 - kept open
+        faulthandler.enable(file=_crashes[0], all_threads=False)
 
 
-def ask(pid: int, folder: str) -> tuple[Frame, ...]:
-    """The main thread's stack of a process of this machine that answers; empty if it does not."""
-    path = Path(folder) / str(pid)
-    try:
-        before = path.stat().st_size
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        if caught is None or not int(caught[1], 16) >> (SIGNAL - 1) & 1:
-            return ()  # it has become another program since: the signal would end it
-        os.kill(pid, SIGNAL)
-    except OSError:  # it has ended, or does not answer
-        return ()
-    end, size = time.monotonic() + ANSWERS, before
-    while time.monotonic() < end:
-        time.sleep(0.02)
-        now = path.stat().st_size
-        if now > before and now == size:
-            break
-        size = now
-    threads = printed(path.read_text()[before:])
-    return threads[0].frames if threads else ()
-
-
-def last_words(pid: int, folder: str) -> str:
-    """What a process of this machine has written when it crashed."""
-    path = Path(folder) / str(pid)
-    return path.read_text() if path.exists() else ""
+def crash_in(path: str) -> tuple[str, tuple[Frame, ...]]:
+    """What a crash has left in a file: the name of the signal, and the stack; ("", ()) if there was none."""
+    with contextlib.suppress(OSError):
+        _, begins, text = Path(path).read_text().partition("Fatal Python error: ")
+        if begins:
+            threads = printed(text)
+            return text.partition("\n")[0], threads[0].frames if threads else ()
+    return "", ()
 
 
 def children(pid: int) -> list[int]:
@@ -120,35 +85,24 @@ def children(pid: int) -> list[int]:
     return found
 
 
-# --- what py-spy and faulthandler print
-
-_PROCESS = re.compile(r"^Process (\d+): .*$", re.MULTILINE)  # py-spy
+# what faulthandler and py-spy print
 _THREAD = re.compile(
-    r'^(?:Current thread|Thread|Stack)\b(?:.*\(most recent call first\):| \S+ \(.+?\)(?:: "(.*)")?$)'
+    r'^(?:Current thread|Thread|Stack)\b(?:.*\(most recent call first\):| \S+ \((.+?)\)(?:: "(.*)")?$)'
 )
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$|^ {4}(\S.*?) \((.+):(\d+)\)$')
 
 
-def by_process(text: str) -> list[tuple[int, tuple[ThreadStack, ...]]]:
-    """The threads of each process in what one of them prints, with its pid, 0 where it is not told; else empty."""
-    if "most recent call first" in text:
-        return [(0, printed(text))]
-    _, *rest = _PROCESS.split(text)  # pid, text, pid, text, ...
-    found = [(int(pid), printed(body)) for pid, body in zip(rest[::2], rest[1::2], strict=True)]
-    return [(pid, threads) for pid, threads in found if threads]
-
-
 def printed(text: str) -> tuple[ThreadStack, ...]:
-    """The threads of one process, the main thread first, which faulthandler prints last and py-spy names."""
-    found: list[tuple[str, list[Frame]]] = []
+    """The threads in what one of them prints, the main thread first: faulthandler prints it last, py-spy names it."""
+    found: list[tuple[str, bool, list[Frame]]] = []
     for line in text.splitlines():
         if begins := _THREAD.match(line):
-            found.append((begins[1] or "", []))
+            found.append((begins[2] or "", "active" in (begins[1] or ""), []))
         elif found and (frame := _FRAME.match(line)):
-            file, number, name = (
-                (frame[1], int(frame[2]), frame[3]) if frame[1] else (frame[5], int(frame[6]), frame[4])
+            name, file, number = (
+                (frame[3], frame[1], frame[2]) if frame[1] else (frame[4], frame[5], frame[6])
             )
-            source = linecache.getline(file, number).strip() if is_own(file) else ""
-            found[-1][1].append(Frame(file, number, name, source))
-    threads = [ThreadStack(name, tuple(reversed(frames))) for name, frames in reversed(found)]
+            source = linecache.getline(file, int(number)).strip() if is_own(file) else ""
+            found[-1][2].append(Frame(file, int(number), name, source))
+    threads = [ThreadStack(name, tuple(reversed(frames)), active) for name, active, frames in reversed(found)]
     return tuple(sorted(threads, key=lambda t: t.name != "MainThread"))

@@ -41,11 +41,10 @@ class JobVerdict:
     advice: str = ""
     places: tuple[tuple[str, int], ...] = ()
     detail: str = ""  # of an exception: where it was raised
-    unknown: tuple[str, ...] = ()  # what could not be known, in sentences
 
     def __str__(self) -> str:
         rows = (f"  {row}" for row in self.rows)
-        return "\n".join([self.headline, *rows, *filter(None, (self.detail, self.advice)), *self.unknown])
+        return "\n".join([self.headline, *rows, *filter(None, (self.detail, self.advice))])
 
 
 def is_consequence(record: RankRecord) -> bool:
@@ -72,11 +71,6 @@ def state_of(record: RankRecord) -> State:
 def waits_for(record: RankRecord) -> Wait | None:
     """The operation that a rank cannot leave by itself; None if it can still go on, or is over."""
     return next(iter(state_of(record).blocking), None)
-
-
-def settled(records: Sequence[RankRecord]) -> bool:
-    """Whether every rank is over or waits in an operation: nobody is still on the way to one."""
-    return diagnose.settled([state_of(r) for r in records])
 
 
 def standings(records: Sequence[RankRecord]) -> tuple[Standing, ...]:
@@ -141,7 +135,7 @@ def _lost(states: Sequence[State], lost: Sequence[RankRecord]) -> JobVerdict:
     seen = at_line(first.line, first.file)
     advice = f"It was last seen at {seen}. " if seen and len(lost) == 1 else ""
     advice += "Was it out of memory? `dmesg` on its node, or `sacct` under Slurm, say so."
-    places = tuple(p for r in lost if (p := _last_place(r))[1])
+    places = tuple((r.file, r.line) for r in lost if r.line)
     return JobVerdict("lost", ranks, f"{head}.", _rows(states, ranks), advice, places)
 
 
@@ -169,10 +163,8 @@ def _deadlock(
     if divergence is not None:
         culprits = (divergence.rank,)
         if divergence.call is not None:  # if it has ended the proof says so already
-            head, places = (
-                _diverges(divergence, divergence.call, states, proof),
-                [(divergence.call.file, divergence.call.line)],
-            )
+            head = _diverges(divergence, divergence.call, states, proof)
+            places = [(divergence.call.file, divergence.call.line)]
             advice = (
                 "Every rank of a group must call the same operations in the same order: look at what this rank skips, "
                 "or calls in addition, before that line."
@@ -183,7 +175,7 @@ def _deadlock(
     for rank in culprits:
         record = records[rank]
         if record.phase == "still":
-            places += _telling(record) or [_last_place(record)]
+            places.append((record.file, record.line))
         elif rank in waits:
             places.append((waits[rank].file, waits[rank].line))
     if not places:  # it has finished: the line is the one that it left out
@@ -225,19 +217,6 @@ def _call_of(event: Event, world_size: int, ranks: Sequence[int] = ()) -> str:
     return f"{event.text} of {group}{where}" if event.op not in ("send", "recv") else f"{event.text}{where}"
 
 
-def _telling(record: RankRecord) -> list[tuple[str, int]]:
-    """The program's own lines in which a rank stands, its workers' first: the main thread waits for them."""
-    workers = [frames for name, frames in record.others if name.startswith("worker")]
-    return [place for frames in [*workers, record.stack] if (place := stacks.place(frames))[1]]
-
-
-def _last_place(record: RankRecord) -> tuple[str, int]:
-    if record.line:
-        return record.file, record.line
-    last = max(record.events, key=lambda e: e.start, default=None)
-    return (last.file, last.line) if last is not None else ("", 0)
-
-
 def unclear(records: Sequence[RankRecord], headline: str, advice: str = "") -> JobVerdict:
     """Where everybody is, when nothing is proved."""
     return JobVerdict("unclear", (), headline, _rows([state_of(r) for r in records], ()), advice)
@@ -276,7 +255,7 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
     """
     alike: dict[Any, list[RankRecord]] = {}
     for record in sorted(records, key=lambda r: (r.rank not in found.culprits, r.rank)):
-        alike.setdefault((record.rank in found.culprits, *_details(record, found)), []).append(record)
+        alike.setdefault((record.rank in found.culprits, *_details(record)), []).append(record)
     parts = [
         "\n".join([f"{name_ranks([r.rank for r in same])}:", *lines])
         for (_, *lines), same in alike.items()
@@ -285,13 +264,8 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
     return "\n".join([f"rankcell: {found}", *([""] if parts else []), *parts])
 
 
-def _details(record: RankRecord, found: JobVerdict) -> list[str]:
-    stack = record.stack
-    if not stack and record.failure is not None and record.rank not in found.culprits:
-        stack = (
-            record.failure.frames
-        )  # where it stood until who it waited for was gone: then its operation failed
-    lines = _stack(stack)
+def _details(record: RankRecord) -> list[str]:
+    lines = _stack(record.stack)
     for name, frames in record.others:
         if frames:
             lines += [f"  its {name}:", *(f"  {line}" for line in _stack(frames))]

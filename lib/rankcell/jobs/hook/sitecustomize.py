@@ -27,12 +27,12 @@ def _inside():
 
 
 class _ReplacesOnImport:
-    """A finder that finds nothing of its own: it lets the two modules be loaded as ever, and then replaces in them what
+    """A finder that finds nothing of its own: it lets torch.distributed be loaded as ever, and then replaces in it what
     tells us that there is a rank.
     """
 
     def find_spec(self, name, path=None, target=None):
-        if name not in _REPLACE:
+        if name != "torch.distributed.distributed_c10d":
             return None
         sys.meta_path.remove(self)
         try:
@@ -44,7 +44,7 @@ class _ReplacesOnImport:
 
             def exec_module(module):
                 load(module)
-                _REPLACE[name](module)
+                _replace_init(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -71,23 +71,6 @@ def _replace_init(module):
         inside.stacks.answer(
             os.environ["RANKCELL_STACKS"]
         )  # a worker of a rank: it shows its stack when it is asked
-
-
-def _replace_spawn(module):
-    """torch.multiprocessing.spawn catches what a rank raises: let us hear of it before."""
-    original = module._wrap
-
-    @functools.wraps(original)
-    def _wrap(fn, *args):
-        inside = _inside()
-        return original(fn, *args) if inside is None else inside.spawned(original, fn, *args)
-
-    module._wrap = _wrap
-
-
-_REPLACE = {
-    "torch.distributed.distributed_c10d": _replace_init, "torch.multiprocessing.spawn": _replace_spawn
-}  # fmt: skip
 
 
 def _run_the_next():
