@@ -572,17 +572,12 @@ def one(number: int, job: Job, keep: str = "") -> dict[str, Any]:
     return row
 
 
-def by_dumps(folder: Path) -> dict[str, Any] | None:
-    """What the dumps of torch's flight recorder alone say of a job that was kept in `folder`: which ranks `rankcell
-    explain` names, and what torch's own analyser answers. None if no rank has left one.
+def by_dumps(folder: Path) -> str | None:
+    """What torch's own analyser says of the dumps of its flight recorder, of a job that was kept in `folder`. None if no
+    rank has left one.
     """
-    dumps = sorted(folder.glob("fr_rank_*"))
-    if not dumps:
+    if not list(folder.glob("fr_rank_*")):
         return None
-    from rankcell.jobs import explain, flight, records
-
-    read = [flight.Dump(flight.rank_in(p.name), records.load(p.read_bytes())) for p in dumps]
-    ours = explain.explain(flight.records(read)).culprits
     from torch.distributed.flight_recorder import fr_trace
 
     said = io.StringIO()
@@ -590,9 +585,9 @@ def by_dumps(folder: Path) -> dict[str, Any] | None:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             fr_trace.main([str(folder), "-p", "fr_rank_"])
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is its answer
-        return {"ours": ours, "theirs": f"{type(error).__name__}: {error}"[:60]}
+        return f"{type(error).__name__}: {error}"[:60]
     lines = said.getvalue().strip().splitlines()
-    return {"ours": ours, "theirs": lines[-1][:60] if lines else "nothing"}
+    return lines[-1][:60] if lines else "nothing"
 
 
 def main(numbers: Sequence[int], keep: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The verdict for jobs that no notebook started, from hand-written records, dumps, stacks, logs and traces.
+"""The verdict for jobs that no notebook started, from hand-written records and stacks.
 
 `test_run.py` has the jobs that are really run.
 """
@@ -47,7 +47,7 @@ def test_nobody_is_blamed_while_somebody_may_still_come():
     assert verdict.judge([waiting(0), computing, waiting(2)]) is None
 
 
-def test_an_error_of_a_closed_connection_is_a_consequence():
+def test_a_closed_connection_is_a_consequence():
     """The rank that finished has closed its connections: who waits for it raises, and is not to blame."""
     gone = RankRecord(1, 3, "finished", counts={("0", WORLD): 3}, calls=3, at=1.0)
     lost = RankFailure("RuntimeError", "[.../pair.cc:553] Connection closed by peer [127.0.0.1]:4545")
@@ -142,14 +142,14 @@ def test_a_rank_that_stands_still_is_waited_for():
     assert "lock.acquire()" in verdict.text(found, [waiting(0), stuck, waiting(2)])
 
 
-def test_of_ranks_in_a_circle_the_odd_one_is_named():
+def test_of_a_circle_the_odd_rank_is_blamed():
     pair = [waiting(0, group="1", ranks=(0, 1), seq=1, line=20), waiting(1), waiting(2)]
     counts = [{("1", (0, 1)): 1, ("0", WORLD): 3}, {("1", (0, 1)): 0, ("0", WORLD): 4}, {("0", WORLD): 4}]
     found = verdict.judge([replace(r, counts=c) for r, c in zip(pair, counts, strict=True)])
     assert found.culprits == (0,) and found.places == ((TRAIN, 20),)
 
 
-def test_who_left_a_call_of_its_sub_group_out_is_named():
+def test_a_call_missing_in_a_subgroup_is_blamed():
     """Rank 2 is at the barrier with one call less of its pair than those who stand there, and rank 3 waits for it."""
     world, low, high = (0, 1, 2, 3), (0, 1), (2, 3)
 

@@ -100,7 +100,7 @@ def test_a_program_without_torch_is_left_alone(tmp_path):
     assert started(RUN, tmp_path).returncode == 2
 
 
-def test_losses_and_weights_are_those_of_a_plain_run(tmp_path):
+def test_weights_are_those_of_a_plain_run(tmp_path):
     """Bit by bit, on both ranks, and the random state after the training too; and what the ranks did is kept."""
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "rank-7.pickle").write_text("of an earlier job")

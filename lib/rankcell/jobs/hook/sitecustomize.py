@@ -27,18 +27,13 @@ def _inside():
 
 
 class _ReplacesOnImport:
-    """A finder that finds nothing of its own: it lets torch.distributed be loaded as ever, and then replaces in it what
-    tells us that there is a rank.
-    """
+    """A finder that finds nothing of its own: torch.distributed is loaded as ever, and then we hear of a rank."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch.distributed.distributed_c10d":
             return None
         sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
+        spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
@@ -64,13 +59,8 @@ def _replace_init(module):
     module.init_process_group = init_process_group
     # no process that has started this one is the rank that its environment names
     is_rank = "RANK" in os.environ and os.environ.get("RANKCELL_CLAIMED") != os.environ["RANK"]
-    if is_rank and os.environ.get("WORLD_SIZE", "1") != "1":
-        if (inside := _inside()) is not None:
-            inside.arrive()
-    elif "RANKCELL_STACKS" in os.environ and (inside := _inside()) is not None:
-        inside.stacks.answer(
-            os.environ["RANKCELL_STACKS"]
-        )  # a worker of a rank: it shows its stack when it is asked
+    if is_rank and os.environ.get("WORLD_SIZE", "1") != "1" and (inside := _inside()) is not None:
+        inside.arrive()
 
 
 def _run_the_next():
