@@ -573,9 +573,7 @@ def one(number: int, job: Job, keep: str = "") -> dict[str, Any]:
 
 
 def by_dumps(folder: Path) -> str | None:
-    """What torch's own analyser says of the dumps of its flight recorder, of a job that was kept in `folder`. None if no
-    rank has left one.
-    """
+    """What torch's own analyser says of the flight recorder's dumps of a job that was kept; None if it left none."""
     if not list(folder.glob("fr_rank_*")):
         return None
     from torch.distributed.flight_recorder import fr_trace

@@ -85,7 +85,7 @@ class WatchedJob:
         self._listener.close()
         if self._invitation is not None:
             self._invitation.unlink(missing_ok=True)
-        for known in self.ranks.values():
+        for known in list(self.ranks.values()):
             with contextlib.suppress(OSError):  # wakes the thread that hears it
                 known.channel.socket.shutdown(socket.SHUT_RDWR)
             if known.arrival.host == self._host:
