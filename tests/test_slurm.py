@@ -50,7 +50,7 @@ def test_attach_to_a_job_that_hangs(cluster, tmp_path):
     for rank in range(2):
         cluster.wait_for(tmp_path / f"here-{rank}", "")
     look = [sys.executable, "-m", "rankcell.command", "attach", "--report", "seen"]
-    looked = run("srun", f"--jobid={job}", "--overlap", "--ntasks-per-node=1", *look)
+    looked = run("srun", f"--jobid={job}", "--overlap", "--nodes=2", "--ntasks-per-node=1", *look)
     cluster.run("scancel", str(job))
     done = run(sys.executable, "-m", "rankcell.command", "explain", "seen")
     line = "rankcell: rank 1 stands at line 10 of train.py, and rank 0 waits for it in all_reduce."
