@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from rankcell import command
+from rankcell.draw.timeline import timeline
+from rankcell.draw.waits import waits
 from rankcell.engine.messages import Wait
 from rankcell.jobs import explain, mismatch, records, stacks, verdict
 from rankcell.jobs.records import RankRecord
@@ -177,6 +179,15 @@ def test_a_record_survives_its_file(tmp_path):
     )  # fmt: skip
     records.write(tmp_path, [record])
     assert records.load((tmp_path / "rank-1.pickle").read_bytes()) == record
+
+
+def test_a_report_can_be_drawn(tmp_path):
+    gone = RankRecord(1, 3, "finished", counts={("0", WORLD): 3}, calls=3)
+    ranks = [replace(waiting(0), events=(event(0, start=50.0),)), gone, waiting(2)]
+    records.write(tmp_path, ranks)
+    run = explain.read(tmp_path).run
+    assert run.ranks[0].events[0].start == 0.0
+    assert "svg" in timeline(run)._repr_html_() and "svg" in waits(run)._repr_html_()
 
 
 def test_a_pickle_of_a_stranger_is_not_opened(tmp_path):
