@@ -562,7 +562,7 @@ def one(number: int, job: Job, keep: str = "") -> dict[str, Any]:
     rank, line = right(job, found)
     row = {
         "number": number, "name": job.name, "ranks": job.world_size, "nodes": job.nodes, "rank": rank, "line": line,
-        "seconds": round(seconds, 1), "late": tried.late, "said": found.headline if found else "",
+        "seconds": round(seconds, 1), "said": found.headline if found else "",
         "wanted": sorted(job.culprits), "lines": sorted(job.lines),
         "places": [n for _, n in found.places] if found else [],
     }  # fmt: skip
@@ -572,17 +572,10 @@ def one(number: int, job: Job, keep: str = "") -> dict[str, Any]:
     return row
 
 
-def by_dumps(folder: Path) -> dict[str, Any] | None:
-    """What the dumps of torch's flight recorder alone say of a job that was kept in `folder`: which ranks `rankcell
-    explain` names, and what torch's own analyser answers. None if no rank has left one.
-    """
-    dumps = sorted(folder.glob("fr_rank_*"))
-    if not dumps:
+def by_dumps(folder: Path) -> str | None:
+    """What torch's own analyser says of the flight recorder's dumps of a job that was kept; None if it left none."""
+    if not list(folder.glob("fr_rank_*")):
         return None
-    from rankcell.jobs import explain, flight
-
-    read = [flight.Dump(flight.rank_in(p.name), flight.load(p.read_bytes()), p.name) for p in dumps]
-    ours = explain.explain(flight.records(read)).culprits
     from torch.distributed.flight_recorder import fr_trace
 
     said = io.StringIO()
@@ -590,9 +583,9 @@ def by_dumps(folder: Path) -> dict[str, Any] | None:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             fr_trace.main([str(folder), "-p", "fr_rank_"])
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is its answer
-        return {"ours": ours, "theirs": f"{type(error).__name__}: {error}"[:60]}
+        return f"{type(error).__name__}: {error}"[:60]
     lines = said.getvalue().strip().splitlines()
-    return {"ours": ours, "theirs": lines[-1][:60] if lines else "nothing"}
+    return lines[-1][:60] if lines else "nothing"
 
 
 def main(numbers: Sequence[int], keep: str = "") -> None:

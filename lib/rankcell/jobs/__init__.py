@@ -1,15 +1,16 @@
 """The verdict of a rank cell for jobs that no notebook started: `rankcell run`, `rankcell attach`, `rankcell explain`.
 
     command     the sub-commands
-    hook/       on the PYTHONPATH of a job: waits there for torch.distributed, and for an exception
-    inside      in the process of a rank: the recorder of rank cells, and a thread that answers the runner
-    run         starts the command, asks its ranks what they do, prints the verdict once, ends the job
-    attach      processes that were started without it: their stacks, torch's flight recorder
-    explain     a folder of dumps and logs -> records; as a notebook
-    flight, stacks, logs, traces    what torch, py-spy, nccl and Kineto write -> records and Events
-    records     what is known of one rank, as data and as a file
-    apart       which of several ranks has left the order of calls, from the last operations of each
+    hook/       on the PYTHONPATH of a job: waits there for torch.distributed
+    inside      in the process of a rank: a thread that answers the runner;  recording   the recorder there
+    watch       the ranks of a job, as they answer;  run   starts the command, prints the verdict once, ends the job
+    attach      processes that were started without it: their stacks
+    explain     a folder of reports, or of stacks;  stacks   of this process, and what py-spy prints
+    records     what is known of one rank, as data, message and file
+    mismatch, divergence    whose calls do not match; which rank called something else: by their last operations
     verdict     records -> who is to blame, in words; a pure function, with engine/diagnose and errors
 
-Whatever the source is, it becomes a `records.Record` for each rank, and `verdict.judge` reads those.
+Whatever the source is, it becomes a `records.RankRecord` for each rank, and `verdict.judge` reads those. It is no
+profiler, and no monitor of jobs that go on: a rank that computes is never blamed. It draws nothing; `explain.read`
+gives the run that `rankcell.draw` takes. Dumps of torch's flight recorder are for torch's own `torchfrtrace`.
 """

@@ -1,6 +1,6 @@
 """The sub-commands `run`, `attach` and `explain` of `rankcell`."""
 
-import argparse
+from importlib import import_module
 from typing import Any
 
 LIMIT = 300.0  # seconds
@@ -8,11 +8,12 @@ LIMIT = 300.0  # seconds
 
 def add_command(commands: Any) -> None:
     """Add them to the sub-commands of an argument parser."""
-    run = commands.add_parser(
+    run = _add(
+        commands,
         "run",
-        help="run a job and say which rank hangs, does not match, fails or is lost, and where",
-        description="Run a command whose processes are ranks, such as torchrun, srun or python, without changing it. "
-        "When it hangs, or a rank fails, print once who is to blame, and what every rank did.",
+        "run a job and say which rank hangs, does not match, fails or is lost, and where",
+        "Run a command whose processes are ranks, such as torchrun, srun or python, without changing it. When it "
+        "hangs, or a rank fails, print once who is to blame, and what every rank did.",
     )
     run.add_argument(
         "--limit", type=float, default=LIMIT, metavar="SECONDS",
@@ -23,63 +24,41 @@ def add_command(commands: Any) -> None:
         "--on-hang", choices=("end", "report"), default="end", help="end the job (default), or only report"
     )
     run.add_argument(
-        "--report",
-        default="",
-        metavar="FOLDER",
+        "--report", default="", metavar="FOLDER",
         help="where to write what is known of each rank, also when nothing goes wrong",
-    )
-    run.add_argument(
-        "--meet", default="", metavar="NAME",
-        help="the same on every node, where each node has a `rankcell run` of its own without Slurm",
     )  # fmt: skip
-    run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-    run.set_defaults(run=_run)
+    run.add_argument("program", nargs="...", metavar="-- COMMAND")
 
-    attach = commands.add_parser(
+    attach = _add(
+        commands,
         "attach",
-        help="say the same of processes that hang already",
-        description="Say which rank the others wait for, for processes that hang and were started without "
-        "`rankcell run`: from their stacks, which py-spy reads, and torch's flight recorder where it can be asked.",
+        "say the same of processes that hang already",
+        "Say which rank the others wait for, for processes that hang and were started without `rankcell run`, from "
+        "their stacks, which py-spy reads.",
     )
-    attach.add_argument("pids", type=int, nargs="*", metavar="PID", help="of the ranks, or of their launcher")
-    attach.add_argument("--job", default="", metavar="ID", help="a job of Slurm, instead")
     attach.add_argument(
-        "--report", default="", metavar="FOLDER", help="where to write what is seen of each rank"
+        "pids",
+        type=int,
+        nargs="*",
+        metavar="PID",
+        help="of ranks, or of their launcher; all of this user if there is none",
     )
-    attach.set_defaults(run=_attach)
+    attach.add_argument(
+        "--report", default="", metavar="FOLDER", help="only write the stacks, for `rankcell explain`"
+    )
 
-    explain = commands.add_parser(
+    explain = _add(
+        commands,
         "explain",
-        help="say the same of dumps and logs",
-        description="Say who is to blame from what is left of a job, alone or mixed and incomplete: reports of "
-        "`rankcell run`, dumps of torch's flight recorder (pickles and JSON), what py-spy and faulthandler print, logs "
-        "of nccl's and torch's watchdog, traces of the profiler.",
+        "say the same of reports and stacks",
+        "Say who is to blame from the reports of `rankcell run`, or from what py-spy or faulthandler print of each "
+        "rank, in files such as rank-3.txt.",
     )
-    explain.add_argument(
-        "folder", metavar="FOLDER", help="with these files, in whatever folders in it; or one of them"
-    )
-    explain.add_argument(
-        "--notebook", default="", metavar="OUT.ipynb", help="write it as a notebook with pictures"
-    )
-    explain.add_argument(
-        "--perfetto", default="", metavar="OUT.json", help="write the events for ui.perfetto.dev"
-    )
-    explain.set_defaults(run=_explain)
+    explain.add_argument("folder", metavar="FOLDER", help="with these files")
 
 
-def _attach(options: Any) -> int:
-    from . import attach
-
-    return attach.main(options)
-
-
-def _explain(options: Any) -> int:
-    from . import explain
-
-    return explain.main(options)
-
-
-def _run(options: Any) -> int:
-    from . import run
-
-    return run.main(options)
+def _add(commands: Any, name: str, help: str, description: str) -> Any:
+    """A sub-command that is carried out by the `main` of the module of its name, imported when it is needed."""
+    parser = commands.add_parser(name, help=help, description=description)
+    parser.set_defaults(run=lambda options: import_module(f".{name}", __package__).main(options))
+    return parser

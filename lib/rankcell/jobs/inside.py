@@ -10,27 +10,27 @@ import contextlib
 import inspect
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine import channel, system
-from ..engine.messages import Answer, Question, Status
-from ..results import Frame, RankFailure
+from ..engine.messages import Answer, Question
+from ..results import Frame
 from . import stacks
-from .records import Record
-from .talk import Arrival, Ended, Look
+from .records import Look, RankArrived, RankRecord
 
 if TYPE_CHECKING:
     from .recording import Recording
 
+POLL = 0.5  # seconds after which a rank says what it does
 HOLD = 20.0  # seconds that a failed rank waits, so that the others can be asked before they are ended too
 NEAR = 10.0  # seconds to wait for the others' arrival, to learn who is on this node
 _state: dict[str, Any] = {}  # "inside": of this process
@@ -56,197 +56,144 @@ class Inside:
         self.recording: Recording | None = None
         self.near: tuple[int, ...] | None = None
         self._main = threading.main_thread().ident or 0
-        self._ended = False
-        self._freed, self._told = threading.Event(), threading.Event()
+        self._released, self._near_known = threading.Event(), threading.Event()
         told = json.loads(Path(os.environ["RANKCELL_JOB"]).read_text())
         self.token: str = told["token"]
         sock = channel.connect((*told["addresses"], "127.0.0.1"), told["port"], bytes.fromhex(told["key"]))
         system.keep_alive(sock, reads_always=False)
         self._channel = channel.Channel(sock)
-        self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self._folder = os.environ.get("RANKCELL_STACKS") or stacks.new_folder()
-        self._made_folder = "RANKCELL_STACKS" not in os.environ
-        # what this process starts is no rank, unless it joins a process group
-        os.environ.update(RANKCELL_CLAIMED=str(rank), RANKCELL_STACKS=self._folder)
-        stacks.answer(self._folder)
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._channel.send(
-            Arrival(
-                rank, world_size, self.pid, host(), self.node, self._folder,
-                int(restart) if restart.isdecimal() else 0, " ".join(sys.orig_argv[:8]),
-            )
-        )  # fmt: skip
-        os.register_at_fork(after_in_child=self._leave)
-        atexit.register(self._remove_folder)  # after `end`: what is registered last comes first
+        self._crash_file = f"{tempfile.gettempdir()}/rankcell-{self.token}-{self.pid}"
+        stacks.keep_crashes(self._crash_file)
+        # what it starts is no rank, unless it joins a process group
+        os.environ["RANKCELL_CLAIMED"] = str(rank)
+        self._channel.send(RankArrived(rank, world_size, self.pid, host(), self._crash_file))
+        # in a fork: the runner must hear of the end of the rank, not of the end of its last worker
+        os.register_at_fork(after_in_child=self._channel.socket.close)
         atexit.register(self.end)
         before = sys.excepthook
 
         def excepthook(kind: Any, error: Any, trace: Any) -> None:
             before(kind, error, trace)
             if not issubclass(kind, KeyboardInterrupt):
-                self.failed(error)
+                self.end(error)
 
         sys.excepthook = excepthook
         self.thread = threading.Thread(target=self._serve, name="rankcell", daemon=True)
         self.thread.start()
 
-    def _leave(self) -> None:
-        """In a fork: the runner must hear of the end of the rank, not of the end of its last worker."""
-        self._channel.socket.close()
-
     def _serve(self) -> None:
-        while True:
-            try:
-                question = self._channel.receive()
-            except (EOFError, OSError):  # the runner is gone: the program goes on
-                self._freed.set()
-                self._told.set()
-                return
-            try:
-                answer = self._answer(question)
-            except Exception as error:  # noqa: BLE001 - a rank that does not answer cannot be diagnosed
-                answer = repr(error)
-            with contextlib.suppress(OSError):
-                self._channel.send(Answer(question.number, answer))
+        with contextlib.suppress(EOFError, OSError):  # the runner is gone: the program goes on
+            while True:
+                system.wait_readable(self._channel.fileno(), POLL)
+                questions = self._channel.poll()
+                for question in questions:
+                    self._channel.send(Answer(question.number, self._answer(question)))
+                if not questions:
+                    self._channel.send(self._look())
+        self._released.set()
+        self._near_known.set()
+
+    def _look(self) -> Look:
+        busy = system.wants_a_core() or any(_runs(pid) for pid in stacks.children(self.pid))
+        return Look(self.record(), *self._used(), runs=busy)
 
     def _answer(self, question: Question) -> Any:
-        if question.about == "look":
-            busy = system.wants_a_core() or any(stacks.state_of(p) == "R" for p in stacks.children(self.pid))
-            return Look(self.status(), *used(self.pid, time.process_time() - time.thread_time()), runs=busy)
+        """What the runner asks, or has this rank do: `near` is who is on its node, `release` lets it end."""
         if question.about == "report":
-            return self.record()
-        if question.about == "peek":
-            return peek(*question.argument)
-        if question.about == "last":
-            return stacks.last(*question.argument)
+            return self.report()
+        if question.about == "crash":
+            return stacks.crash_in(question.argument)
         if question.about == "near":
             self.near = question.argument
-            self._told.set()
-        elif question.about == "go":
-            self._freed.set()
-        elif question.about == "leave":
-            self._remove_folder()
+            self._near_known.set()
+        elif question.about == "release":
+            self._released.set()
         elif question.about == "end":
             for pid in stacks.children(self.pid):  # a worker that hangs would outlive us
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            self._remove_folder()
+            Path(self._crash_file).unlink(missing_ok=True)
             os._exit(1)
         return None
 
     def wait_for_near(self) -> tuple[int, ...] | None:
         """The ranks on this node, once all have arrived; None if they do not."""
-        self._told.wait(NEAR)
+        self._near_known.wait(NEAR)
         return self.near
 
-    def _frame(self) -> Any:
-        frames = sys._current_frames()
-        del frames[threading.get_ident()]  # it would hold itself
-        return frames.get(self._main)
-
-    def status(self) -> Status:
+    def record(self) -> RankRecord:
         """What the main thread does now."""
+        record = RankRecord(self.rank, self.world_size, self.phase, counts={}, at=time.time())
         if self.recording is not None:
-            return self.recording.look(self.rank, self.phase, self._main, {self.thread.ident})
-        own = [f for f in stacks.of_frame(self._frame()) if stacks.is_own(f.filename)]
-        line, file = (own[-1].lineno, own[-1].filename) if own else (0, "")
-        return Status(self.rank, "", self.phase, line, file)
+            return self.recording.look(record, self._main, self.thread.ident)
+        file, line = stacks.place(self._stacks().get(self._main, ()))
+        return replace(record, file=file, line=line)
 
-    def record(self, failure: RankFailure | None = None) -> Record:
-        """All that is known of this rank, with its stack, its workers' and its last operations."""
-        status = self.status()
-        others: list[tuple[str, tuple[Frame, ...]]] = []
-        if failure is None:
-            main, ours = self._main, self.thread.ident
-            frames = sys._current_frames()
-            del frames[threading.get_ident()]
-            names = {t.ident: t.name for t in threading.enumerate()}
-            for ident, frame in frames.items():
-                stack = stacks.of_frame(frame)
-                if ident not in (main, ours) and any(stacks.is_own(f.filename) for f in stack):
-                    others.append((f"thread {names.get(ident, '')}".strip(), stack))
-            frames.clear()
-            for pid in stacks.children(self.pid)[:64]:
-                for thread in stacks.ask(pid, self._folder)[:1]:
-                    others.append((f"worker process {pid}", thread.frames))
-        stack = stacks.of_frame(self._frame()) if failure is None and self.phase == "running" else ()
-        return Record(
-            rank=self.rank,
-            world_size=self.world_size,
-            phase=self.phase,
-            why=str(failure) if failure else "",
-            node=self.node,
-            line=status.line,
-            file=status.file,
-            waits=status.waits,
-            counts=dict(status.counts),
-            calls=status.calls,
-            joins=status.joins,
-            threads=status.threads,
-            stack=stack,
-            others=tuple(others),
-            events=() if self.recording is None else self.recording.events(),
-            failure=failure,
-            failed_in=None
-            if failure is None or self.recording is None
-            else self.recording.failed_in(failure),
-            at=time.time(),
-            origin=("rankcell",),
-        )
+    def report(self) -> RankRecord:
+        """The same with its stack, those of its other threads, and its last operations."""
+        record, found = self.record(), self._stacks()
+        names = {t.ident: t.name for t in threading.enumerate()}
+        others = [
+            (f"thread {names.get(ident, '')}".strip(), stack)
+            for ident, stack in found.items()
+            if ident not in (self._main, self.thread.ident) and stacks.own(stack)
+        ]
+        events = () if self.recording is None else self.recording.events()
+        return replace(record, stack=found.get(self._main, ()), others=tuple(others), events=events)
 
-    def failed(self, error: BaseException) -> None:
-        """The program has raised. Wait until the runner has seen what the others do: the launcher will end them."""
-        if self._ended or os.getpid() != self.pid:
+    def _stacks(self) -> dict[int, tuple[Frame, ...]]:
+        me = threading.get_ident()
+        return {ident: stacks.of_frame(f) for ident, f in sys._current_frames().items() if ident != me}
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The program has come to its end, or has raised. Then wait until the runner has seen what the others do: the
+        launcher will end them.
+        """
+        if self.phase != "running" or os.getpid() != self.pid:
             return
-        self.phase = "error"
-        call = None if self.recording is None else self.recording.recorder.failed_call
-        self._say(_failure(error, call))
-        self._freed.wait(HOLD)
-
-    def end(self) -> None:
-        """The program has come to its end."""
-        if self._ended or os.getpid() != self.pid:
-            return
-        self.phase = "finished"
-        self._say(None)
-
-    def _remove_folder(self) -> None:
-        """On another node than the runner's nobody else would. (What a crash leaves in it is read before it goes.)"""
-        if self._made_folder and os.getpid() == self.pid:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _say(self, failure: RankFailure | None) -> None:
-        self._ended = True
+        self.phase = "finished" if error is None else "error"
+        record = self.record()
+        if self.recording is not None:
+            record = replace(record, events=self.recording.events())
+        if error is not None:
+            record = self._failed(record, error)
         with contextlib.suppress(OSError):
-            self._channel.send(Ended(self.record(failure)))
+            Path(self._crash_file).unlink(missing_ok=True)
+            self._channel.send(record)
+        if error is not None:
+            self._released.wait(HOLD)
+
+    def _failed(self, record: RankRecord, error: BaseException) -> RankRecord:
+        from ..engine import report
+
+        recorder = None if self.recording is None else self.recording.recorder
+        failure = report.failure(error, call=recorder.failed_call if recorder else None)
+        failure = report.without_addresses(failure, renewed=False)
+        of_operations = failure.type in (
+            "RuntimeError",
+            "DistBackendError",
+            "DistNetworkError",
+            "DistStoreError",
+        )
+        failed_in = recorder.failed_wait if recorder and of_operations else None
+        return replace(record, why=str(failure), failure=failure, failed_in=failed_in)
+
+    def _used(self) -> tuple[float, int]:
+        """CPU seconds and bytes read or written by this process, without this thread, and those that it has started."""
+        children = stacks.children(self.pid)
+        cpu = time.process_time() - time.thread_time() + sum(map(system.process_cpu_seconds, children))
+        moved = 0
+        for pid in (self.pid, *children):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                words = Path(f"/proc/{pid}/io").read_text().split()
+                moved += int(words[1]) + int(words[3])  # rchar, wchar
+        return cpu, moved
 
 
-def _failure(error: BaseException, call: Any) -> RankFailure:
-    if "torch" in sys.modules:
-        with contextlib.suppress(ImportError):
-            from ..engine import report
-
-            return report.without_addresses(report.failure(error, call=call), renewed=False)
-    entries = traceback.extract_tb(error.__traceback__)
-    frames = tuple(Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in entries)
-    return RankFailure(type(error).__name__, str(error), stacks.own(frames))
-
-
-def used(pid: int, own: float) -> tuple[float, int]:
-    """CPU seconds and bytes read or written by a process and those that it has started."""
-    cpu, moved = own, 0
-    for each in (pid, *stacks.children(pid)):
-        if each != pid:
-            cpu += system.process_cpu_seconds(each)
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            words = Path(f"/proc/{each}/io").read_text().split()
-            moved += int(words[1]) + int(words[3])  # rchar, wchar
-    return cpu, moved
-
-
-def peek(pid: int, folder: str) -> Look:
-    """A process of this machine that does not answer: what it uses, and its stack."""
-    return Look(None, *used(pid, system.process_cpu_seconds(pid)), threads=stacks.ask(pid, folder))
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "R"
+    return False
 
 
 def arrive(rank: int | None = None, world_size: int | None = None) -> Inside | None:
@@ -273,9 +220,8 @@ def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwar
         size = size if size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
     except (TypeError, ValueError):
         rank = size = -1
-    if rank < 0 or size < 2:  # a launcher of its own, such as MPI's, or a world of one
-        return original(*args, **kwargs)
-    inside = arrive(rank, size)
+    # a launcher of its own, such as MPI's, or a world of one, or no runner: the program does as ever
+    inside = arrive(rank, size) if rank >= 0 and size >= 2 else None
     if inside is None:
         return original(*args, **kwargs)
     if inside.recording is None:
@@ -283,25 +229,3 @@ def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwar
 
         inside.recording = Recording(inside.rank, inside.world_size, inside.token)
     return inside.recording.init(original, args, kwargs, inside.wait_for_near)
-
-
-def failed_early(error: BaseException) -> None:
-    """A rank has raised before it imported torch.distributed."""
-    inside = arrive()
-    if inside is not None:
-        inside.failed(error)
-
-
-def spawned(original: Callable[..., Any], fn: Callable[..., Any], *args: Any) -> Any:
-    """`_wrap` of torch.multiprocessing.spawn, which catches what a rank raises: we hear of it before."""
-
-    def call(*arguments: Any) -> Any:
-        try:
-            return fn(*arguments)
-        except Exception as error:
-            found: Inside | None = _state.get("inside")
-            if found is not None:
-                found.failed(error)
-            raise
-
-    return original(call, *args)

@@ -2,6 +2,7 @@
 
 Calls are compared before they are sent, as in a cell: between ranks of one node in shared memory, between nodes in the
 program's own store, in worlds of at most `FAR` ranks; larger ones are compared by the runner when something is wrong.
+Nothing else in this package knows the recorder.
 """
 
 import os
@@ -13,13 +14,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine import control, streams
+from ..engine import control, diagnose, streams
 from ..engine.groups import GroupCalls, replace_in_torch
 from ..engine.match import Board, StoreBoard
-from ..engine.messages import Status, Wait
+from ..engine.messages import Status
 from ..engine.operation import clock, forget_groups
 from ..engine.record import Recorder
-from ..results import Event, RankFailure
+from ..results import Event
+from .records import RankRecord, later
 
 FAR = (
     64  # ranks of a world of several nodes whose calls are compared in the store: two questions for each call
@@ -27,22 +29,21 @@ FAR = (
 LAST = 40  # operations of each rank that a report holds
 
 
-class _Far(StoreBoard):
+class _ProgramsStore(StoreBoard):
     """A board in the program's store, which may end before the program does: then nothing is compared any more."""
 
     ended = False
 
     def write(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, int]]:
-        if self.ended:
-            return {}
-        try:
-            return super().write(*args, **kwargs)
-        except RuntimeError:
-            self.ended = True
-            return {}
+        if not self.ended:
+            try:
+                return super().write(*args, **kwargs)
+            except RuntimeError:
+                self.ended = True
+        return {}
 
 
-class _Groups(GroupCalls):
+class _PatientGroups(GroupCalls):
     def new_group(self, *args: Any, **kwargs: Any) -> Any:
         group = super().new_group(*args, **kwargs)
         self.recorder.impatient.clear()  # who waits in vain waits in vain, also where a timeout will end it
@@ -57,11 +58,12 @@ class Recording:
         self.recorder = Recorder()
         self.recorder.install()
         self._board_path = Path("/dev/shm") / f"rankcell-{token}"
-        self.recorder.belong(rank, _board(self._board_path, rank, world_size), enqueues=frozenset())
+        self.recorder.belong(rank, _shared_board(self._board_path, rank, world_size), enqueues=frozenset())
         self.recorder.begin("", began=clock(), values=False)
         self.recorder.join("job")
         self._epoch = time.time() - self.recorder.began
-        self._groups = _Groups(self.recorder, rank, world_size)
+        self._before: Status | None = None
+        self._groups = _PatientGroups(self.recorder, rank, world_size)
         self._destroy = dist.destroy_process_group
         replace_in_torch(
             {
@@ -89,9 +91,7 @@ class Recording:
             self.recorder.matcher.board = None
         elif len(here) < self.world_size:
             self.recorder.matcher.near = frozenset(here)
-            self.recorder.matcher.far = _store_board(self.rank) if self.world_size <= FAR else None
-            if self.recorder.matcher.far is None:
-                self.recorder.matcher.far = _Nowhere(None, self.rank)
+            self.recorder.matcher.far = self._far_board()
         if here and self.rank == min(here):
             self._board_path.unlink(missing_ok=True)  # everybody has it: all have come through
         return found
@@ -102,46 +102,34 @@ class Recording:
         if not dist.is_initialized():
             forget_groups()
 
-    def look(self, rank: int, phase: str, main_thread: int, ours: set[int | None]) -> Status:
-        """What this rank does now."""
-        return control.look(self.recorder, rank, phase, main_thread, cell="", ours=ours)
+    def look(self, record: RankRecord, main_thread: int, ours: int | None) -> RankRecord:
+        """`record` with what its main thread does now; a thread of ours does not count."""
+        status = control.look(self.recorder, record.rank, record.phase, main_thread, cell="", ours={ours})
+        state, self._before = diagnose.from_status(status, self._before), status
+        return replace(
+            record, line=status.line, file=status.file, waits=status.waits, counts=dict(status.counts),
+            calls=status.calls, joins=status.joins, blocked=state.blocked_in_torch, threads=status.threads,
+        )  # fmt: skip
 
     def events(self) -> tuple[Event, ...]:
         """The last operations, with times since the epoch."""
-        zero, found = self._epoch, []
-        for operation in list(self.recorder.operations)[-LAST:]:
-            if operation.start is not None:
-                event = operation.event(self.rank, 0.0)
-                moved = {
-                    name: None if (at := getattr(event, name)) is None else at + zero
-                    for name in ("start", "end", "issued", "wait_start", "done")
-                }
-                found.append(replace(event, seq=operation.seq, **moved))  # type: ignore[arg-type]
-        return tuple(found)
+        kept = [o for o in list(self.recorder.operations)[-LAST:] if o.start is not None]
+        return tuple(later(replace(o.event(self.rank, 0.0), seq=o.seq), self._epoch) for o in kept)
 
-    def failed_in(self, failure: RankFailure) -> Wait | None:
-        """The operation that has raised what the program did not catch."""
-        wait = self.recorder.failed_wait
-        if wait is None or failure.type not in (
-            "RuntimeError",
-            "DistBackendError",
-            "DistNetworkError",
-            "DistStoreError",
-        ):
-            return None
-        return wait
+    def _far_board(self) -> StoreBoard:
+        """A board in the store of the default group, on a connection of its own; one that is over if there is none."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if self.world_size <= FAR and isinstance(store, dist.TCPStore) and hasattr(store, "clone"):
+            return _ProgramsStore(dist.PrefixStore("rankcell", store.clone()), self.rank)
+        board = _ProgramsStore(None, self.rank)
+        board.ended = True
+        return board
 
 
-class _Nowhere(_Far):
-    """Stands for the board of calls between nodes where none is kept."""
-
-    ended = True
-
-
-def _board(path: Path, rank: int, world_size: int) -> Board | None:
-    """What the ranks of this node put down, in memory that they share; None where there is none."""
-    if not path.parent.is_dir():
-        return None
+def _shared_board(path: Path, rank: int, world_size: int) -> Board | None:
+    """What the ranks of this node are about to call, in memory that they share; None where there is none."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
@@ -153,13 +141,3 @@ def _board(path: Path, rank: int, world_size: int) -> Board | None:
         return None
     finally:
         os.close(fd)
-
-
-def _store_board(rank: int) -> _Far | None:
-    """A board in the store of the default group, on a connection of its own; None if that store has none to give."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore) or not hasattr(store, "clone"):
-        return None
-    return _Far(dist.PrefixStore("rankcell", store.clone()), rank)

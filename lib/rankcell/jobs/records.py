@@ -1,27 +1,25 @@
-"""What is known of one rank of a job, whoever has told it; as data, and as a file of a report's folder.
+"""What is known of one rank of a job, whoever has told it: as data, as a message, and as a file of a report.
 
 It judges nothing: `verdict` does.
 """
 
-import dataclasses
-import json
+import io
+import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..engine.messages import Wait
 from ..results import Call, Event, Frame, Mismatch, RankFailure
 
-FORMAT = "rankcell record 1"
-
 
 @dataclass(frozen=True)
-class Record:
-    """What is known of one rank, and from where.
+class RankRecord:
+    """What is known of one rank.
 
     `phase` is "running", "finished", "error" (it raised), "lost" (its process ended), "absent" (it never came),
-    "still" (it stands still outside torch; only when that is known) or "unknown". `counts` are its operations by
+    "still" (it is blocked outside torch; only when that is known) or "unknown". `counts` are its operations by
     `Wait.key`, None where nobody tells. `events` are its last operations, with `seq` counted since the job began and
     times in seconds since the epoch.
     """
@@ -30,7 +28,6 @@ class Record:
     world_size: int = 0
     phase: str = "running"
     why: str = ""  # of "error", "lost", "absent" and "still", in words
-    node: str = ""
     line: int = 0  # where its main thread is
     file: str = ""
     waits: tuple[Wait, ...] = ()
@@ -39,68 +36,70 @@ class Record:
     joins: bool = False
     blocked: bool = False  # its main thread stands still inside torch
     threads: bool = False  # a thread of the program's own could still answer
-    idle: float | None = None  # seconds for which nothing of it has moved; None where unknown
+    idle: float | None = None  # seconds for which it has not used the processor; None where unknown
     stack: tuple[Frame, ...] = ()  # of the main thread, outermost first
-    others: tuple[
-        tuple[str, tuple[Frame, ...]], ...
-    ] = ()  # stacks of its workers and threads, with what they are
+    others: tuple[tuple[str, tuple[Frame, ...]], ...] = ()  # stacks of its workers and threads, by name
     events: tuple[Event, ...] = ()
     failure: RankFailure | None = None
     failed_in: Wait | None = None  # the operation that raised, if one did
     at: float = 0.0  # seconds since the epoch when it finished, raised or was lost
-    origin: tuple[str, ...] = ()  # "rankcell", "flight recorder", "py-spy", "log"
-    notes: tuple[str, ...] = ()  # what is not known, or what a log has said
+
+    @property
+    def over(self) -> bool:
+        """Whether its program has come to an end, in whatever way."""
+        return self.phase in ("finished", "error", "lost")
 
 
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Record, Wait, Event, Frame, Call, Mismatch, RankFailure)
-}
+@dataclass(frozen=True)
+class RankArrived:
+    """The first message of a rank to the runner. Its last one is a `RankRecord`, when its program is over."""
+
+    rank: int
+    world_size: int
+    pid: int
+    host: str  # the same for processes that share memory
+    crash_file: str  # where it writes its stack when it crashes
 
 
-def pack(value: Any) -> Any:
-    """`value`, made of the classes above, as JSON knows it; what is as by default is left out."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            f.name: pack(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
-        }
-        return {"is": type(value).__name__, **fields}
-    if isinstance(value, Mapping):
-        return {"is": "map", "items": [[pack(k), pack(v)] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return [pack(v) for v in value]
-    return value
+@dataclass(frozen=True)
+class Look:
+    """What a rank does now. `cpu` and `moved` grow while it, or one of its workers, computes, reads or writes."""
+
+    record: RankRecord
+    cpu: float  # seconds
+    moved: int  # bytes
+    runs: bool = False  # it has a core, or waits for one
 
 
-def unpack(value: Any) -> Any:
-    """What `pack` has packed. Raises ValueError for anything else."""
-    if isinstance(value, list):
-        return tuple(unpack(v) for v in value)
-    if not isinstance(value, dict):
-        return value
-    name = str(value.get("is"))
+def later(event: Event, by: float) -> Event:
+    """The event so many seconds later."""
+    names = ("start", "end", "issued", "wait_start", "done")
+    times = {name: at + by for name in names if (at := getattr(event, name)) is not None}
+    return replace(event, **times)
+
+
+class _PlainData(pickle.Unpickler):
+    _KINDS: tuple[Any, ...] = (RankRecord, Wait, Event, Frame, Call, Mismatch, RankFailure)
+
+    def find_class(self, module: str, name: str) -> Any:
+        for kind in self._KINDS:
+            if (kind.__module__, kind.__name__) == (module, name):
+                return kind
+        raise ValueError(f"it wants {module}.{name}, and a report holds plain data only")
+
+
+def load(data: bytes) -> Any:
+    """The record in a file of a report. Raises ValueError if it cannot be read, or is more than plain data."""
     try:
-        if name == "map":
-            return {unpack(k): unpack(v) for k, v in value["items"]}
-        return _KINDS[name](**{k: unpack(v) for k, v in value.items() if k != "is"})
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"this is no record of rankcell: {error}") from None
+        return _PlainData(io.BytesIO(data)).load()
+    except Exception as error:  # noqa: BLE001 - a broken pickle raises anything
+        raise ValueError(f"this is no report of rankcell: {error}") from None
 
 
-def write(folder: Path, records: Sequence[Record]) -> None:
+def write(folder: Path, records: Sequence[RankRecord]) -> None:
     """A file for each of `records`, in place of those of an earlier job."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("rank-*.json"):
+    for old in folder.glob("rank-*.pickle"):
         old.unlink()
     for record in records:
-        text = json.dumps({"format": FORMAT, "record": pack(record)})
-        (folder / f"rank-{record.rank}.json").write_text(text)
-
-
-def read(content: Any) -> Record | None:
-    """The record in the JSON of a file; None if it is no such file."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        return None
-    found = unpack(content["record"])
-    return found if isinstance(found, Record) else None
+        (folder / f"rank-{record.rank}.pickle").write_bytes(pickle.dumps(record))

@@ -1,4 +1,4 @@
-"""In every Python process of a job under `rankcell run`: waits for torch.distributed, and for an exception of a rank.
+"""In every Python process of a job under `rankcell run`: waits for torch.distributed, to say that there is a rank.
 
 Python imports this by itself, because the folder stands first on PYTHONPATH; a sitecustomize that stands behind it is
 run, too. Nothing of rankcell is imported before it is needed, so that a program without torch costs nothing.
@@ -10,7 +10,6 @@ import importlib.util
 import os
 import sys
 
-_DISTRIBUTED, _SPAWN = "torch.distributed.distributed_c10d", "torch.multiprocessing.spawn"
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - importing pathlib would cost every process
 
 
@@ -27,25 +26,20 @@ def _inside():
     return inside
 
 
-class _Waits:
-    """A finder that finds nothing of its own: it lets the two modules be loaded as ever, and then replaces in them what
-    tells us that there is a rank.
-    """
+class _ReplacesOnImport:
+    """A finder that finds nothing of its own: torch.distributed is loaded as ever, and then we hear of a rank."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in (_DISTRIBUTED, _SPAWN):
+        if name != "torch.distributed.distributed_c10d":
             return None
         sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
+        spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module):
                 load(module)
-                (_replace_init if name == _DISTRIBUTED else _replace_spawn)(module)
+                _replace_init(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -63,47 +57,10 @@ def _replace_init(module):
         return inside.init_process_group(original, args, kwargs)
 
     module.init_process_group = init_process_group
-    folder = os.environ.get("RANKCELL_STACKS")
-    if (_is_rank() or folder) and (inside := _inside()) is not None:
-        if _is_rank():
-            inside.arrive()
-        else:  # a worker of a rank: it shows its stack when it is asked
-            inside.stacks.answer(folder)
-
-
-def _replace_spawn(module):
-    """torch.multiprocessing.spawn catches what a rank raises: let us hear of it before."""
-    original = module._wrap
-
-    @functools.wraps(original)
-    def _wrap(fn, *args):
-        inside = sys.modules.get("rankcell.jobs.inside") or _inside()
-        return original(fn, *args) if inside is None else inside.spawned(original, fn, *args)
-
-    module._wrap = _wrap
-
-
-def _is_rank():
-    """Whether a launcher has started this process as a rank, and no process that has started this one is that rank."""
-    return (
-        "RANK" in os.environ
-        and os.environ.get("WORLD_SIZE", "1") != "1"
-        and os.environ.get("RANKCELL_CLAIMED") != os.environ["RANK"]
-    )
-
-
-def _watch_for_an_end():
-    """A rank that fails before it has ever imported torch.distributed, by an exception, is heard of too."""
-    before = sys.excepthook
-
-    def excepthook(kind, error, traceback):
-        before(kind, error, traceback)
-        if "rankcell.jobs.inside" not in sys.modules and not issubclass(kind, KeyboardInterrupt):
-            inside = _inside()
-            if inside is not None:
-                inside.failed_early(error)
-
-    sys.excepthook = excepthook
+    # no process that has started this one is the rank that its environment names
+    is_rank = "RANK" in os.environ and os.environ.get("RANKCELL_CLAIMED") != os.environ["RANK"]
+    if is_rank and os.environ.get("WORLD_SIZE", "1") != "1" and (inside := _inside()) is not None:
+        inside.arrive()
 
 
 def _run_the_next():
@@ -117,7 +74,5 @@ def _run_the_next():
 
 
 if "RANKCELL_JOB" in os.environ:
-    sys.meta_path.insert(0, _Waits())
-    if _is_rank():
-        _watch_for_an_end()
+    sys.meta_path.insert(0, _ReplacesOnImport())
 _run_the_next()

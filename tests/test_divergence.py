@@ -1,4 +1,4 @@
-"""Which rank has left the order of calls, on small programs whose ranks are played here: no processes."""
+"""Which rank called something else than the others, on small programs whose ranks are played here: no processes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from rankcell.engine.messages import Wait
 from rankcell.jobs import verdict
-from rankcell.jobs.records import Record
+from rankcell.jobs.records import RankRecord
 from rankcell.results import Event
 
 TRAIN = "/home/me/train.py"
@@ -40,7 +40,7 @@ def play(programs, kept=40):
             if wait is not None and all(counts[r][wait.key] >= wait.seq for r in wait.ranks):
                 waits[rank], moved = None, True
     return [
-        Record(
+        RankRecord(
             rank, n, "finished" if waits[rank] is None else "running", events=tuple(calls[rank][-kept:]),
             waits=() if waits[rank] is None else (waits[rank],), counts=dict(counts[rank]), calls=len(calls[rank]),
         )
@@ -76,7 +76,7 @@ def test_a_mistake_at_any_call_is_found(rank, mistake):
             assert verdict.judge(records).culprits == (rank,), at
 
 
-def test_who_leaves_a_call_out_is_named_with_both_calls():
+def test_a_missing_call_is_named_with_both_calls():
     found = verdict.judge(play(steps(5, without=(2, 8))))
     assert found.culprits == (2,) and found.places[0] == (TRAIN, 11)
     assert found.headline == (
@@ -86,7 +86,7 @@ def test_who_leaves_a_call_out_is_named_with_both_calls():
     assert found.rows[0].startswith("rank 2 ") and "look at what this rank skips" in found.advice
 
 
-def test_who_calls_too_much_is_named_and_not_the_one_that_finished():
+def test_an_extra_call_blames_its_caller():
     """Rank 3 has fewer calls, as all others have."""
     assert verdict.judge(play(steps(3, twice=(2, 5)))).headline == (
         "rank 2 calls all_reduce(float32[1]) of the group of ranks 2, 3 at line 11 of train.py where ranks 0, 1, 3 "
@@ -94,7 +94,7 @@ def test_who_calls_too_much_is_named_and_not_the_one_that_finished():
     )
 
 
-def test_of_two_ranks_the_own_past_tells():
+def test_of_two_ranks_their_own_past_tells():
     pair, both = ("1", (0, 1)), ("0", (0, 1))
     program = [(*both, 8, 10), (*pair, 8, 11)] * 3
     found = verdict.judge(play([program, [*program[:4], program[5], program[4]]]))
@@ -105,7 +105,7 @@ def test_of_two_ranks_the_own_past_tells():
     assert first.headline.startswith("ranks 0, 1 take their process groups in different order")
 
 
-def test_several_that_stand_out_and_a_record_that_is_cut():
+def test_several_divergent_ranks_and_a_truncated_record():
     records = play(steps(5, without=(2, 8)))
     strange = replace(records[3].events[-2], line=77)  # rank 3 has called from a line of its own, too
     records[3] = replace(records[3], events=(*records[3].events[:-2], strange, records[3].events[-1]))

@@ -1,0 +1,126 @@
+"""Which of several ranks that wait for each other called something else than the others do: a pure function of their
+last operations.
+
+Ranks that wait for each other are alike to blame as far as the waiting goes. What tells them apart is what they called
+before: one of them has gone from one line to another as nobody else did, nor itself before; or most ranks that did the
+same so far went on in another way. It names nobody where ranks lawfully do different things, or where none or several
+stand out.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from ..results import Event
+from .records import RankRecord
+
+_BEGIN, _END = "begin", "end"  # of a program, among its calls
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """`rank` made a `call` (None: its program ended) where `others` made the `usual` one (None: theirs ended).
+
+    `others` is empty where only the rank itself had made the usual one, before.
+    """
+
+    rank: int
+    call: Event | None
+    usual: Event | None
+    others: tuple[int, ...]
+
+
+def find_divergent_rank(records: Sequence[RankRecord], suspects: Sequence[int]) -> Divergence | None:
+    """The one of `suspects` that called what the others do not call there; None where that cannot be told."""
+    paths = {r.rank: _path(r) for r in records if r.events}
+    events = {r.rank: r.events for r in records}
+    if len(set(suspects)) < 2 or not set(suspects) <= paths.keys():
+        return None
+    return _by_new_turn(paths, events, suspects) or _by_majority(records, paths, events, suspects)
+
+
+def _by_new_turn(
+    paths: dict[int, list[Hashable]], events: dict[int, tuple[Event, ...]], suspects: Sequence[int]
+) -> Divergence | None:
+    """By a turn from one call to another that nobody else has made, nor the rank itself before."""
+    # (call, next call) -> by rank, the places in its path where it made that turn
+    turns: dict[tuple[Hashable, Hashable], dict[int, list[int]]] = {}
+    for rank, path in paths.items():
+        for at in range(1, len(path)):
+            if path[at - 1] is not None:
+                turns.setdefault((path[at - 1], path[at]), {}).setdefault(rank, []).append(at)
+    found: dict[int, int] = {}
+    for rank in suspects:
+        path = paths[rank]
+        for at in range(max(_last_together(events, suspects, rank), 1), len(path)):
+            if path[at - 1] is not None and turns[path[at - 1], path[at]] == {rank: [at]}:
+                found.setdefault(rank, at)
+    if len(found) != 1:
+        return None
+    ((rank, at),) = found.items()
+    before = paths[rank][at - 1]
+    ways = {turn[1]: by for turn, by in turns.items() if turn[0] == before and turn[1] != paths[rank][at]}
+    if not ways:
+        return None  # nobody has ever gone on from there: it may be ahead, and right
+    # the way of most others, of several the latest
+    way = max(ways, key=lambda w: (len(ways[w].keys() - {rank}), max(map(max, ways[w].values()))))
+    others = tuple(sorted(ways[way].keys() - {rank}))
+    seen = others[0] if others else rank
+    return Divergence(rank, _event(events[rank], at), _event(events[seen], ways[way][seen][-1]), others)
+
+
+def _by_majority(
+    records: Sequence[RankRecord],
+    paths: dict[int, list[Hashable]],
+    events: dict[int, tuple[Event, ...]],
+    suspects: Sequence[int],
+) -> Divergence | None:
+    """By the first call in which a rank differs from most of those that had called the same until then."""
+    first = {r.rank: r.calls - len(r.events) for r in records}  # calls that are not kept
+    start = max(first[rank] for rank in paths)
+    calls = {rank: path[1 + start - first[rank] :] for rank, path in paths.items()}
+    found: dict[int, tuple[int, tuple[int, ...]]] = {}
+    todo = [tuple(sorted(calls))]  # ranks that called the same so far
+    while todo:
+        alike = todo.pop()
+        for at in range(max(len(calls[rank]) for rank in alike)):
+            ways: dict[Hashable, list[int]] = {}
+            for rank in alike:
+                if at < len(calls[rank]):
+                    ways.setdefault(calls[rank][at], []).append(rank)
+            if len(ways) > 1:
+                most = max(ways.values(), key=len)
+                if 2 * len(most) > sum(map(len, ways.values())):
+                    odd = [r for ranks in ways.values() if ranks is not most for r in ranks if r in suspects]
+                    found |= {rank: (at, tuple(most)) for rank in odd}
+                todo += [tuple(ranks) for ranks in ways.values() if len(ranks) > 1]
+                break
+    if len(found) != 1:
+        return None
+    ((rank, (at, others)),) = found.items()
+    own, theirs = (1 + start - first[r] + at for r in (rank, others[0]))
+    return Divergence(rank, _event(events[rank], own), _event(events[others[0]], theirs), others)
+
+
+def _path(record: RankRecord) -> list[Hashable]:
+    """What a rank called, as far as ranks that run the same program have it in common, with its begin and its end."""
+    whole = record.calls == len(record.events)
+    path: list[Hashable] = [_BEGIN if whole else None]
+    for event in record.events:
+        where: Hashable = (event.file, event.line) if event.line else event.text
+        path.append((event.op, where, 0 if event.op in ("send", "recv") else len(event.ranks)))
+    return [*path, _END] if record.phase == "finished" else path
+
+
+def _last_together(events: dict[int, tuple[Event, ...]], suspects: Sequence[int], rank: int) -> int:
+    """The place in its path of the last call of `rank` that all suspects have made together; 0 if there is none."""
+    reached = [{(e.group, e.ranks, e.seq) for e in events[r]} for r in suspects]
+    for at in range(len(events[rank]), 0, -1):
+        event = events[rank][at - 1]
+        call = (event.group, event.ranks, event.seq)
+        if set(suspects) <= set(event.ranks) and all(call in calls for calls in reached):
+            return at
+    return 0
+
+
+def _event(events: tuple[Event, ...], at: int) -> Event | None:
+    return events[at - 1] if at <= len(events) else None
