@@ -14,7 +14,7 @@ import cheatsheet
 import course
 import reference
 from course import escaped, in_a_table, link_to, link_to_lesson, literal, raw
-from rankcell import exercises
+from rankcell.teaching import exercises
 
 NEW_TERMS = re.compile(r"(?s)(\*{0,2}New\s+terms:?\*{0,2}:?)(.*?)(?=\n\n|$)")
 PROOF = course.ROOT / "tests" / "lessons"

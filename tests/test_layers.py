@@ -18,13 +18,11 @@ figures: engine/world models   cluster: source   parallel: models schedules vers
 schedules: errors results   planner: hardware results schedules
 jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/match engine/messages engine/nodes
     engine/operation engine/record engine/report engine/streams engine/system errors results
-rehearsal: costs errors planner results   exercises: cluster source
-progress: exercises   room: engine/system progress
-grade: check engine/forks engine/preload engine/system exercises results schedules source
-command: cluster doctor grade jobs planner room   simulate: results
+rehearsal: costs errors planner results   teaching: engine/system
+command: cluster doctor jobs planner teaching   simulate: results
 errors: results   against: errors layouts results
 twin: engine/trace errors results   check: against errors results
-magics: check cluster doctor draw engine/devices engine/world errors progress results source twin versions
+magics: check cluster doctor draw engine/devices engine/world errors results source teaching twin versions
 draw: hardware results schedules
 __init__: check draw engine/meter engine/trace engine/world errors magics results
 engine/messages: results   engine/devices: ./system errors
