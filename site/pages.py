@@ -270,7 +270,10 @@ def slips(stem: str) -> list[tuple[str, str, str]]:
     if not path.exists():
         return []
     lesson = exercises.Lesson(course.ROOT / "notebooks" / f"{stem}.ipynb")
-    number = {lesson.cells[e.index]["id"]: e.name.removeprefix("Exercise ") for e in lesson.exercises}
+    number = {
+        lesson.cells[e.index]["id"]: exercises.short_name(e.text).removeprefix("Exercise ")
+        for e in lesson.exercises
+    }
     found = [
         (number.get(m["cell"], ""), m["slip"], m["answer"]) for m in _SLIP.finditer(path.read_text("utf-8"))
     ]

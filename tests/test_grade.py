@@ -246,12 +246,11 @@ def test_nobody_fails_where_the_solution_does(played):
 
 
 def test_commands_that_cannot_judge_say_why(course, tmp_path, capsys):
-    for folder, words, said in (
-        (course, [], "holds no notebook of the course (lessons: 01_tiny)"),
-        (tmp_path, [], "holds no lesson with solutions"),
-        (course, ["--lesson", "07"], "there is no lesson 07. There are 01_tiny."),
+    for folder, said in (
+        (course, "holds no notebook of the course (lessons: 01_tiny)"),
+        (tmp_path, "holds no lesson with solutions"),
     ):
-        assert command.main(["grade", str(tmp_path), "--course", str(folder), *words]) == 2
+        assert command.main(["grade", str(tmp_path), "--course", str(folder)]) == 2
         assert said in capsys.readouterr().err
 
 

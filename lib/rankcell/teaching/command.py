@@ -7,7 +7,6 @@ from typing import Any
 
 from ..engine import system
 from . import grading, reports, sandbox, submissions
-from .exercises import Lesson
 
 _WALLED = "Answers ran behind bubblewrap: with processes and a network of their own, and no file outside their folder."
 _OPEN = (
@@ -28,10 +27,7 @@ def add_command(commands: Any) -> None:
     add("folder", type=Path, metavar="FOLDER")
     course = "the course's notebooks, with solutions (./notebooks)"
     add("--course", type=Path, metavar="FOLDER", default=Path("notebooks"), help=course)
-    add("--lesson", action="append", metavar="NAME", help="judge only this lesson, such as 04")
-    add(
-        "--seconds", type=float, default=10.0, help="for an answer, beyond twice what the solution takes (10)"
-    )
+    add("--seconds", type=float, default=10.0, help="of an answer, beyond twice what the solution takes (10)")
     add("--jobs", type=int, default=0, metavar="N", help="notebooks at a time (one for each core)")
     add("--csv", type=Path, metavar="FILE", help="write a row for each exercise of each student")
     command.set_defaults(run=run)
@@ -40,7 +36,7 @@ def add_command(commands: Any) -> None:
 def run(options: Any) -> int:
     """Judge as the options say and print the table; the number for the shell."""
     try:
-        lessons = _chosen(grading.lessons_of(options.course), options.lesson)
+        lessons = grading.lessons_of(options.course)
         if not options.folder.is_dir():
             raise grading.GradeError(f"{options.folder} is no folder.")
         found = submissions.find(options.folder, lessons)
@@ -53,13 +49,10 @@ def run(options: Any) -> int:
     jobs, walled, began = max(0, options.jobs) or system.available_cores(), sandbox.walls(), time.monotonic()
     print(f"{len(found)} notebooks, {jobs} at a time ...", file=sys.stderr, flush=True)
     grader = grading.Grader(options.course, lessons, seconds=options.seconds, jobs=jobs, walled=walled)
-    judgements = grader.grade(
-        found, lambda one: print(f"  {one.student} {one.lesson}", file=sys.stderr, flush=True)
-    )
+    judgements = grader.grade(found, lambda one: print(f"  {one.student} {one.lesson}", file=sys.stderr))
     print(reports.table(judgements))
-    print(
-        f"\n{len(judgements)} exercises in {time.monotonic() - began:.0f} s. {_WALLED if walled else _OPEN}"
-    )
+    took = time.monotonic() - began
+    print(f"\n{len(judgements)} exercises in {took:.0f} s. {_WALLED if walled else _OPEN}")
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         reports.as_csv(judgements, options.csv)
@@ -68,11 +61,3 @@ def run(options: Any) -> int:
         return 130
     passed, count = reports.score(judgements)
     return 2 if not count else int(passed < count)
-
-
-def _chosen(lessons: list[Lesson], names: list[str] | None) -> list[Lesson]:
-    found = [one for one in lessons if not names or one.name.startswith(tuple(names))]
-    if not found:
-        known = ", ".join(one.name for one in lessons)
-        raise grading.GradeError(f"there is no lesson {', '.join(names or ())}. There are {known}.")
-    return found

@@ -75,6 +75,11 @@ def exercise_text(cell: Cell) -> str | None:
     return match[1] if match else None
 
 
+def short_name(text: str) -> str:
+    """The words before the colon: "Exercise 2"."""
+    return text.split(":")[0]
+
+
 def stub(cell: Cell) -> str:
     """What a student gets for the solution: the cell with an error that states the task in place of its marked
     lines, or of all its lines where none is marked.
@@ -127,17 +132,11 @@ def checks_of(cells: Sequence[Cell], index: int) -> list[int]:
 class Exercise:
     """One exercise of a lesson: the place of its solution in the lesson's cells, and those of its checks."""
 
-    lesson: str
     text: str
     index: int
     checks: tuple[int, ...]
     solution: str
     stub: str
-
-    @property
-    def name(self) -> str:
-        """What a table calls it: "Exercise 2"; with its words where a lesson has two of that number."""
-        return self.text.split(":")[0]
 
 
 class Lesson:
@@ -151,7 +150,7 @@ class Lesson:
             text = exercise_text(cell) if is_exercise(cell) else None
             if text is not None:
                 checks = tuple(checks_of(self.cells, index))
-                self.exercises.append(Exercise(self.name, text, index, checks, cell["source"], stub(cell)))
+                self.exercises.append(Exercise(text, index, checks, cell["source"], stub(cell)))
 
     def in_common(self, cells: Iterable[Cell]) -> int:
         """How many of these cells are, word for word, cells of the lesson."""

@@ -117,7 +117,7 @@ class CellFollower:
         return exercises.stub_error(text) in self._source
 
     def _problem_of(self, text: str, error: BaseException | None) -> str:
-        name = _name(text)
+        name = exercises.short_name(text)
         if error is None:
             return ""
         if self._holds_stub(text):
@@ -147,7 +147,9 @@ class CellFollower:
             text = self._role.texts[0]
             return self._problem_of(text, error) if self._holds_stub(text) else ""
         for text in self._role.texts:
-            if problem := self._answers.get(text, f"The cell of {_name(text)} has not run yet."):
+            if problem := self._answers.get(
+                text, f"The cell of {exercises.short_name(text)} has not run yet."
+            ):
                 return problem
         own = isinstance(error, AssertionError) and not hasattr(error, "_render_traceback_")
         return f"{type(error).__name__}: {error}" if self._role.kind == "check" and own and str(error) else ""
@@ -183,10 +185,6 @@ class ProgressTable:
             marks = " ".join(MARKS[state] for state in states.values())
             lines.append(f"{lesson:{width}}  {[*states.values()].count(SOLVED)} of {len(states)}  {marks}")
         return "\n".join([*lines, "✓ solved   ✗ tried   · not begun"])
-
-
-def _name(text: str) -> str:
-    return text.split(":")[0]
 
 
 def _this_notebook() -> Path | None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from .exercises import short_name
+
 PASSED, FAILED, UNTOUCHED, NOT_JUDGED = "passed", "failed", "not begun", "not judged"
 _MARKS = {PASSED: "✓", FAILED: "✗", UNTOUCHED: "·", NOT_JUDGED: "?"}
 _WIDTH = 110
@@ -63,7 +65,7 @@ def _by_notebook(judgements: Iterable[Judgement]) -> dict[tuple[str, str], list[
 
 
 def _short(exercise: str) -> str:
-    return exercise.split(":")[0].removeprefix("Exercise ")
+    return short_name(exercise).removeprefix("Exercise ")
 
 
 def as_csv(judgements: Sequence[Judgement], path: Path) -> None:

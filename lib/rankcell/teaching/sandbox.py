@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,11 +75,9 @@ class Session:
         own = {**dict.fromkeys(homes, self._folder), _MARK: self._folder}
         if sys.platform == "linux":
             own["GLOO_SOCKET_IFNAME"] = "lo"
+        program = [sys.executable, "-m", "rankcell.teaching.session"]
         self._process = subprocess.Popen(
-            [
-                *(_bubblewrap(self._folder) if walled else []),
-                *(sys.executable, "-m", "rankcell.teaching.session"),
-            ],
+            [*_bubblewrap(self._folder), *program] if walled else program,
             bufsize=0,
             cwd=self._folder,
             env=kept | own,
@@ -88,20 +86,19 @@ class Session:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-
-    def run(
-        self, cells: Sequence[str], seconds: float, given_up: Callable[[], bool] = lambda: False
-    ) -> Attempt:
-        """Run the cells until one fails. They may take `seconds`, more if they had to wait for a core meanwhile."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._orders, self._answers = self._process.stdin, self._process.stdout
+
+    def run(self, cells: Sequence[str], seconds: float, given_up: Callable[[], bool]) -> Attempt:
+        """Run the cells until one fails. They may take `seconds`, more if they had to wait for a core meanwhile."""
         began, used = time.monotonic(), self._core_seconds()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(cells).encode() + b"\n")
+            self._orders.write(json.dumps(cells).encode() + b"\n")
         while True:
             ended = self._process.poll() is not None  # what it has started may hold the pipe open
-            ready, _, _ = select.select([self._process.stdout], [], [], 0.0 if ended else _LOOK)
+            ready, _, _ = select.select([self._answers], [], [], 0.0 if ended else _LOOK)
             took = time.monotonic() - began
-            if ready and (line := self._process.stdout.readline()).endswith(b"\n"):
+            if ready and (line := self._answers.readline()).endswith(b"\n"):
                 return Attempt(**json.loads(line), seconds=took)
             if ready or ended:
                 return self._ended(took)
@@ -153,26 +150,20 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if self._walled:  # the first process in there takes all others along
-            with contextlib.suppress(psutil.Error):
-                for first in psutil.Process(self._process.pid).children():
-                    first.kill()
-        else:  # a group at once: none of it can fork in between
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # a group at once: none of it can fork in between
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        while strays := list(self._strays()):
+        self._orders.close()
+        self._answers.close()
+        while strays := self._strays():
             for process in strays:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(strays, timeout=0.1)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _strays(self) -> Iterator[psutil.Process]:
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == self._folder:
-                    yield process
+    def _strays(self) -> list[psutil.Process]:
+        """What it has started and is alive, in whatever group and of whatever parent."""
+        alive = psutil.process_iter(["environ", "status"])
+        mine = [p for p in alive if (p.info["environ"] or {}).get(_MARK) == self._folder]
+        return [p for p in mine if p.info["status"] != psutil.STATUS_ZOMBIE]
