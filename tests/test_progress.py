@@ -63,7 +63,7 @@ def kernel(copy):
 
 
 def states():
-    return progress.show().rows.get("01_tiny")
+    return progress.line().rows.get("01_tiny")
 
 
 def test_solved_when_checks_passed_since_the_answer(kernel):
@@ -75,7 +75,7 @@ def test_solved_when_checks_passed_since_the_answer(kernel):
     assert states()[FIRST] == ""  # the first check has seen an older answer
     kernel.run("c3")
     assert states() == {FIRST: "solved", SECOND: ""}
-    assert repr(progress.show()).startswith("01_tiny  1 of 2  ✓ ·\n")
+    assert repr(progress.line()).startswith("01_tiny  1 of 2  ✓ ·\n")
     kernel.run("c2", "half = 4")
     kernel.run("c4")
     assert states()[FIRST] == "solved"  # a tick is for good
@@ -123,6 +123,6 @@ def test_what_cannot_be_kept_costs_nothing(copy, kernel, monkeypatch, capsys):
 
 def test_the_course_s_own_notebooks_are_not_counted(copy, monkeypatch):
     nbformat.write(lesson(), copy)
-    assert "copies for students" in repr(progress.show())
+    assert "copies for students" in repr(progress.line())
     monkeypatch.delenv("JPY_SESSION_NAME")
-    assert progress.show().rows == {}
+    assert progress.line().rows == {}

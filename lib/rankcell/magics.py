@@ -267,7 +267,7 @@ class RankMagics(Magics):
         if word == "progress":
             from .teaching import progress
 
-            return progress.show()
+            return progress.line()
         if word.split()[0] == "export":
             return self._export(word.split()[1:])
         if re.match(r"\d", word):

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +36,7 @@ def load(shell: Any) -> None:
     shell.events.register("post_run_cell", follower.after)
 
 
-def show() -> "ProgressTable":
+def line(_: Sequence[str] = ()) -> "ProgressTable":
     """What `%ranks progress` shows: each lesson in the notebook's folder with its exercises."""
     rows: dict[str, dict[str, str]] = {}
     notebook = _this_notebook()

@@ -104,7 +104,7 @@ class Session:
                 return self._ended(took)
             limit, error = self._broken_limit()
             if took > seconds and (self._core_seconds() - used > seconds or took > _BUSY * seconds):
-                limit, error = "time", f"did not end within {seconds:g} s"
+                limit, error = "time", f"did not end within {seconds:.0f} s"
             if given_up():
                 limit, error = "given up", "was given up"
             if limit:
