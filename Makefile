@@ -118,7 +118,7 @@ gpu: ## on a machine with a GPU, without a network: its tests, six lessons, and 
 
 student: $(INSTALLED) ## copies for students in student/, opened in JupyterLab: stubs for solutions (OPEN= to only write)
 	@$(BIN)/python tools/notebooks.py student --to student $(NOTEBOOKS)
-	@$(if $(OPEN),$(LAB) student/00_start.ipynb,echo "To open them: $(BIN)/jupyter lab student/00_start.ipynb")
+	@$(if $(OPEN),$(LAB) student/00_start.ipynb,echo "To open them: $(LAB) student/00_start.ipynb")
 
 $(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON). Install Python 3.11 or newer."; exit 1; }

@@ -7,8 +7,8 @@ from typing import Any
 
 import course
 import pages
-from rankcell import exercises
 
+LONG = 8  # lines of a cell, from which on code that only draws is folded away
 WIDGET = "application/vnd.jupyter.widget-view+json"
 # The panels of a live kernel, and the explorer that takes their place, by words of the cell that makes them
 EXPLORERS = {"explore()": "schedule", "panel(ring_against_tree": "rings"}
@@ -27,15 +27,14 @@ def prepared(stem: str, text: str, wanted: set[str]) -> str:
     notebook = json.loads(text)
     for cell in notebook["cells"]:
         cell["source"] = "".join(cell["source"])
-    checks = exercises.only_check(notebook["cells"])
-    for place, cell in enumerate(notebook["cells"]):
+    for cell in notebook["cells"]:
         source = cell["source"]
         if cell["cell_type"] == "markdown":
             source = pages.link_new_terms(source)[0]
             anchor = course.anchor_of(stem, cell["id"])
             cell["source"] = with_target(source, anchor) if anchor in wanted else source
         elif cell["cell_type"] == "code":
-            _fold(cell, source, only_checks=place in checks)
+            _fold(cell, source)
             _explore(cell, source)
     notebook["metadata"].pop("widgets", None)  # no page needs their scripts
     return json.dumps(notebook)
@@ -47,12 +46,13 @@ def with_target(source: str, anchor: str) -> str:
     return f"{head}{fold}({anchor})=\n{rest}"
 
 
-def _fold(cell: dict[str, Any], source: str, *, only_checks: bool) -> None:
+def _fold(cell: dict[str, Any], source: str) -> None:
     tags = cell["metadata"].get("tags", [])
+    folded = cell["metadata"].get("jupyter", {}).get("source_hidden")  # in JupyterLab, by `make execute`
     if "solution" in tags:
         prompts = {"code_prompt_show": "Show the solution", "code_prompt_hide": "Hide the solution"}
         cell["metadata"] = {"tags": [*tags, "hide-cell"], "mystnb": prompts}
-    elif only_checks:
+    elif folded:
         prompts = {"code_prompt_show": "Show the code of the check", "code_prompt_hide": "Hide the code"}
         cell["metadata"] = {"tags": [*tags, "hide-input"], "mystnb": prompts}
     elif only_draws(cell, source):
@@ -63,7 +63,7 @@ def _fold(cell: dict[str, Any], source: str, *, only_checks: bool) -> None:
 def only_draws(cell: dict[str, Any], source: str) -> bool:
     """Whether a cell is long, defines nothing, runs on no rank, checks nothing, and ends in a picture."""
     figure = any('<figure class="rankcell"' in text for text in course.texts_of(cell, "text/html"))
-    if not figure or source.startswith("%") or source.count("\n") + 1 < exercises.LONG:
+    if not figure or source.startswith("%") or source.count("\n") + 1 < LONG:
         return False
     try:
         tree = ast.parse(source)

@@ -14,7 +14,7 @@ import cheatsheet
 import course
 import reference
 from course import escaped, in_a_table, link_to, link_to_lesson, literal, raw
-from rankcell import exercises
+from rankcell.teaching import exercises
 
 NEW_TERMS = re.compile(r"(?s)(\*{0,2}New\s+terms:?\*{0,2}:?)(.*?)(?=\n\n|$)")
 PROOF = course.ROOT / "tests" / "lessons"
@@ -270,7 +270,10 @@ def slips(stem: str) -> list[tuple[str, str, str]]:
     if not path.exists():
         return []
     lesson = exercises.Lesson(course.ROOT / "notebooks" / f"{stem}.ipynb")
-    number = {lesson.cells[e.index]["id"]: e.name.removeprefix("Exercise ") for e in lesson.exercises}
+    number = {
+        lesson.cells[e.index]["id"]: exercises.short_name(e.text).removeprefix("Exercise ")
+        for e in lesson.exercises
+    }
     found = [
         (number.get(m["cell"], ""), m["slip"], m["answer"]) for m in _SLIP.finditer(path.read_text("utf-8"))
     ]

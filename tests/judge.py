@@ -33,7 +33,7 @@ import nbformat
 import pytest
 from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError, coalesce_streams
 
-from rankcell import exercises
+from rankcell.teaching import exercises
 
 HEAD = re.compile(r"^# (after|wrong|right): ([\w-]+)(?:: ([^|]*[^| ]))?(?: \| (.*))?$")
 LIMIT = 600  # seconds for one cell, so that nothing waits for ever

@@ -14,7 +14,7 @@ import nbformat
 import pytest
 
 import notebooks
-from rankcell import exercises
+from rankcell.teaching import exercises
 
 ROOT = Path(__file__).parent.parent
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))

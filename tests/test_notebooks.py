@@ -7,7 +7,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import notebooks
-from rankcell import exercises
+from rankcell.teaching import exercises
 
 
 def tiny(path, *cells):
@@ -133,6 +133,7 @@ def test_student_copies_are_written_once(tmp_path, capsys):
     command = ["student", "--to", str(tmp_path / "student"), str(path)]
     assert notebooks.main(command) == 0
     assert (tmp_path / "student" / "recorded" / "gpu.json").read_text() == "{}"  # lessons show it
+    assert "do not solve" in (tmp_path / "student" / "AGENTS.md").read_text("utf-8")
     copy = notebooks.read(tmp_path / "student" / "01_tiny.ipynb")
     assert [cell.source for cell in copy.cells[1:]] == [
         'raise NotImplementedError("Exercise 1: say \\"hello\\"")',
@@ -158,6 +159,7 @@ def test_cells_that_build_on_an_answer_do_not_hold_up_run_all():
     copy = notebooks.student_copy(new_notebook(cells=cells), "01_tiny")
     held_up = [c.source for c in copy.cells[2:] if "raises-exception" not in c.metadata.get("tags", [])]
     assert held_up == ["b = 3", "a = b", "a + b"]
+    assert copy.cells[2].metadata["rankcell"] == {"builds_on": ["Exercise 1: double"]}
 
 
 def test_student_stub_keeps_what_is_no_solution():

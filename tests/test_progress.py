@@ -1,25 +1,23 @@
-"""Ticks: an exercise is solved when its checks have passed; shared only on request; never in the way."""
+"""Ticks: an exercise is solved when its checks have passed; errors below an open one are one line; never in the way."""
 
 import json
-import threading
-import urllib.request
-from urllib.error import HTTPError
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import notebooks
-from rankcell import command, progress, room
+from rankcell.teaching import load_ipython_extension, progress
 
 FIRST, SECOND = "Exercise 1: halve", "Exercise 2: add up"
 CELLS = (
     *[("# 1 Tiny",), ("x = 1", "code")],
     (f"# {FIRST}\nhalf = 3", "code", "solution"),
-    *[("assert half", "code"), ("assert half == 3", "code")],
-    *[("## More",), ("1 / 0", "code", "raises-exception")],
-    (f"%%ranks 2\n# {SECOND}\nx = 1", "code", "solution"),
-    ("assert x", "code"),
+    *[("assert half, 'half is missing'", "code"), ("assert half == 3, f'half is {half}'", "code")],
+    *[("## More",), ("1 / 0", "code", "raises-exception"), ("half + 1", "code")],
+    (f"# {SECOND}\ntotal = 1", "code", "solution"),
+    ("assert total", "code"),
 )
 
 
@@ -34,147 +32,97 @@ def lesson():
     return found
 
 
+class Kernel:
+    """A kernel of a notebook in which one runs cells of a student's copy, and sees what they show."""
+
+    def __init__(self, path):
+        self.sources = {cell["id"]: cell.source for cell in nbformat.read(path, 4).cells}
+        self.shell = InteractiveShell(colors="nocolor")
+        load_ipython_extension(self.shell)
+        self.shell._showtraceback = lambda kind, error, lines: self.shown.append("\n".join(lines))
+        self.shown = []
+
+    def run(self, cell, source=None):
+        self.shown = []
+        self.shell.run_cell(source or self.sources[cell], cell_id=cell)
+        return "".join(self.shown)
+
+
 @pytest.fixture
-def copy(tmp_path):
+def copy(tmp_path, monkeypatch):
     """A student's copy of that lesson."""
-    nbformat.write(notebooks.student_copy(lesson(), "tiny"), tmp_path / "01_tiny.ipynb")
-    return tmp_path / "01_tiny.ipynb"
+    path = tmp_path / "01_tiny.ipynb"
+    nbformat.write(notebooks.student_copy(lesson(), "tiny"), path)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+    return path
 
 
 @pytest.fixture
-def shared(tmp_path_factory):
-    return tmp_path_factory.mktemp("shared")
+def kernel(copy):
+    return Kernel(copy)
 
 
-def states(copy):
-    return progress.Progress(copy).view().rows.get("01_tiny")
+def states():
+    return progress.line().rows.get("01_tiny")
 
 
-def test_solved_when_all_checks_passed_since_the_answer_ran(copy):
-    mine = progress.Progress(copy)
-    for cell in ("c1", "c2", "c3"):
-        mine.heard(cell, None)
-    assert states(copy) == {FIRST: "", SECOND: ""}  # one check is missing
-    mine.heard("c2", None)
-    mine.heard("c4", None)
-    assert states(copy)[FIRST] == ""  # the first check has seen an older answer
-    mine.heard("c3", None)
-    assert states(copy) == {FIRST: "solved", SECOND: ""}
-    assert repr(mine.view()).startswith("01_tiny  1 of 2  ✓ ·\n")
-    mine.heard("c8", None)
-    assert repr(mine.view()).startswith("01_tiny  2 of 2  ✓ ✓  ✓ lesson")
-    assert "Exercise 2: add up: solved" in mine.view()._repr_html_()
+def test_solved_when_checks_passed_since_the_answer(kernel):
+    kernel.run("c2", "half = 3")
+    kernel.run("c3")
+    assert states() == {FIRST: "", SECOND: ""}  # one check is missing
+    kernel.run("c2", "half = 3")
+    kernel.run("c4")
+    assert states()[FIRST] == ""  # the first check has seen an older answer
+    kernel.run("c3")
+    assert states() == {FIRST: "solved", SECOND: ""}
+    assert repr(progress.line()).startswith("01_tiny  1 of 2  ✓ ·\n")
+    kernel.run("c2", "half = 4")
+    kernel.run("c4")
+    assert states()[FIRST] == "solved"  # a tick is for good
 
 
-def test_a_wrong_answer_is_noted_with_what_it_was_told(copy):
-    mine = progress.Progress(copy)
-    mine.heard("c2", NotImplementedError(FIRST))  # the stub is no try
-    for cell in ("c0", "c1", "c6", "unknown", None):  # deliberate errors and other cells
-        mine.heard(cell, ZeroDivisionError())
-    assert not (copy.parent / progress.FILE).exists()
-    mine.heard("c3", AssertionError("half of 6 is 12\nand more"))
-    mine.heard("c4", AssertionError("half of 6 is 12"))
-    kept = json.loads((copy.parent / progress.FILE).read_text("utf-8"))["lessons"]["01_tiny"][FIRST]
-    assert (kept["state"], kept["tries"], kept["last"]) == ("tried", 2, "AssertionError: half of 6 is 12")
-    mine.heard("c8", None)
-    assert states(copy) == {FIRST: "tried", SECOND: "solved"}
+def test_run_all_leaves_no_cross(kernel):
+    for cell, source in kernel.sources.items():
+        kernel.run(cell, source)
+    assert states() == {FIRST: "", SECOND: ""}
+    kernel.run("c2", "half = 4")
+    kernel.run("c4")
+    kernel.run("c8", "total = unknown")
+    assert states() == {FIRST: "tried", SECOND: "tried"}
 
 
-def test_what_cannot_be_kept_is_said_and_costs_nothing(copy, monkeypatch):
+def test_an_open_exercise_is_told_in_one_line(kernel):
+    assert kernel.run("c3") == "The cell of Exercise 1 has not run yet."
+    for cell in ("c2", "c3", "c7"):  # the stub, its check, and what builds on it
+        assert kernel.run(cell) == "Exercise 1 is not answered yet."
+    assert kernel.run("c2", "half = unknown").count("\n") > 1  # their own code, as IPython shows it
+    repair = "The cell of Exercise 1 ended with NameError: name 'unknown' is not defined. Repair that first."
+    assert kernel.run("c3") == kernel.run("c7") == repair
+    kernel.run("c2", "half = 4")
+    assert kernel.run("c4") == "AssertionError: half is 4"  # no line of the check
+    assert "ZeroDivisionError" in kernel.run("c6") and "1 / 0" in kernel.run("c6")
+    assert kernel.run("c7") == ""
+    assert "SyntaxError" in kernel.run("c2", "half =")
+
+
+def test_what_cannot_be_kept_costs_nothing(copy, kernel, monkeypatch, capsys):
     (copy.parent / progress.FILE).write_text('{"lessons": 3')  # half a file is begun anew
-    mine = progress.Progress(copy)
-    mine.heard("c8", None)
-    assert states(copy)[SECOND] == "solved"
+    kernel.run("c8", "total = 1")
+    kernel.run("c9")
+    assert json.loads((copy.parent / progress.FILE).read_text("utf-8"))["lessons"] == {
+        "01_tiny": {SECOND: "solved"}
+    }
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(progress.Path, "write_text", refuse)
-    mine.heard("c8", None)
-    assert f"Nothing is kept: {progress.FILE} cannot be written in the notebook's folder" in repr(mine.view())
+    kernel.run("c2", "half = unknown")
+    assert f"{progress.FILE} cannot be written in the notebook's folder" in capsys.readouterr().err
+
+
+def test_the_course_s_own_notebooks_are_not_counted(copy, monkeypatch):
     nbformat.write(lesson(), copy)
-    assert not progress.Progress(copy).view().rows  # the lesson's own solutions are not counted
-    with pytest.raises(progress.ProgressError, match="Jupyter has not told this kernel which notebook"):
-        progress.Progress(None).share("shared", "Ada")
-
-
-def test_nothing_leaves_the_folder_unless_asked(copy, shared):
-    mine = progress.Progress(copy)
-    mine.heard("c8", None)
-    assert list(shared.iterdir()) == []
-    assert "and the name Ada L. go to" in mine.share(str(shared), "Ada L.")
-    (file,) = shared.iterdir()
-    sent = json.loads(file.read_text("utf-8"))
-    assert set(sent) == {"version", "name", "at", "lessons"} and sent["name"] == "Ada L."
-    assert f"Shared as Ada L. with {shared}" in repr(mine.view())
-    assert mine.keep_private() == f"Nothing is shared any more with {shared}."
-    assert list(shared.iterdir()) == []
-
-
-def test_a_place_that_does_not_take_it_is_told(copy, tmp_path):
-    mine = progress.Progress(copy)
-    place, none = tmp_path / "none", "http://127.0.0.1:1/x"
-    refused = [(place, "Ada", r"written to \(No such file or directory\)"), (tmp_path, "../x", "is no name")]
-    for where, name, said in [*refused, (none, "Ada", f"no room answers at {none}")]:
-        with pytest.raises(progress.ProgressError, match=said):
-            mine.share(str(where), name)
-    assert mine.read()["share"] is None
-
-
-# The room
-
-
-@pytest.fixture
-def served():
-    server = room.Server(("127.0.0.1", 0), room.Room())
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield server, f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_the_page_shows_who_is_where_and_what_fails_most(copy, served):
-    server, address = served
-    mine = progress.Progress(copy)
-    mine.heard("c8", None)
-    mine.heard("c3", AssertionError("<b>half</b> of 6 is 12"))
-    mine.share(f"{address}/{server.join_key}", "Ada")
-    with urllib.request.urlopen(f"{address}/{server.page_key}", timeout=60) as answer:
-        text, headers = answer.read().decode(), answer.headers
-    assert "<h1>1 in the room</h1>" in text and "<td>Ada</td>" in text and " min ago</td><td>1</td>" in text
-    assert "&lt;b&gt;half&lt;/b&gt; of 6 is 12" in text and "<b>half" not in text
-    assert "<td>01_tiny, Exercise 1: halve</td><td>1</td>" in text
-    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
-
-
-@pytest.mark.parametrize(
-    ("path", "data", "code"),
-    [
-        *[(path, None, 404) for path in ("", "x", "{0.join_key}", "{0.page_key}/x")],
-        *[(path, b"{}", 404) for path in ("x", "{0.page_key}")],
-        ("{0.join_key}", b"{}", 400),
-        ("{0.join_key}", b'{"name": "../x", "at": 1, "lessons": {}}', 400),
-        ("{0.join_key}", b'{"name": "Ada", "at": 1, "lessons": {"a": {"b": {"state": []}}}}', 400),
-        ("{0.join_key}", b"x" * ((1 << 18) + 1), 413),
-    ],
-)
-def test_no_key_and_no_progress_are_refused(served, path, data, code):
-    server, address = served
-    with pytest.raises(HTTPError) as refused:
-        urllib.request.urlopen(f"{address}/{path.format(server)}", data=data, timeout=60)
-    assert refused.value.code == code
-    refused.value.close()
-    assert server.room.students() == []
-
-
-def test_a_shared_folder_feeds_the_room(copy, shared, capsys):
-    (shared / "noise.json").write_text("[")
-    progress.Progress(copy).share(str(shared), "Ada")
-    (one,) = room.Room(shared).students()
-    assert one["name"] == "Ada" and one["lessons"] == {}
-    page = room.page([one], one["at"] + 130)
-    assert "has joined" in page and "2 min ago" in page and "Nobody is stuck." in page
-    assert command.main(["room", "--folder", str(shared / "none")]) == 2
-    assert "none is no folder." in capsys.readouterr().out
+    assert "copies for students" in repr(progress.line())
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    assert progress.line().rows == {}

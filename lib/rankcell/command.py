@@ -24,12 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_others(commands: Any) -> None:
     """The sub-commands that nobody waits for who runs a job: they import IPython and numpy."""
-    from . import doctor, room
+    from . import doctor
     from .cluster import export
-    from .grade import command as grade
     from .planner import command as plan
+    from .teaching import command as grade
 
-    for module in (export, plan, doctor, grade, room):
+    for module in (export, plan, doctor, grade):
         module.add_command(commands)
 
 

@@ -25,7 +25,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import MagicArgumentParser, argument, magic_arguments
 from IPython.display import clear_output, display
 
-from . import errors, progress, source, versions
+from . import errors, source, versions
 from .draw import page
 from .draw.svg import format_bytes
 from .engine import devices, world
@@ -53,7 +53,6 @@ class RankMagics(Magics):
         self.matcher: Any = None  # completes names in rank cells
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
         self._warned = False  # of a torch on which nobody has tried this
-        self.progress = progress.Progress.of_this_kernel()
 
     @magic_arguments()
     @argument(
@@ -265,8 +264,10 @@ class RankMagics(Magics):
 
             doctor.main(nodes="--nodes" in word.split())
             return None
-        if word.split()[0] == "progress":
-            return self._progress(word.split()[1:])
+        if word == "progress":
+            from .teaching import progress
+
+            return progress.line()
         if word.split()[0] == "export":
             return self._export(word.split()[1:])
         if re.match(r"\d", word):
@@ -274,29 +275,6 @@ class RankMagics(Magics):
                 f"`%ranks {word}` runs nothing. To run a cell on the ranks, begin it with `%%ranks {word}`."
             )
         raise errors.OptionError(errors.unknown_option(word, _WORDS, "%ranks"))
-
-    def _progress(self, words: Sequence[str]) -> Any:
-        """`%ranks progress`: which exercises are solved; `share WHERE NAME` sends it, `private` ends that."""
-        if not words:
-            return self.progress.view()
-        try:
-            if words[0] == "share" and len(words) >= 3:
-                print(self.progress.share(words[1], " ".join(words[2:])))
-            elif words == ["private"]:
-                print(self.progress.keep_private())
-            else:
-                raise errors.OptionError(
-                    "write `%ranks progress`, `%ranks progress share FOLDER-OR-ADDRESS NAME`, or "
-                    "`%ranks progress private`."
-                )
-        except progress.ProgressError as error:
-            raise errors.OptionError(str(error)) from None
-        return None
-
-    def heard(self, result: Any) -> None:
-        """A cell of the notebook has run: IPython calls this."""
-        error = result.error_before_exec or result.error_in_exec
-        self.progress.heard(getattr(result.info, "cell_id", None), error)
 
     def _export(self, words: Sequence[str]) -> None:
         """`%ranks export`: the notebook's rank cells as a script, as the command `rankcell export` does."""
@@ -444,7 +422,6 @@ def load(shell: Any) -> RankMagics:
     """Register the magics, the display of a Run and the completion with an IPython shell."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
-    shell.events.register("post_run_cell", magics.heard)
     formatters = shell.display_formatter.formatters
     formatters["text/plain"].for_type(
         Run, lambda run, p, cycle: p.text(_with_verdict(run, page.as_text(run), "__repr__"))
@@ -518,7 +495,6 @@ def _import_torch() -> None:
 def unload(shell: Any, magics: RankMagics) -> None:
     """Stop the worlds and take the completion away."""
     magics.stop()
-    shell.events.unregister("post_run_cell", magics.heard)
     del shell.object_inspect_mime
     if magics.matcher in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.remove(magics.matcher)

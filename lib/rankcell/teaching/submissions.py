@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import exercises
-
-MOST_BYTES = 50 << 20  # of one notebook: more is a flood of outputs, and would be read into memory
+from . import exercises
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,6 @@ def find(folder: Path, lessons: Sequence[exercises.Lesson]) -> list[Submission]:
         if any(part.startswith(".") for part in inside.parts) or not path.is_file():
             continue
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise exercises.ExerciseError(
-                    f"{path.name} has {path.stat().st_size >> 20} MiB; {MOST_BYTES >> 20} are read at most"
-                )
             cells = exercises.read(path)
         except exercises.ExerciseError as error:
             lesson = next((one.name for one in lessons if one.name in path.stem), path.stem)
@@ -49,9 +43,7 @@ def find(folder: Path, lessons: Sequence[exercises.Lesson]) -> list[Submission]:
         if best is None or best.in_common(cells) < min(3, len(best.cells)):
             continue  # another notebook
         found.append(Submission(_student(folder, inside, best.name), path, best.name, best.answers(cells)))
-    newest: dict[
-        tuple[str, str], Submission
-    ] = {}  # of several copies of a lesson, the one that was saved last
+    newest = dict[tuple[str, str], Submission]()  # of several copies of a lesson, the one that was saved last
     for one in sorted(found, key=lambda s: (s.path.stat().st_mtime, s.path)):
         newest[one.student, one.lesson] = one
     return sorted(newest.values(), key=lambda s: (s.student, s.lesson))

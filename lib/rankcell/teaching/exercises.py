@@ -1,0 +1,187 @@
+"""The exercises of a lesson: which cells they are, and what a student gets of them.
+
+A solution is a code cell with the tag `solution` (in a student's copy: `exercise`) whose first comment is
+`# Exercise N: what to do`. The cells below it, up to the next solution, heading or deliberate error, are its checks.
+Whoever makes student copies, tests the lessons, judges answers or ticks them off asks here. Nothing here runs a cell,
+and nothing here knows how a notebook is stored beyond its JSON: cells are the mappings of nbformat 4.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# The first line of a solution, below a cell magic if there is one. Students get it as the text of an error.
+EXERCISE = re.compile(r"^#\s*(Exercise (\d+): \S.*)$")
+# The lines of a solution that a student does not get, where the others stay.
+BEGIN, END = "# BEGIN SOLUTION", "# END SOLUTION"
+# In a student's copy a cell that judges an answer says so: there it may fail without holding up "Run All".
+CHECK = "check"
+
+Cell = Mapping[str, Any]
+
+
+class ExerciseError(Exception):
+    """What is wrong with an exercise or a notebook, in words for its author."""
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The cells of the notebook at `path`, each source one text; an `ExerciseError` says why it cannot be read."""
+    try:
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        for cell in cells:
+            if not isinstance(cell["source"], str):
+                cell["source"] = "".join(cell["source"])
+            found = cell["metadata"].get("tags", [])
+            cell["metadata"]["tags"] = [tag for tag in found if isinstance(tag, str)]
+            cell["cell_type"], cell["id"] = str(cell["cell_type"]), str(cell.get("id", ""))
+    except OSError as error:
+        raise ExerciseError(f"{path.name} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ExerciseError(f"{path.name} is no notebook of format 4") from None
+    return cells
+
+
+def tags(cell: Cell) -> list[str]:
+    """The tags of one cell."""
+    return cell["metadata"].get("tags", [])
+
+
+def is_code(cell: Cell) -> bool:
+    """Whether the cell has something to run."""
+    return cell["cell_type"] == "code" and bool(cell["source"].strip())
+
+
+def is_exercise(cell: Cell) -> bool:
+    """Whether the cell holds a solution, or what a student has put into its place."""
+    return cell["cell_type"] == "code" and bool({"solution", "exercise"} & set(tags(cell)))
+
+
+def exercise_text(cell: Cell) -> str | None:
+    """The words of `# Exercise N: ...` at the head of a solution cell, or None where they are missing.
+
+    A student's copy keeps them beside the cell: the student may write over its head.
+    """
+    kept = cell["metadata"].get("rankcell")
+    if isinstance(kept, dict) and isinstance(kept.get("exercise"), str):
+        return kept["exercise"]
+    lines = cell["source"].splitlines()
+    if lines and lines[0].startswith("%%"):
+        lines = lines[1:]
+    match = EXERCISE.match(lines[0]) if lines else None
+    return match[1] if match else None
+
+
+def short_name(text: str) -> str:
+    """The words before the colon: "Exercise 2"."""
+    return text.split(":")[0]
+
+
+def stub(cell: Cell) -> str:
+    """What a student gets for the solution: the cell with an error that states the task in place of its marked
+    lines, or of all its lines where none is marked.
+    """
+    error = stub_error(exercise_text(cell) or "")
+    first, *lines = cell["source"].split("\n")
+    if not any(line.strip() in (BEGIN, END) for line in lines):
+        return f"{first}\n{error}" if first.startswith("%%") else error
+    kept, within = [first], None
+    for line in lines:
+        text, indent = line.strip(), line[: len(line) - len(line.lstrip())]
+        if text not in (BEGIN, END):
+            kept += [line] if within is None else []
+        elif (text == BEGIN) != (within is None):
+            raise ExerciseError(f"`{text}` without its other half")
+        elif text == BEGIN:
+            within = indent
+            kept += [f"{indent}# your code", f"{indent}{error}"]
+        elif indent != within:
+            raise ExerciseError(f"`{BEGIN}` and `{END}` do not begin in the same column")
+        else:
+            within = None
+    if within is not None:
+        raise ExerciseError(f"`{BEGIN}` without its other half")
+    return "\n".join(kept)
+
+
+def stub_error(text: str) -> str:
+    """The line of a stub by which it fails, as long as the student leaves it there."""
+    return f"raise NotImplementedError({json.dumps(text, ensure_ascii=False)})"
+
+
+def checks_of(cells: Sequence[Cell], index: int) -> list[int]:
+    """The places of the code cells that judge the solution at `index`: up to the next solution, heading or
+    deliberate error.
+    """
+    found = []
+    for place, cell in enumerate(cells[index + 1 :], index + 1):
+        if cell["cell_type"] == "markdown" and re.search(r"(?m)^#+ ", cell["source"]):
+            break
+        if cell["cell_type"] == "code":
+            deliberate = "raises-exception" in tags(cell) and CHECK not in tags(cell)
+            if is_exercise(cell) or deliberate:
+                break
+            found.append(place)
+    return found
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise of a lesson: the place of its solution in the lesson's cells, and those of its checks."""
+
+    text: str
+    index: int
+    checks: tuple[int, ...]
+    solution: str
+    stub: str
+
+
+class Lesson:
+    """The lesson at `path`: its cells and its exercises. Raises ExerciseError where it is no notebook."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.stem
+        self.cells = read(path)
+        self.exercises: list[Exercise] = []
+        for index, cell in enumerate(self.cells):
+            text = exercise_text(cell) if is_exercise(cell) else None
+            if text is not None:
+                checks = tuple(checks_of(self.cells, index))
+                self.exercises.append(Exercise(text, index, checks, cell["source"], stub(cell)))
+
+    def in_common(self, cells: Iterable[Cell]) -> int:
+        """How many of these cells are, word for word, cells of the lesson."""
+        ours = {cell["source"].strip() for cell in self.cells}
+        return sum(cell["source"].strip() in ours for cell in cells)
+
+    def answers(self, cells: Sequence[Cell]) -> dict[int, list[str]]:
+        """What a student has written in place of each solution: the code cells that stand between the neighbours that
+        it has in the lesson, by the solution's place. Cells are known by their id, or by their words where an editor
+        has given them new ids. What the student has changed in cells of the lesson is not in there.
+        """
+        partner = self._partners(cells)
+        fixed = {i: j for i, j in partner.items() if not is_exercise(self.cells[i])}
+        taken = set(fixed.values())
+        found = {}
+        for exercise in self.exercises:
+            first = max((j for i, j in fixed.items() if i < exercise.index), default=-1)
+            after = [j for i, j in fixed.items() if i > exercise.index and j > first]
+            places = range(first + 1, min(after, default=len(cells)))
+            inside = [j for j in places if j not in taken and is_code(cells[j])]
+            if exercise.index in partner and partner[exercise.index] not in inside:  # moved elsewhere
+                inside = [partner[exercise.index]]
+            found[exercise.index] = [cells[j]["source"] for j in inside]
+        return found
+
+    def _partners(self, cells: Sequence[Cell]) -> dict[int, int]:
+        """The place of a cell of the lesson -> its place among `cells`."""
+        ids = {cell.get("id"): j for j, cell in enumerate(cells) if cell.get("id")}
+        by_id = {i: ids[cell["id"]] for i, cell in enumerate(self.cells) if cell.get("id") in ids}
+        if len(by_id) * 2 >= len(self.cells):
+            return by_id
+        ours, theirs = ([c["source"].strip() for c in some] for some in (self.cells, cells))
+        blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
+        return {a + k: b + k for a, b, size in blocks for k in range(size)}

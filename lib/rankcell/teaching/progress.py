@@ -1,0 +1,203 @@
+"""A tick for each exercise whose checks have passed, kept in the student's folder, and short errors below open ones.
+
+In a copy for students (`make student`) Jupyter tells the kernel which notebook it belongs to and which cell runs;
+`exercises` says which of them is an answer, a check, or builds on an answer. An exercise is solved when all its checks
+have passed since its answer last ran, and tried when an answer, or a check of one, has failed; a stub that ran is
+neither. A cell that fails because an exercise above it is open says so in one line. The file is small and stays where
+it is:
+
+    {"lessons": {"04_collectives": {"Exercise 1: mend the scatter": "solved"}}}
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from . import exercises
+
+FILE = "rankcell-progress.json"
+SOLVED, TRIED = "solved", "tried"
+MARKS = {SOLVED: "✓", TRIED: "✗", "": "·"}
+
+
+def load(shell: Any) -> None:
+    """Follow the cells of this kernel, if it belongs to a notebook."""
+    notebook = _this_notebook()
+    if notebook is None or getattr(shell, "_rankcell_teaching", None) is not None:
+        return
+    shell._rankcell_teaching = follower = CellFollower(notebook, shell)
+    shell.events.register("pre_run_cell", follower.before)
+    shell.events.register("post_run_cell", follower.after)
+
+
+def line(_: Sequence[str] = ()) -> "ProgressTable":
+    """What `%ranks progress` shows: each lesson in the notebook's folder with its exercises."""
+    rows: dict[str, dict[str, str]] = {}
+    notebook = _this_notebook()
+    for path in sorted(notebook.parent.glob("*.ipynb")) if notebook else ():
+        with contextlib.suppress(exercises.ExerciseError):
+            roles = roles_in(exercises.read(path)).values()
+            done = _kept(path.parent).get(path.stem, {})
+            if texts := [role.texts[0] for role in roles if role.kind == "answer"]:
+                rows[path.stem] = {text: done.get(text, "") for text in texts}
+    return ProgressTable(rows)
+
+
+@dataclass(frozen=True)
+class CellRole:
+    """What a cell of a student's copy is: an "answer", a "check", or "later", one that builds on the exercises."""
+
+    kind: str
+    texts: tuple[str, ...]
+
+
+def roles_in(cells: list[dict[str, Any]]) -> dict[str, CellRole]:
+    """Cell id -> role, of a student's copy; none in the course's own notebooks: running a solution solves nothing."""
+    found = {}
+    for cell in cells:
+        kept = cell["metadata"].get("rankcell")
+        if isinstance(kept, dict) and isinstance(kept.get("builds_on"), list):
+            found[cell["id"]] = CellRole("later", tuple(map(str, kept["builds_on"])))
+    for index, cell in enumerate(cells):
+        text = exercises.exercise_text(cell) if "exercise" in exercises.tags(cell) else None
+        if text and (checks := exercises.checks_of(cells, index)):
+            found[cell["id"]] = CellRole("answer", (text,))
+            found |= {cells[place]["id"]: CellRole("check", (text,)) for place in checks}
+    return found
+
+
+class CellFollower:
+    """Follows the cells of one kernel: keeps ticks, and shortens the errors of cells below an open exercise."""
+
+    def __init__(self, notebook: Path, shell: Any) -> None:
+        self._notebook, self._shell = notebook, shell
+        self._saved, self._roles = 0.0, dict[str, CellRole]()
+        self._role: CellRole | None = None  # of the cell that runs
+        self._source = ""
+        self._answers: dict[
+            str, str
+        ] = {}  # exercise -> what is wrong with its latest answer, before any check
+        self._passed: dict[str, set[str]] = {}  # exercise -> its checks that passed since its answer ran
+
+    def before(self, info: Any) -> None:
+        """A cell begins: find its role, and show its errors our way only if it has one."""
+        with contextlib.suppress(OSError, exercises.ExerciseError):
+            saved = self._notebook.stat().st_mtime  # as it was last saved: new cells are known from then on
+            if saved != self._saved:
+                self._saved, self._roles = saved, roles_in(exercises.read(self._notebook))
+        self._role, self._source = self._roles.get(info.cell_id or ""), info.raw_cell or ""
+        self._shell.set_custom_exc((Exception,) if self._role else (), self._show_error)
+
+    def after(self, result: Any) -> None:
+        """A cell has ended: note what it says about its exercise."""
+        if self._role is None or self._role.kind == "later":
+            return
+        text = self._role.texts[0]
+        error = result.error_before_exec or result.error_in_exec
+        passed = self._passed.setdefault(text, set())
+        if self._role.kind == "answer":
+            passed.clear()
+            self._answers[text] = self._problem_of(text, error)
+            if error and not self._holds_stub(text):
+                self._note(text, TRIED)
+        elif error is None:
+            passed.add(result.info.cell_id)
+            if all(i in passed for i, role in self._roles.items() if role == self._role):
+                self._note(text, SOLVED)
+        elif not self._answers.get(text, "no answer"):
+            self._note(text, TRIED)
+
+    def _holds_stub(self, text: str) -> bool:
+        return exercises.stub_error(text) in self._source
+
+    def _problem_of(self, text: str, error: BaseException | None) -> str:
+        name = exercises.short_name(text)
+        if error is None:
+            return ""
+        if self._holds_stub(text):
+            return f"{name} is not answered yet."
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"The cell of {name} ended with {first.rstrip('.')}. Repair that first."
+
+    def _show_error(
+        self,
+        shell: Any,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType,
+        tb_offset: Any = None,
+    ) -> None:
+        """Show the error of a cell that has a role: one line where that says all, else as IPython does."""
+        if line := self._line_instead(error):
+            shell._showtraceback(kind, error, [line])
+        else:
+            compiled = not isinstance(error, SyntaxError)
+            shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=compiled)
+
+    def _line_instead(self, error: BaseException) -> str:
+        """The one line that is shown in place of a traceback; empty where the traceback says more."""
+        assert self._role is not None
+        if self._role.kind == "answer":
+            text = self._role.texts[0]
+            return self._problem_of(text, error) if self._holds_stub(text) else ""
+        for text in self._role.texts:
+            if problem := self._answers.get(
+                text, f"The cell of {exercises.short_name(text)} has not run yet."
+            ):
+                return problem
+        own = isinstance(error, AssertionError) and not hasattr(error, "_render_traceback_")
+        return f"{type(error).__name__}: {error}" if self._role.kind == "check" and own and str(error) else ""
+
+    def _note(self, text: str, state: str) -> None:
+        """Keep the state, a tick for good; a full disk must not cost a student the cell."""
+        folder = self._notebook.parent
+        known = _kept(folder)
+        lesson = known.setdefault(self._notebook.stem, {})
+        if lesson.get(text) in (SOLVED, state):
+            return
+        lesson[text] = state
+        draft = folder / f".{FILE}.{os.getpid()}.part"
+        try:
+            draft.write_text(json.dumps({"lessons": known}, ensure_ascii=False, indent=1) + "\n", "utf-8")
+            draft.replace(folder / FILE)
+        except OSError as error:
+            print(f"{FILE} cannot be written in the notebook's folder ({error.strerror}).", file=sys.stderr)
+
+
+class ProgressTable:
+    """Lessons and their exercises, each solved, tried or not begun."""
+
+    def __init__(self, rows: Mapping[str, Mapping[str, str]]) -> None:
+        self.rows = rows
+
+    def __repr__(self) -> str:
+        if not self.rows:
+            return "Exercises are counted in the copies for students (`make student`), opened in JupyterLab."
+        width = max(map(len, self.rows))
+        lines = []
+        for lesson, states in self.rows.items():
+            marks = " ".join(MARKS[state] for state in states.values())
+            lines.append(f"{lesson:{width}}  {[*states.values()].count(SOLVED)} of {len(states)}  {marks}")
+        return "\n".join([*lines, "✓ solved   ✗ tried   · not begun"])
+
+
+def _this_notebook() -> Path | None:
+    """The notebook that Jupyter's server has started this kernel for, if it has said so."""
+    name = os.environ.get("JPY_SESSION_NAME", "")
+    return Path(name) if name.endswith(".ipynb") else None
+
+
+def _kept(folder: Path) -> dict[str, dict[str, str]]:
+    """Lesson -> exercise -> its state; nothing where nothing can be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        lessons = json.loads((folder / FILE).read_text("utf-8"))["lessons"]
+        return {
+            lesson: {t: s for t, s in of.items() if s in (SOLVED, TRIED)} for lesson, of in lessons.items()
+        }
+    return {}
