@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,6 @@ class Slurm:
         if shutil.which("sinfo") is None:
             raise NoSlurm("there is no Slurm on this machine: no command `sinfo`")
         try:
-            self.run("sinfo", "--version")
             self.run("sinfo", "--noheader", timeout=10)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
             raise NoSlurm("no Slurm answers: `sinfo` fails on this machine") from None
@@ -82,7 +82,12 @@ class Slurm:
             lines = self.run("squeue", "-h", "-r", "-t", "all", "-j", str(job), "-o", "%i %T").splitlines()
         except subprocess.CalledProcessError:  # Slurm forgets a job some minutes after its end
             return {}
-        return dict(sorted((line.split() for line in lines), key=_task_number))
+        return dict(
+            sorted(
+                (line.split() for line in lines),
+                key=lambda entry: [int(n) for n in re.findall(r"\d+", entry[0])],
+            )
+        )
 
     def wait(self, job: int, seconds: float = 300) -> dict[str, str]:
         """The last states of the job, once it is over.
@@ -199,14 +204,10 @@ def find(program: str | Path = "", *, folder: str | Path = "slurm-jobs") -> Slur
 
 def _counted(states: Mapping[str, str]) -> str:
     """The states of a job's tasks in words: "3 COMPLETED, 2 RUNNING"; of one task the state alone."""
-    names = list(states.values())
-    if len(names) < 2:
-        return names[0] if names else "gone"
-    return ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
-
-
-def _task_number(entry: list[str]) -> list[int]:
-    return [int(part) for part in entry[0].split("_") if part.isdigit()]
+    counts = Counter(states.values())
+    if len(states) < 2:
+        return next(iter(counts), "gone")
+    return ", ".join(f"{counts[name]} {name}" for name in sorted(counts))
 
 
 class _Progress:
