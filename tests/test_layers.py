@@ -15,7 +15,7 @@ results: models: costs: hardware: source: versions: layouts:
 engine/__init__: engine/channel: engine/system: engine/spans: engine/streams: engine/stdio: engine/shell:
 doctor: engine/devices engine/local engine/match engine/system hardware versions
 figures: engine/world models   cluster: source   parallel: models schedules versions
-schedules: errors results   planner: hardware results schedules
+schedules: errors results   planner: results schedules
 jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/match engine/messages engine/nodes
     engine/operation engine/record engine/report engine/streams engine/system errors results
 rehearsal: costs errors planner results   exercises: cluster source

@@ -210,7 +210,7 @@ def _counted(states: Mapping[str, str]) -> str:
     return ", ".join(f"{counts[name]} {name}" for name in sorted(counts))
 
 
-class _Progress:
+class _WaitReport:
     """Prints what is waited for: when it changes, but not all the time, and now and then while it does not."""
 
     last, said = "", 0.0
@@ -257,7 +257,7 @@ class _Magics:
             print("Skipped: this needs a throw-away cluster whose nodes have networks of their own.")
         else:
             with self.found.inside():
-                self.found.tell = _Progress()
+                self.found.tell = _WaitReport()
                 try:
                     return self._execute(cell)
                 finally:

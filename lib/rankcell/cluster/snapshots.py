@@ -109,7 +109,7 @@ def load(path: str | Path, **parts: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Watched:
+class SavesSeen:
     """What `watching` saw of the file at its path, on this rank.
 
     `writes` has an entry for each file that `torch.save` wrote: whether the one at the path was as before when it was
@@ -121,12 +121,12 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watching(path: str | Path, seconds: float = 0.3) -> Iterator[Watched]:
+def watching(path: str | Path, seconds: float = 0.3) -> Iterator[SavesSeen]:
     """Watch what this rank does to the file at `path`, and see it in what comes back.
 
     Renaming takes `seconds` more, so that a rank that does not wait for the new file meets the old one.
     """
-    path, seen, save_file = Path(path), Watched(), torch.save
+    path, seen, save_file = Path(path), SavesSeen(), torch.save
 
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         before = path.read_bytes() if path.exists() else None

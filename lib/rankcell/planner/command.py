@@ -81,7 +81,7 @@ def expected_error(job: Job) -> str:
     )
 
 
-def report(job: Job, found: search.Found) -> str:
+def report(job: Job, found: search.SearchResult) -> str:
     """What the command prints."""
     shape, chip = job.shape, job.chip
     active = f", {shape.active_params / 1e9:.1f} billion active" if shape.experts else ""

@@ -16,7 +16,7 @@ from .shapes import Shape
 MIDDLE = -1  # a stage that is neither the first nor the last
 
 
-class Memory(NamedTuple):
+class StageMemory(NamedTuple):
     """Bytes on one rank at the fullest moment, by what they are for."""
 
     weights: Any
@@ -137,7 +137,7 @@ def params_on(job: Job, layout: Layout, stage: Any) -> tuple[Any, Any]:
     return dense, experts
 
 
-def on_stage(job: Job, layout: Layout, stage: Any) -> Memory:
+def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
     """What a rank of pipeline stage `stage` holds at most, from 0."""
     stack, z = job.stack, layout.zero
     dense, experts = params_on(job, layout, stage)
@@ -169,7 +169,7 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> Memory:
     end = is_last * stack.end_bytes * job.shape.hidden / np.where(layout.sequence_parallel, layout.tp, 1)
     activations = tokens * (whole * held * layer + again + end)
     logits = is_last * stack.logit_bytes * tokens * job.shape.vocab / layout.tp
-    return Memory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
+    return StageMemory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
 
 
 def by_stage(job: Job, layout: Layout) -> list[float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import memory, seconds
 from .layout import RECOMPUTE, SELECTIVE, Job, Layout
-from .memory import Memory
+from .memory import StageMemory
 from .seconds import Step
 
 # Why a layout is rejected, in the order in which it is asked. Each is a whole sentence about one layout.
@@ -28,12 +28,12 @@ REASONS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One possible layout: `seconds` of its step by part, `memory` of its fullest stage by part, the rate."""
 
     layout: Layout
     step: Step
-    memory: Memory
+    memory: StageMemory
     tokens_per_s_per_gpu: float
     mfu: float
 
@@ -48,7 +48,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found: all layouts, by how much each is possible, and the best of them."""
 
     job: Job
@@ -72,7 +72,7 @@ class Found:
         steps = np.floor(np.log(self.rate[possible]) / 0.005)
         return possible[np.lexsort((self.need[possible], kinds, -steps))]
 
-    def best(self, count: int = 5) -> list[Choice]:
+    def best(self, count: int = 5) -> list[Candidate]:
         """The fastest possible layouts: of each way to cut the model, (tp, pp, ep), the first in `order`."""
         chosen: dict[tuple[int, ...], int] = {}
         degrees = np.stack([getattr(self.layouts, d) for d in ("tp", "pp", "ep")], axis=1)
@@ -82,15 +82,15 @@ class Found:
                 break
         return [self.choice(index) for index in chosen.values()]
 
-    def choice(self, index: int) -> Choice:
+    def choice(self, index: int) -> Candidate:
         """The layout at `index`, in full."""
         layout = self.layouts.at(index)
         step = Step(*(float(part) for part in seconds.step(self.job, layout)))
         stages = [memory.on_stage(self.job, layout, s) for s in range(int(layout.pp))]
         fullest = max(stages, key=lambda m: float(m.total))
         rate = float(self.rate[index])
-        whole, mfu = Memory(*(float(part) for part in fullest)), float(seconds.mfu(self.job, rate))
-        return Choice(layout, step, whole, rate, mfu)
+        whole, mfu = StageMemory(*(float(part) for part in fullest)), float(seconds.mfu(self.job, rate))
+        return Candidate(layout, step, whole, rate, mfu)
 
     def reason(self, index: int) -> str:
         """Why the layout at `index` is rejected, as a sentence; "" for a possible one."""
@@ -143,7 +143,7 @@ def layouts(job: Job) -> Layout:
     return found.at(keep)
 
 
-def search(job: Job, among: Layout | None = None) -> Found:
+def search(job: Job, among: Layout | None = None) -> SearchResult:
     """All layouts of `among` (by default of `layouts(job)`) judged and timed."""
     among = layouts(job) if among is None else among
     s, m = job.shape, job.batch / (among.dp * among.micro_batch)
@@ -170,4 +170,4 @@ def search(job: Job, among: Layout | None = None) -> Found:
     left = np.flatnonzero(verdict < 0)
     possible = among.at(left)
     rate[left] = seconds.tokens_per_second_per_gpu(job, possible, seconds.step(job, possible).total)
-    return Found(job, among, rate, need, verdict)
+    return SearchResult(job, among, rate, need, verdict)

@@ -9,7 +9,6 @@ import csv
 import difflib
 import re
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -64,35 +63,23 @@ class Shape:
         return 2 + 1 * self.gated
 
     @property
-    def dense_params(self) -> Any:
-        """Parameters of one dense MLP."""
-        return self.matrices * self.hidden * self.ffn
-
-    @property
-    def expert_params(self) -> Any:
-        """Parameters of all experts of one layer: what expert parallelism divides."""
-        return self.experts * self.matrices * self.hidden * self.expert_ffn
-
-    @property
-    def shared_params(self) -> Any:
-        """Parameters of the shared experts and the router of one layer."""
-        return self.hidden * (self.matrices * self.shared_ffn + self.experts)
-
-    @property
     def embedding_params(self) -> Any:
         """Parameters of one table of the vocabulary: the embedding, or the head that is as large."""
         return self.vocab * self.hidden
 
     @property
     def dense_layer_params(self) -> Any:
-        """Parameters of the mean layer without its experts."""
+        """Parameters of the mean layer without its experts, but with the shared ones and the router."""
         share = self.moe_layers / self.layers
-        return self.attention_params + (1 - share) * self.dense_params + share * self.shared_params
+        dense = self.matrices * self.hidden * self.ffn
+        shared = self.hidden * (self.matrices * self.shared_ffn + self.experts)
+        return self.attention_params + (1 - share) * dense + share * shared
 
     @property
     def expert_layer_params(self) -> Any:
-        """Parameters of the experts of the mean layer."""
-        return self.moe_layers / self.layers * self.expert_params
+        """Parameters of the experts of the mean layer: what expert parallelism divides."""
+        every = self.experts * self.matrices * self.hidden * self.expert_ffn
+        return self.moe_layers / self.layers * every
 
     @property
     def params(self) -> Any:
@@ -134,7 +121,6 @@ def _shape(name: str, gated: str, tied: str, **numbers: str) -> Shape:
 MODELS = {row["name"]: _shape(**row) for row in table("models.csv")}
 
 
-@cache
 def plain(name: str) -> str:
     """`name` without what differs from writer to writer: "Llama-3.1 70B" -> "llama370b"."""
     text = re.sub(r"\(.*?\)|\bcut to\b.*|pretrain|instruct|\bmeta\b", "", name.lower())
@@ -143,21 +129,22 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", text))  # 1.3b is not 13b
 
 
+_PLAIN = {plain(name): name for name in MODELS}
+
+
 def look_up(name: str) -> Shape | None:
     """The model called `name`, however it is spelt, or the longest name inside it; None if there is none."""
-    known = {plain(key): key for key in MODELS}
     wanted = plain(name)
-    inside = [key for key in known if key in wanted]
-    return MODELS[known[max(inside, key=len)]] if inside else None
+    inside = [key for key in _PLAIN if key in wanted]
+    return MODELS[_PLAIN[max(inside, key=len)]] if inside else None
 
 
 def find(name: str) -> Shape:
     """As `look_up`, but raises ValueError with the nearest names if the model is unknown."""
     if found := look_up(name):
         return found
-    known = {plain(key): key for key in MODELS}
-    near = difflib.get_close_matches(plain(name), known, n=3, cutoff=0.3) or list(known)[:3]
+    near = difflib.get_close_matches(plain(name), _PLAIN, n=3, cutoff=0.3) or list(_PLAIN)[:3]
     raise ValueError(
-        f"There is no model called {name!r}. The nearest names are {', '.join(known[n] for n in near)}; "
+        f"There is no model called {name!r}. The nearest names are {', '.join(_PLAIN[n] for n in near)}; "
         f"there are {len(MODELS)}: {', '.join(MODELS)}."
     )

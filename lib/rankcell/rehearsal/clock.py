@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 
-class Clock:
+class StreamClock:
     """The time on the current stream, and when each process group is free again."""
 
     def __init__(self) -> None:

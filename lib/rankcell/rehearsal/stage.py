@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import RehearsalError
-from .clock import Clock
+from .clock import StreamClock
 from .cluster import Cluster
 
 KNOWN = 1 << 16  # integers at most in a tensor whose numbers are kept
@@ -55,8 +55,8 @@ class _Fakes(FakeTensorMode):
         )
 
 
-class Stage:
-    """What stands around a rank that rehearses.
+class Rehearsal:
+    """The fake tensors, the clock and the answers of the process group around a rank that rehearses.
 
     Args:
         cluster: where the job would run.
@@ -66,7 +66,7 @@ class Stage:
 
     def __init__(self, cluster: Cluster, recorder: Any, caller: Any) -> None:
         self.cluster, self.recorder, self.caller = cluster, recorder, caller
-        self.clock = Clock()
+        self.clock = StreamClock()
         self.fakes = _Fakes()
         self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -103,7 +103,7 @@ class Stage:
             mock.patch("torch.utils.swap_tensors", swap_tensors),
             self.clock.running(),
             self.fakes,
-            _Watch(self),
+            _Dispatched(self),
             meter,
         ):
             yield
@@ -203,7 +203,7 @@ class Stage:
             with torch._C._DisableTorchDispatch():
                 return operation(*args, **kwargs)
         if operation.namespace in _FUNCTIONAL and operation._opname != "wait_tensor":
-            with _Watch(self):
+            with _Dispatched(self):
                 return operation._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if self.pending:
             self._await(leaves)
@@ -282,10 +282,10 @@ class _Chunks(Sequence[torch.Tensor]):
         return self.tensor.narrow(self.dim, i * size, min(size, length - i * size))
 
 
-class _Watch(TorchDispatchMode):
+class _Dispatched(TorchDispatchMode):
     """Sees every operation of torch before the fake tensors do."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Rehearsal) -> None:
         super().__init__()
         self.stage = stage
 
