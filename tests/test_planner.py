@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import fit_planner
 from rankcell import command, costs, schedules
 from rankcell.planner import RowError, chips, communication, memory, parse, predict, seconds, shapes, stacks
-from rankcell.planner import command as plan
 from rankcell.planner.layout import FULL, GPIPE, ONE_F_ONE_B, SELECTIVE, ZB_2P, ZB_V, ZERO_BUBBLE, Job, Layout
-from rankcell.planner.search import REASONS, layouts, search
+from rankcell.planner.search import layouts, search
 
 approx = pytest.approx
 ROWS = fit_planner.rows_of()
@@ -224,9 +223,6 @@ def test_rings_are_those_of_costs():
     one = costs.ring_all_reduce(8e9, 8, inside)
     assert float(tree) == approx(one + 2 * (7 * 15e-6 + 1e9 / PORT))
     assert float(switch) == approx(one + 2 * 15e-6 + 1e9 / PORT)
-    for zero, ways in ((0, 3), (1, 1)):  # half of an all-reduce cannot go up a tree
-        of = [job(n_gpus=1024, way=way) for way in ("hierarchical", "tree", "in-switch")]
-        assert len({float(communication.data(o, Layout(dp=1024, zero=zero)).seconds) for o in of}) == ways
     with pytest.raises(ValueError, match="no way 'star'"):
         communication.all_reduce(job(), 1e9, 8, 1, "star")
 
@@ -274,7 +270,6 @@ def test_every_layout_is_possible_or_has_a_reason():
     assert degrees == [{1, 2, 4, 8}, {2, 4, 8}, {0, 1}, {0, 1, 2, 3}, {1}]  # on one GPU nothing to shard with
     assert {*layouts(job("mixtral-8x7b", n_gpus=8)).ep.tolist()} == {1, 2, 4, 8}
     assert len(found.order) + sum(found.counts().values()) == len(found)
-    assert len([*found.rejected]) + len(found.order) == len(found)
     assert all(found.reason(int(i)) == "" for i in found.order[:3])
     for index in found.order[:: len(found.order) // 9]:  # arrays and single layouts agree
         choice = found.choice(int(index))
@@ -306,7 +301,7 @@ def test_every_layout_is_possible_or_has_a_reason():
 def test_a_rejected_layout_says_what_is_wrong(model, layout, number, says):
     of = Layout(*(np.array([value]) for value in dataclasses.astuple(Layout(**layout))))
     found = search(job(model), of)
-    assert found.verdict[0] == number and says in found.reason(0) and found.counts() == {REASONS[number]: 1}
+    assert found.verdict[0] == number and says in found.reason(0) and found.counts() == {number: 1}
 
 
 LLAMA = ("--model", "llama3-8b", "--gpus")
@@ -315,42 +310,22 @@ LLAMA = ("--model", "llama3-8b", "--gpus")
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [((*LLAMA, "64xh100", "--sequence", "8192"), 0,
-      "512 sequences of 8192|\n1. dp 64, micro-batch 1, ZeRO-1|\n5. |tokens/s/GPU|MFU|torchrun --nnodes=8|"
-      "--global-batch-size 512|Error to expect: half of|memory: weights|use-distributed-optimizer"),
-     ((*LLAMA, "8xh100", "--price", "2.5", "--watts", "1000", "--rejected", "--batch", "2k sequences"), 0,
-      "2048 sequences of 4096|kWh for a billion tokens|Rejected, with an example|--standalone --nproc-per-node=8"),
-     (("--model", "llama3-405b", "--gpus", "8xh100"), 1, "None is possible|it needs"),
+      "512 sequences of 8192|\n1. dp 64, micro-batch 1, ZeRO-1|\n5. |tokens/s/GPU|MFU|Error to expect: half of|"
+      "memory: weights"),
+     ((*LLAMA, "8xh100", "--batch", "2k sequences"), 0, "2048 sequences of 4096"),
+     (("--model", "llama3-405b", "--gpus", "8xh100"), 1, "None is possible|Rejected, with an example|it needs"),
      (("--model", "lama3-9b", "--gpus", "8xh100"), 1, "nearest names are llama3-8b"),
      ((*LLAMA, "8xh900"), 1, "no GPU called 'h900'|nearest are H200"), ((*LLAMA, "h100"), 1, "for example 64xh100"),
      ((*LLAMA, "0xh100"), 1, "64xh100"), ((*LLAMA, "8xh100", "--batch", "many"), 1, "4M-tokens"),
      ((*LLAMA, "8xh100", "--batch", "4.1M-tokens"), 1, "nearest batch is 1050"),
      ((*LLAMA, "8xh100", "--format", "int3"), 1, "bf16"),
-     ((*LLAMA, "8xh100", "--stack", "megatron"), 1, "nearest are megatron")],
+     ((*LLAMA, "8xh100", "--stack", "megatron"), 1, "There are nanotron, ")],
 )  # fmt: skip
 def test_the_command_plans_or_says_what_would_do(capsys, words, code, says):
     assert command.main(["plan", *words]) == code
     said = capsys.readouterr()
     assert [part for part in says.split("|") if part not in said.out + said.err] == []
     assert said.err == "" or said.err.startswith("rankcell plan: ")
-
-
-def test_the_line_that_starts_the_job():
-    many = Layout(tp=2, pp=2, dp=8, cp=2, ep=4, chunks=4, zero=2, micro_batch=3, recompute=SELECTIVE)
-    found = plan.torchrun(job("mixtral-8x7b"), many).replace(" \\\n    ", " ")
-    assert found == (
-        "torchrun --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500 --nproc-per-node=8 pretrain_gpt.py "
-        "--seq-length 8192 --global-batch-size 512 --micro-batch-size 3 --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 "
-        "--expert-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4 --use-megatron-fsdp "
-        "--data-parallel-sharding-strategy optim_grads --recompute-granularity selective"
-    )
-    for layout, end in ((Layout(zero=3), "optim_grads_params"), (Layout(zero=0), "model-parallel-size 1"),
-                        (Layout(recompute=FULL), "distributed-optimizer \\\n    --recompute-granularity full "
-                         "--recompute-method uniform --recompute-num-layers 1")):  # fmt: skip
-        assert plan.torchrun(job(gpu="GB200", n_gpus=4), layout).endswith(end)
-    assert plan.torchrun(job(gpu="GB200", n_gpus=8), Layout()).startswith(
-        "torchrun --nnodes=2 "
-    )  # trays of 4
 
 
 def test_planning_needs_no_torch():
@@ -409,7 +384,8 @@ def test_a_row_that_cannot_be_understood_names_the_column(columns, says):
      ({"notes": "schedule=ZB-1p"}, {"schedule": ZERO_BUBBLE}), ({"notes": "schedule=gpipe"}, {"schedule": GPIPE}),
      ({"zero_stage": "fsdp"}, {"zero": 3}), ({"zero_stage": "zero2"}, {"zero": 2}),
      ({"zero_stage": "zero1"}, {"zero": 1}), ({"zero_stage": "zero3"}, {"zero": 3}),
-     ({"zero_stage": "ddp"}, {"zero": 0}), ({"source": "torchtitan"}, {"name": "torchtitan"}),
+     ({"zero_stage": "ddp"}, {"zero": 0}), ({"zero_stage": "3-HSDP"}, {"zero": 3}),
+     ({"zero_stage": "2 (no reshard after forward)"}, {"zero": 2}), ({"source": "torchtitan"}, {"name": "torchtitan"}),
      ({"notes": "8 x H100, 500 W"}, {"chip": chips.CHIPS["H100-96"]}),
      ({"recompute": "attn"}, {"recompute": SELECTIVE}),
      ({"layers": "12", "hidden": "8192", "heads": "64", "kv_heads": "8", "ffn": "28672", "vocab": "128384",

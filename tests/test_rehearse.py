@@ -13,7 +13,7 @@ import rankcell
 from rankcell import models
 from rankcell.planner import communication, layout, stacks
 from rankcell.rehearsal import Cluster, sent_by_level
-from rankcell.rehearsal.clock import Clock
+from rankcell.rehearsal.clock import StreamClock
 from rankcell.results import Event
 
 pytestmark = pytest.mark.slow
@@ -158,7 +158,7 @@ def test_the_clock_goes_by_the_planner(seventh):
 
 def test_what_one_operation_takes_by_hand():
     """One after another in a group, not so in two. Eight ranks on two nodes are a ring over the ports of four GPUs."""
-    clock = Clock()
+    clock = StreamClock()
     clock.work(1.0)
     ends = [clock.communicate(group, seconds) for group, seconds in (("a", 2.0), ("a", 3.0), ("b", 0.5))]
     assert ends == [3.0, 6.0, 1.5] and clock() == 1.0 and clock.finish() == 6.0

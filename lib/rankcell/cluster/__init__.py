@@ -1,7 +1,9 @@
-"""From the notebook to a cluster: job scripts, snapshots, exported notebooks, and a Slurm to try them on.
+"""From the notebook to a cluster: job scripts, snapshots, exported rank cells, and a Slurm to try them on.
 
-Jobs are started by Slurm and torchrun; nothing here launches ranks. `scripts` writes what they read, `export`
-turns rank cells into a program for them (`dataflow` finds what they need of the ordinary cells, `standalone`
-is what the program needs of us), `snapshots` lets a program that was stopped go on, `slurm` gives jobs to a
-Slurm.
+    scripts    job scripts for Slurm and torchrun, each line with its reason (in lines.toml)
+    export     `rankcell export`: rank cells as a script (script.txt joins the process group) and a job script
+    snapshots  a training that was stopped goes on to the same bits
+    slurm      gives jobs to a Slurm; the magics `%slurm` and `%%slurm` of lessons 16 and 17
+
+Jobs are started by Slurm and torchrun: nothing here launches ranks, and rank cells on several nodes are the engine's.
 """

@@ -1,15 +1,13 @@
 """What names the statements of a notebook's ordinary cells read, make and change.
 
-The cells are read, not run. From a name that a rank cell needs, `makers` goes back through the statements
-that define it, those that these need, and those that change them. Aliases that only running would show (an
-object put into a list of another name, say) are not followed.
+The cells are read, not run. Aliases that only running would show (an object put into a list of another name, say) are
+not followed.
 """
 
 import ast
-import builtins
 import re
 import symtable
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from IPython.core.inputtransformer2 import TransformerManager
@@ -33,11 +31,6 @@ class Statement:
     node: ast.stmt | None = None
     pulled: bool = False
     obstacle: str = ""
-
-
-def lost(name: str, obstacle: str) -> Statement:
-    """A statement that would make `name`, but cannot stand in a script."""
-    return Statement("", frozenset({name}), obstacle=obstacle)
 
 
 def transformed(source: str) -> str:
@@ -212,34 +205,6 @@ def _root(node: ast.expr) -> str:
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def makers(statements: Sequence[Statement], names: Iterable[str]) -> tuple[list[Statement], frozenset[str]]:
-    """The statements that make `names` what they are at the end, in order, and the names that none makes."""
-    linked = links(statements)
-    imported = {n for s in statements if isinstance(s.node, (ast.Import, ast.ImportFrom)) for n in s.binds}
-    late: set[str] = set()
-    while True:
-        needed, chosen = set(names) | late, []
-        calls: set[str] = set()
-        for statement in reversed(statements):
-            touched = {name for n in needed for name in linked.get(n, {n})}
-            changed = statement.changes & (touched - imported) and not only_shows(statement, statements)
-            if not (statement.binds & needed or changed or sets_up(statement.node) in needed):
-                continue
-            chosen.append(statement)
-            if isinstance(
-                statement.node,
-                (ast.Assign, ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, type(None)),
-            ):
-                needed -= statement.binds
-            needed |= statement.uses
-            calls |= statement.later
-        defined = set().union(*(s.binds for s in statements)) if statements else set()
-        if not (fresh := (calls & defined) - late):
-            break
-        late |= fresh
-    return chosen[::-1], frozenset(needed - late - set(dir(builtins)))
 
 
 def links(statements: Sequence[Statement]) -> dict[str, set[str]]:

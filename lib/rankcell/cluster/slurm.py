@@ -14,26 +14,16 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..source import split
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
-OVER = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
-}
+_OVER = set("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 
 
 class NoSlurm(Exception):
@@ -60,7 +50,6 @@ class Slurm:
         if shutil.which("sinfo") is None:
             raise NoSlurm("there is no Slurm on this machine: no command `sinfo`")
         try:
-            self.run("sinfo", "--version")
             self.run("sinfo", "--noheader", timeout=10)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
             raise NoSlurm("no Slurm answers: `sinfo` fails on this machine") from None
@@ -77,16 +66,11 @@ class Slurm:
             subprocess.TimeoutExpired: it took longer than `timeout` seconds.
         """
         folder = self.folder if self.folder.is_dir() else None
+        environment = {**os.environ, **self.environment, **(env or {})}
         return subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, **self.environment, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=True,
-        ).stdout
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=timeout, check=True,
+        ).stdout  # fmt: skip
 
     def submit(self, *arguments: str, env: Mapping[str, str] | None = None) -> int:
         """The number of the job that `sbatch` made of `arguments`: options, then the script and its words."""
@@ -98,7 +82,12 @@ class Slurm:
             lines = self.run("squeue", "-h", "-r", "-t", "all", "-j", str(job), "-o", "%i %T").splitlines()
         except subprocess.CalledProcessError:  # Slurm forgets a job some minutes after its end
             return {}
-        return dict(sorted((line.split() for line in lines), key=_task_number))
+        return dict(
+            sorted(
+                (line.split() for line in lines),
+                key=lambda entry: [int(n) for n in re.findall(r"\d+", entry[0])],
+            )
+        )
 
     def wait(self, job: int, seconds: float = 300) -> dict[str, str]:
         """The last states of the job, once it is over.
@@ -107,13 +96,9 @@ class Slurm:
             TimeoutError: it is not over after `seconds`; says what state it is in.
         """
         begin = time.monotonic()
-        while not OVER.issuperset((states := self.states(job)).values()):
-            waited = time.monotonic() - begin
-            if waited > seconds:
-                raise TimeoutError(f"job {job} is not over after {seconds:g} s: {states}")
-            if self.tell and waited > 1:
-                self.tell(f"job {job}: {_counted(states)}")
-            time.sleep(0.2)
+        while not _OVER.issuperset((states := self.states(job)).values()):
+            late = f"job {job} is not over after {seconds:g} s: {states}"
+            self._pause(begin, seconds, f"job {job}: {_counted(states)}", late)
         return states
 
     def wait_for(self, path: str, text: str = "", seconds: float = 300) -> str:
@@ -123,15 +108,22 @@ class Slurm:
             TimeoutError: `text` is not there after `seconds`; ends with the file's last lines.
         """
         file, begin = self.folder / path, time.monotonic()
-        while not (file.exists() and text in file.read_text()):
-            waited = time.monotonic() - begin
-            if waited > seconds:
-                found = "\n".join(file.read_text().splitlines()[-15:]) if file.exists() else "no such file"
-                raise TimeoutError(f"{path} has no {text!r} after {seconds:g} s:\n{found}")
-            if self.tell and waited > 1:
-                self.tell(f"waiting for {text.strip()!r} in {path}")
-            time.sleep(0.1)
-        return file.read_text()
+        while True:
+            found = file.read_text() if file.exists() else "no such file"
+            if file.exists() and text in found:
+                return found
+            last = "\n".join(found.splitlines()[-15:])
+            late = f"{path} has no {text!r} after {seconds:g} s:\n{last}"
+            self._pause(begin, seconds, f"waiting for {text.strip()!r} in {path}", late)
+
+    def _pause(self, begin: float, seconds: float, awaited: str, late: str) -> None:
+        """Wait a moment and tell what is `awaited`; TimeoutError with `late` if `begin` is `seconds` ago."""
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            raise TimeoutError(late)
+        if self.tell and waited > 1:
+            self.tell(awaited)
+        time.sleep(0.2)
 
     def allocate(self, *, nodes: int, ranks_per_node: int, minutes: int = 30) -> int:
         """The number of an allocation for this process, as if it had been started by `salloc`: until
@@ -142,14 +134,10 @@ class Slurm:
         """
         self.release()
         wish = [f"--nodes={nodes}", f"--ntasks-per-node={ranks_per_node}", f"--time={minutes}"]
+        command = ["salloc", "--no-shell", "--job-name=notebook", *wish]
+        environment = os.environ | self.environment
         done = subprocess.run(
-            ["salloc", "--no-shell", "--job-name=notebook", *wish],
-            env={**os.environ, **self.environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
         )
         granted = re.search(r"Granted job allocation (\d+)", done.stderr)
         if granted is None:
@@ -170,15 +158,13 @@ class Slurm:
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """This process in the place where jobs are submitted: folder, environment, and network."""
-        here = Path.cwd()
-        inside = {**self.environment, "OLDPWD": str(here)}  # as `cd` leaves it
+        inside = {**self.environment, "OLDPWD": str(Path.cwd())}  # as `cd` leaves it
         old = {name: os.environ.get(name) for name in inside}
         os.environ.update(inside)
-        os.chdir(self.folder)
         try:
-            yield
+            with contextlib.chdir(self.folder):
+                yield
         finally:
-            os.chdir(here)
             for name, value in old.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
@@ -189,9 +175,7 @@ class Slurm:
     def __enter__(self) -> "Slurm":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.down()
 
 
@@ -220,21 +204,16 @@ def find(program: str | Path = "", *, folder: str | Path = "slurm-jobs") -> Slur
 
 def _counted(states: Mapping[str, str]) -> str:
     """The states of a job's tasks in words: "3 COMPLETED, 2 RUNNING"; of one task the state alone."""
-    names = list(states.values())
-    if len(names) < 2:
-        return names[0] if names else "gone"
-    return ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
+    counts = Counter(states.values())
+    if len(states) < 2:
+        return next(iter(counts), "gone")
+    return ", ".join(f"{counts[name]} {name}" for name in sorted(counts))
 
 
-def _task_number(entry: list[str]) -> list[int]:
-    return [int(part) for part in entry[0].split("_") if part.isdigit()]
-
-
-class _Progress:
+class _WaitReport:
     """Prints what is waited for: when it changes, but not all the time, and now and then while it does not."""
 
-    def __init__(self) -> None:
-        self.last, self.said = "", 0.0
+    last, said = "", 0.0
 
     def __call__(self, text: str) -> None:
         since = time.monotonic() - self.said
@@ -243,62 +222,60 @@ class _Progress:
             self.last, self.said = text, time.monotonic()
 
 
+class _Magics:
+    """`%slurm` and `%%slurm`."""
+
+    def __init__(self, shell: Any) -> None:
+        self.shell = shell
+        self.found: Slurm | None = None
+        self.why = "no `%slurm up` has run"
+
+    def line(self, line: str) -> None:
+        """`%slurm up PROGRAM` finds a Slurm or runs what brings one up; `%slurm down` takes that down."""
+        word, _, program = line.strip().partition(" ")
+        if word not in ("up", "down"):
+            raise ValueError(f"`%slurm {word}` means nothing. Write `%slurm up PROGRAM` or `%slurm down`.")
+        if self.found is not None:
+            self.found.down()
+            self.found = None
+        if word == "down":
+            return
+        try:
+            self.found = find(program.strip())
+        except NoSlurm as reason:
+            self.why = str(reason)
+            print(f"No Slurm: {self.why}. Cells that begin with %%slurm are skipped.")
+        else:
+            print(f"Jobs go to {self.found}.")
+        self.shell.user_ns["slurm"] = self.found
+
+    def cell(self, line: str, cell: str) -> Any:
+        """Run the cell where jobs are submitted, or say why not; `%%slurm net`: on separate nodes."""
+        if self.found is None:
+            print(f"Skipped: {self.why}.")
+        elif line.strip() == "net" and self.found.mode != "net":
+            print("Skipped: this needs a throw-away cluster whose nodes have networks of their own.")
+        else:
+            with self.found.inside():
+                self.found.tell = _WaitReport()
+                try:
+                    return self._execute(cell)
+                finally:
+                    self.found.tell = None
+        return None
+
+    def _execute(self, cell: str) -> Any:
+        shell, source = self.shell, self.shell.transform_cell(cell)
+        tree, last = split(source)
+        name = shell.compile.cache(source, shell.execution_count)
+        exec(shell.compile(tree, name, "exec"), shell.user_ns)
+        return None if last is None else eval(shell.compile(last, name, "eval"), shell.user_ns)
+
+
 def load_ipython_extension(shell: Any) -> None:
     """Register `%slurm` and `%%slurm`."""
     # outside a throw-away cluster its nodes have no names: torch, once imported, would warn of each of them
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from IPython.core.magic import Magics, line_magic, magics_class
-
-    @magics_class
-    class SlurmMagics(Magics):
-        found: Slurm | None = None
-        why = "no `%slurm up` has run"
-
-        # IPython's types know one of the two forms of its decorator
-        @line_magic("slurm")  # type: ignore[arg-type]
-        def line(self, line: str) -> None:
-            """`%slurm up PROGRAM` finds a Slurm or runs what brings one up; `%slurm down` takes that down."""
-            word, _, program = line.strip().partition(" ")
-            if word not in ("up", "down"):
-                raise ValueError(
-                    f"`%slurm {word}` means nothing. Write `%slurm up PROGRAM` or `%slurm down`."
-                )
-            if self.found is not None:
-                self.found.down()
-                self.found = None
-            if word == "down":
-                return
-            try:
-                self.found = find(program.strip())
-            except NoSlurm as reason:
-                self.why = str(reason)
-                print(f"No Slurm: {self.why}. Cells that begin with %%slurm are skipped.")
-            else:
-                print(f"Jobs go to {self.found}.")
-            shell.user_ns["slurm"] = self.found
-
-        def cell(self, line: str, cell: str) -> Any:
-            """Run the cell where jobs are submitted, or say why not; `%%slurm net`: on separate nodes."""
-            if self.found is None:
-                print(f"Skipped: {self.why}.")
-            elif line.strip() == "net" and self.found.mode != "net":
-                print("Skipped: this needs a throw-away cluster whose nodes have networks of their own.")
-            else:
-                with self.found.inside():
-                    self.found.tell = _Progress()
-                    try:
-                        return self._execute(cell)
-                    finally:
-                        self.found.tell = None
-            return None
-
-        def _execute(self, cell: str) -> Any:
-            source, names = shell.transform_cell(cell), shell.user_ns
-            tree, last = split(source)
-            name = shell.compile.cache(source, shell.execution_count)
-            exec(shell.compile(tree, name, "exec"), names)
-            return None if last is None else eval(shell.compile(last, name, "eval"), names)
-
-    magics = SlurmMagics(shell)
-    shell.register_magics(magics)
+    magics = _Magics(shell)
+    shell.register_magic_function(magics.line, "line", "slurm")
     shell.register_magic_function(magics.cell, "cell", "slurm")

@@ -16,19 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
-
-
-class Stateful(Protocol):
-    """Anything that can say and take back its state: modules, optimizers, schedulers, `Sampler`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class Sampler(DistributedSampler):
@@ -60,7 +53,7 @@ class Sampler(DistributedSampler):
         self.epoch, self.seen = state_dict["epoch"], state_dict["seen"] // self.num_replicas
 
 
-def save(path: str | Path, step: int, **parts: Stateful) -> None:
+def save(path: str | Path, step: int, **parts: Any) -> None:
     """Keep `step` and the state of `parts` (`model=model, optimizer=optimizer, ...`) at `path`.
 
     All ranks of the default group must call it; on return the file is there for all of them.
@@ -68,24 +61,29 @@ def save(path: str | Path, step: int, **parts: Stateful) -> None:
     Raises:
         OSError: rank 0 could not write; raised on every rank.
     """
-    randoms: list[Any] = [_random_state()]
-    if dist.is_initialized():
-        randoms = [None] * dist.get_world_size()
+    together = dist.is_initialized()
+    randoms: list[Any] = [None] * dist.get_world_size() if together else [_random_state()]
+    if together:
         dist.all_gather_object(randoms, _random_state())
     trouble: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not together or dist.get_rank() == 0:
         states = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
+        new = Path(f"{path}.new")
         try:
-            _replace(Path(path), {"step": step, "parts": states, "random": randoms})
+            with new.open("wb") as file:
+                torch.save({"step": step, "parts": states, "random": randoms}, file)
+                file.flush()
+                os.fsync(file.fileno())  # on the disk before it has the name
+            new.replace(path)
         except OSError as error:
             trouble = [str(error)]
-    if dist.is_initialized():
+    if together:
         dist.broadcast_object_list(trouble, src=0)  # nobody goes on before the file is there
     if trouble[0] is not None:
         raise OSError(f"The snapshot was not saved: {trouble[0]}")
 
 
-def load(path: str | Path, **parts: Stateful) -> int:
+def load(path: str | Path, **parts: Any) -> int:
     """The step of the snapshot at `path`, whose states `parts` have then; 0 where there is no snapshot.
 
     In the middle of an epoch give the `DataLoader` a generator of its own (`generator=torch.Generator()`):
@@ -99,12 +97,11 @@ def load(path: str | Path, **parts: Stateful) -> int:
     if not Path(path).exists():
         return 0
     snapshot = torch.load(path, map_location="cpu", weights_only=True)
-    if missing := parts.keys() - snapshot["parts"].keys():
-        raise KeyError(
-            f"The snapshot holds {', '.join(snapshot['parts'])}, but not {', '.join(sorted(missing))}."
-        )
+    states = snapshot["parts"]
+    if missing := parts.keys() - states.keys():
+        raise KeyError(f"The snapshot holds {', '.join(states)}, but not {', '.join(sorted(missing))}.")
     for name, part in parts.items():
-        _unwrapped(part).load_state_dict(snapshot["parts"][name])
+        _unwrapped(part).load_state_dict(states[name])
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if len(snapshot["random"]) == world_size:
         _set_random_state(snapshot["random"][rank])
@@ -112,7 +109,7 @@ def load(path: str | Path, **parts: Stateful) -> int:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SavesSeen:
     """What `watching` saw of the file at its path, on this rank.
 
     `writes` has an entry for each file that `torch.save` wrote: whether the one at the path was as before when it was
@@ -124,23 +121,20 @@ class Seen:
 
 
 @contextlib.contextmanager
-def watching(path: str | Path, seconds: float = 0.3) -> Iterator[Seen]:
+def watching(path: str | Path, seconds: float = 0.3) -> Iterator[SavesSeen]:
     """Watch what this rank does to the file at `path`, and see it in what comes back.
 
     Renaming takes `seconds` more, so that a rank that does not wait for the new file meets the old one.
     """
-    path, seen, save_file = Path(path), Seen(), torch.save
-
-    def content() -> bytes | None:
-        return path.read_bytes() if path.exists() else None
+    path, seen, save_file = Path(path), SavesSeen(), torch.save
 
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        before = content()
+        before = path.read_bytes() if path.exists() else None
         save_file(obj, f, *args, **kwargs)
         if not isinstance(f, io.BytesIO):  # a tensor on its way to another rank, not to the disk
-            seen.writes.append(content() == before)
+            seen.writes.append((path.read_bytes() if path.exists() else None) == before)
 
-    def called(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def looked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def and_looked(*args: Any, **kwargs: Any) -> None:
             before = path.exists()
             if name in ("rename", "replace"):
@@ -151,30 +145,14 @@ def watching(path: str | Path, seconds: float = 0.3) -> Iterator[Seen]:
 
         return and_looked
 
-    calls = {name: getattr(os, name) for name in ("remove", "unlink", "rename", "replace")}
-    watched: list[tuple[Any, str, Any]] = [(torch, "save", saved)]
-    watched += [(os, name, called(name, call)) for name, call in calls.items()]
-    as_before = [(where, name, getattr(where, name)) for where, name, _ in watched]
-    try:
-        for where, name, call in watched:
-            setattr(where, name, call)
+    calls: dict[str, Any] = {
+        name: looked(name, getattr(os, name)) for name in ("remove", "unlink", "rename", "replace")
+    }
+    with mock.patch("torch.save", saved), mock.patch.multiple(os, **calls):
         yield seen
-    finally:
-        for where, name, call in as_before:
-            setattr(where, name, call)
 
 
-def _replace(path: Path, content: Any) -> None:
-    """Write `content` beside `path`, then let it take its place in one step."""
-    new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())  # on the disk before it has the name
-    new.replace(path)
-
-
-def _unwrapped(part: Stateful) -> Stateful:
+def _unwrapped(part: Any) -> Any:
     """The module inside a DDP wrapper, so that one process can read the snapshot too."""
     inner = getattr(part, "module", None)
     return inner if isinstance(inner, torch.nn.Module) else part

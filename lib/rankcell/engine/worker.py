@@ -97,9 +97,9 @@ class Rank:
     def _set_stage(self) -> None:
         """This rank rehearses: its tensors are fake, its time is the clock's, nobody answers it."""
         from ..rehearsal.cluster import Cluster
-        from ..rehearsal.stage import Stage
+        from ..rehearsal.stage import Rehearsal
 
-        self.stage = Stage(Cluster.parse(self.birth.on, self.birth.world_size), self.recorder, caller)
+        self.stage = Rehearsal(Cluster.parse(self.birth.on, self.birth.world_size), self.recorder, caller)
         self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
 
     def _set_up_environment(self) -> None:

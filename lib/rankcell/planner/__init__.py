@@ -1,7 +1,7 @@
 """Plans a training job by arithmetic: memory, communication, seconds and the best layout over N GPUs.
 
     shapes         a transformer: sizes, parameters, operations
-    chips          a GPU: peaks, memory, links (over `hardware`)
+    chips          a GPU: peaks, memory, links
     stacks         software: the few fitted numbers, and on what they were fitted
     layout         a job and a way to lay it out
     memory         bytes on each pipeline stage
@@ -11,8 +11,9 @@
     rows           a published run, as a row of a table: `predict(row)`
     command        `rankcell plan`
 
+Models and GPUs stand in models.csv and chips.csv, fitted numbers in fitted.json, which tools/fit_planner.py writes.
 Each module uses those above it. Fields of jobs and layouts may be NumPy arrays, so one formula serves one layout
-and a hundred thousand. Nothing here needs torch, a GPU or a rank.
+and a hundred thousand. Nothing here needs torch, a GPU or a rank; nothing is measured, and no job is started.
 """
 
 from .layout import Job, Layout

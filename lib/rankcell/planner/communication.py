@@ -46,9 +46,7 @@ def link(job: Job, ranks: Any, stride: Any) -> tuple[Any, Any, Any]:
 WAYS = ("ring", "hierarchical", "tree", "in-switch")
 
 
-def all_reduce(
-    job: Job, nbytes: Any, ranks: Any, stride: Any, way: str = "ring", *, network: float = 1.0
-) -> Any:
+def all_reduce(job: Job, nbytes: Any, ranks: Any, stride: Any, way: str = "ring") -> Any:
     """Seconds of one all-reduce of `nbytes` over `ranks` ranks, `stride` apart, by one of WAYS.
 
     "ring": one ring over all, through the ports of all k ranks of a domain at once. The others first add up
@@ -57,7 +55,7 @@ def all_reduce(
     Sanders, Speck, Traeff, https://doi.org/10.1016/j.parco.2009.09.001, 2009), or in the switches of the network
     ("in-switch": each port sends and receives its part once; Bloch et al., SHARP,
     https://doi.org/10.14529/jsfi170401, 2017). What switches add inside a domain is in `Chip.bus`, which is
-    measured with it. `network` is the share of the ports' rate that is reached.
+    measured with it.
 
     Raises:
         ValueError: there is no such way.
@@ -66,11 +64,11 @@ def all_reduce(
         raise ValueError(f"There is no way {way!r} to sum. There are {', '.join(WAYS)}.")
     chip = job.chip
     if way == "ring":
-        bandwidth, latency, crosses = link(job, ranks, stride)
-        return 2 * ring(nbytes, ranks, bandwidth * np.where(crosses, network, 1), latency)
+        bandwidth, latency, _ = link(job, ranks, stride)
+        return 2 * ring(nbytes, ranks, bandwidth, latency)
     inside = np.maximum(1, np.minimum(ranks, chip.node / stride))
     domains = np.maximum(1, ranks / inside)
-    part, port = nbytes / inside, chip.network * PORT * network
+    part, port = nbytes / inside, chip.network * PORT
     across = {
         "hierarchical": 2 * ring(part, domains, port, chip.alpha_across),
         "tree": 2 * (np.ceil(np.log2(domains)) * chip.alpha_across + part / port),
@@ -127,20 +125,6 @@ def expert(job: Job, layout: Layout) -> Traffic:
     return Traffic(times * (local + away), ranks, domains > 1, seconds)
 
 
-def _half(job: Job, layout: Layout, nbytes: Any, ranks: Any, stride: Any) -> Any:
-    """Seconds of half an all-reduce, a reduce-scatter or an all-gather, by the stack's way.
-
-    Trees and switches gain on a whole all-reduce only, so under ZeRO both halves are hierarchical instead.
-    """
-
-    def whole(way: str) -> Any:
-        return all_reduce(job, nbytes, ranks, stride, way, network=job.stack.network)
-
-    way = job.stack.way
-    alone = way if way in ("ring", "hierarchical") else "hierarchical"
-    return np.where(layout.zero >= 1, whole(alone), whole(way)) / 2
-
-
 def data(job: Job, layout: Layout) -> Traffic:
     """Gradients are summed and parameters gathered: once per step, or more often where they are not kept.
 
@@ -159,10 +143,7 @@ def data(job: Job, layout: Layout) -> Traffic:
         for bytes_each, times in ((2, gathers), (each, reduces)):
             times = times * (np.asarray(params) > 0)  # without experts nothing is sent for them
             part = _rings(job, bytes_each * params, group, apart, times, network=job.stack.network)
-            nbytes, seconds = (
-                nbytes + part.nbytes,
-                seconds + times * _half(job, layout, bytes_each * params, group, apart),
-            )
+            nbytes, seconds = nbytes + part.nbytes, seconds + part.seconds
             crosses = np.logical_or(crosses, part.crosses)
     return Traffic(nbytes, ranks, crosses, seconds)
 

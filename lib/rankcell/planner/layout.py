@@ -14,10 +14,8 @@ from .chips import Chip
 from .shapes import Shape
 from .stacks import Stack
 
-NONE, SELECTIVE, FULL = (
-    0,
-    1,
-    2,
+NONE, SELECTIVE, FULL = range(
+    3
 )  # what is recomputed in the backward: nothing, attention's inside, whole layers
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("GPipe", "1F1B", "zero bubble", "ZB-2p", "ZB-V")

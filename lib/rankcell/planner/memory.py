@@ -16,7 +16,7 @@ from .shapes import Shape
 MIDDLE = -1  # a stage that is neither the first nor the last
 
 
-class Memory(NamedTuple):
+class StageMemory(NamedTuple):
     """Bytes on one rank at the fullest moment, by what they are for."""
 
     weights: Any
@@ -50,7 +50,7 @@ def zero_states(params: Any, dp: Any, stage: int, *, optimizer: float = 12) -> A
 
 
 def kept_per_token(
-    job_shape: Shape,
+    s: Shape,
     seq: Any,
     tp: Any,
     *,
@@ -74,7 +74,6 @@ def kept_per_token(
     of the cosines or sines of rotary positions, 16-bit and half a head wide, which no rank divides. `product_bytes`:
     bytes per element of what matrix products keep; 1 where they keep it in fp8.
     """
-    s = job_shape
     shard = np.where(sequence_parallel, tp, 1)
     p = product_bytes
     between = 2 * (2 + p) * s.hidden + 2 * s.hidden * masks + 2 * norm_copies * s.hidden
@@ -84,9 +83,8 @@ def kept_per_token(
     inner = (1 - share) * s.ffn + share * (s.top_k * s.expert_ffn + s.shared_ffn)
     # without a gate: the input of the nonlinearity and what it gives; with one: two inputs and their product
     mlp = inner * (np.where(s.gated, 4 + p, 2 + p) + 2 * gate_copies)
-    routed = (
-        share * s.top_k * (p + 2) * s.hidden
-    )  # the copy of a token at each of its experts, and its answer
+    # the copy of a token at each of its experts, and its answer
+    routed = share * s.top_k * (p + 2) * s.hidden
     square = np.where(np.logical_or(flash, recompute != NONE), 0, 5 * s.heads * seq)
     kept = between / shard + (attention + mlp + square) / tp + routed + angles * s.width / s.heads
     return np.where(recompute == FULL, 2 * s.hidden / shard, kept)
@@ -139,7 +137,7 @@ def params_on(job: Job, layout: Layout, stage: Any) -> tuple[Any, Any]:
     return dense, experts
 
 
-def on_stage(job: Job, layout: Layout, stage: Any) -> Memory:
+def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
     """What a rank of pipeline stage `stage` holds at most, from 0."""
     stack, z = job.stack, layout.zero
     dense, experts = params_on(job, layout, stage)
@@ -157,20 +155,13 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> Memory:
     optimizer = spread(stack.optimizer_bytes, 1)
     gradients = spread(np.where(z >= 3, 4, stack.gradient_bytes), 2)
     tokens, held = layout.tokens(job), in_flight(job, layout, stage)
-    options = {
-        "flash": job.flash,
-        "sequence_parallel": layout.sequence_parallel,
-        "masks": stack.masks,
-        "norm_copies": stack.norm_copies,
-        "attention_copies": stack.attention_copies,
-        "gate_copies": stack.gate_copies,
-        "angles": stack.angles,
-        "product_bytes": np.where(job.number_format in ("fp8", "fp4"), 1, 2),
-    }
+    names = ("masks", "norm_copies", "attention_copies", "gate_copies", "angles")
+    options: dict[str, Any] = {name: getattr(stack, name) for name in names}
+    options |= {"flash": job.flash, "sequence_parallel": layout.sequence_parallel}
+    options["product_bytes"] = 1 if job.number_format in ("fp8", "fp4") else 2
     layer = kept_per_token(job.shape, job.seq / layout.cp, layout.tp, recompute=layout.recompute, **options)
-    layer = layer + stack.kept_whole * job.shape.hidden * (layout.recompute != FULL) * (
-        np.asarray(layout.tp) > 1
-    )
+    gathered_whole = np.logical_and(layout.recompute != FULL, np.asarray(layout.tp) > 1)
+    layer = layer + stack.kept_whole * job.shape.hidden * gathered_whole
     layer = layer * np.where(layout.recompute == SELECTIVE, stack.selective_kept, 1)
     inside = kept_per_token(job.shape, job.seq / layout.cp, layout.tp, recompute=NONE, **options)
     again = np.where(layout.recompute == FULL, inside, 0)  # the one layer that is being computed again
@@ -178,7 +169,7 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> Memory:
     end = is_last * stack.end_bytes * job.shape.hidden / np.where(layout.sequence_parallel, layout.tp, 1)
     activations = tokens * (whole * held * layer + again + end)
     logits = is_last * stack.logit_bytes * tokens * job.shape.vocab / layout.tp
-    return Memory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
+    return StageMemory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
 
 
 def by_stage(job: Job, layout: Layout) -> list[float]:

@@ -7,7 +7,7 @@ columns get a documented default (`parse`). What cannot be understood raises a `
 import ast
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,29 +15,32 @@ from . import chips, memory, seconds, shapes, stacks
 from .layout import FULL, GPIPE, NONE, ONE_F_ONE_B, SELECTIVE, ZB_2P, ZB_V, ZERO_BUBBLE, Job, Layout
 
 _BLANK = {"", "nan", "none", "null", "n/a", "na", "-", "unknown"}
+# field of a Shape: the column that says it, if it is not called so, and the least it may be
+_SIZES = {"layers": ("layers", 1), "hidden": ("hidden", 1), "heads": ("heads", 1), "ffn": ("ffn", 0),
+          "vocab": ("vocab", 1), "head_dim": ("head_dim", 0), "experts": ("n_experts", 0), "top_k": ("top_k", 0),
+          "expert_ffn": ("moe_ffn", 0), "shared_ffn": ("shared_ffn", 0)}  # fmt: skip
+_GATED = {"gpt": (False,), "llama": (True,), "moe": (True,), "mixtral": (True,), "mla": (True,)}  # by `arch`
+_SCHEDULES = {"gpipe": GPIPE, "afab": GPIPE, "zb-2p": ZB_2P, "zb-h2": ZB_2P, "zb-1p": ZERO_BUBBLE,
+              "zb-h1": ZERO_BUBBLE, "zb-v": ZB_V}  # fmt: skip
+_FULL = r"full|uniform|block|all|true"
+_SELECTIVE = r"select|attn|attention|op|mla|moe|norm|mlp|act|partial"
+Row = Mapping[str, Any]
 
 
 class RowError(ValueError):
     """A row that cannot be understood: the message names the column, what it holds and what would do."""
 
 
-def text(row: Mapping[str, Any], column: str) -> str:
+def text(row: Row, column: str) -> str:
     """What a column holds as text; "" where it is blank or missing."""
     found = row.get(column)
     found = "" if found is None else str(found).strip()
     return "" if found.lower() in _BLANK and column != "recompute" else found
 
 
-def number(row: Mapping[str, Any], column: str, default: float | None = None, *, least: float = 1) -> float:
-    """The number in a column, `default` where it is blank.
-
-    Raises:
-        RowError: it is no number, below `least`, or blank without a default.
-    """
-    found = text(row, column)
-    if not found:
-        if default is None:
-            raise RowError(f"The column {column!r} is blank, and nothing else in the row says what it is.")
+def number(row: Row, column: str, default: float, *, least: float = 1) -> float:
+    """The number in a column, `default` where it is blank. Raises RowError: it is none, or below `least`."""
+    if not (found := text(row, column)):
         return default
     try:
         value = float(found.replace(",", "").replace("_", ""))
@@ -48,7 +51,7 @@ def number(row: Mapping[str, Any], column: str, default: float | None = None, *,
     return value
 
 
-def count(row: Mapping[str, Any], column: str, default: float | None = None, *, least: int = 1) -> int:
+def count(row: Row, column: str, default: float, *, least: int = 1) -> int:
     """A whole number in a column, as `number`."""
     value = number(row, column, default, least=least)
     if value != int(value):
@@ -56,7 +59,7 @@ def count(row: Mapping[str, Any], column: str, default: float | None = None, *, 
     return int(value)
 
 
-def shape_of(row: Mapping[str, Any]) -> shapes.Shape:
+def shape_of(row: Row) -> shapes.Shape:
     """The model of a row: its own sizes, and from the table of models what it leaves blank.
 
     Whether the MLP is gated and the embedding tied is what comes nearest to `params_b`, where `arch` does not
@@ -65,33 +68,28 @@ def shape_of(row: Mapping[str, Any]) -> shapes.Shape:
     """
     name = text(row, "model")
     known = shapes.look_up(name) or _counted(row, name)
-    said = {column: count(row, column) for column in ("layers", "hidden") if text(row, column)}
-    if said.get("hidden", known.hidden) != known.hidden:
+    if count(row, "hidden", known.hidden) != known.hidden:
         known = _counted(row, name)  # another model of that name
     sizes: dict[str, Any] = {
-        "layers": count(row, "layers", known.layers),
-        "hidden": count(row, "hidden", known.hidden),
-        "heads": count(row, "heads", known.heads),
-        "ffn": count(row, "ffn", known.ffn, least=0),
-        "vocab": count(row, "vocab", known.vocab),
-        "head_dim": count(row, "head_dim", known.head_dim, least=0),
-        "experts": count(row, "n_experts", known.experts, least=0),
-        "top_k": count(row, "top_k", known.top_k, least=0),
-        "expert_ffn": count(row, "moe_ffn", known.expert_ffn, least=0),
-        "shared_ffn": count(row, "shared_ffn", known.shared_ffn, least=0),
+        field: count(row, column, getattr(known, field), least=least)
+        for field, (column, least) in _SIZES.items()
     }
     kv = known.kv_heads if known.heads == sizes["heads"] else sizes["heads"]
-    shape = replace(known, **sizes, kv_heads=count(row, "kv_heads", kv))
+    shape = replace(known, **sizes, kv_heads=count(row, "kv_heads", kv), moe_layers=0)
     if shape.experts:
-        moe = count(row, "moe_layers", known.moe_layers or shape.layers, least=0)
-        shape = replace(shape, moe_layers=min(moe, shape.layers), top_k=max(1, shape.top_k),
-                        expert_ffn=shape.expert_ffn or shape.ffn)  # fmt: skip
-    else:
-        shape = replace(shape, moe_layers=0)
-    return _nearest(row, shape)
+        moe = min(count(row, "moe_layers", known.moe_layers or shape.layers, least=0), shape.layers)
+        ffn = shape.expert_ffn or shape.ffn
+        shape = replace(shape, moe_layers=moe, top_k=max(1, shape.top_k), expert_ffn=ffn)
+    target = number(row, "params_b", 0, least=0) * 1e9
+    gates = _GATED.get(text(row, "arch").lower(), (True, False))
+    if not target:
+        plain = len(gates) == 2 and shape.ffn == 4 * shape.hidden
+        return replace(shape, gated=False if plain else shape.gated if len(gates) == 2 else gates[0])
+    choices = [replace(shape, gated=g, tied=t) for g in gates for t in (True, False)]
+    return min(choices, key=lambda c: abs(c.params - target))
 
 
-def _counted(row: Mapping[str, Any], name: str) -> shapes.Shape:
+def _counted(row: Row, name: str) -> shapes.Shape:
     """A GPT of the sizes in the row; what is blank follows from the number of parameters.
 
     12 l h^2 parameters and layers 128 elements wide for each of their number, as in GPT-3's family.
@@ -100,13 +98,9 @@ def _counted(row: Mapping[str, Any], name: str) -> shapes.Shape:
     if not size and (found := re.search(r"(\d+(?:\.\d+)?)\s*b(?![a-z])", name.lower())):
         size = float(found[1]) * 1e9
     if not size and not (text(row, "layers") and text(row, "hidden")):
-        problem = ""
-        try:
-            shapes.find(name)
-        except ValueError as error:
-            problem = f" {error}"
         raise RowError(
-            f"The columns 'layers', 'hidden' and 'params_b' are blank, and 'model' does not help.{problem}"
+            "The columns 'layers', 'hidden' and 'params_b' are blank, and 'model' does not help: there is no model "
+            f"called {name!r}."
         )
     layers = count(row, "layers", max(1, round((size / 12 / 128**2) ** (1 / 3))))
     hidden = count(row, "hidden", max(128, round((size / 12 / layers) ** 0.5 / 128) * 128))
@@ -114,29 +108,12 @@ def _counted(row: Mapping[str, Any], name: str) -> shapes.Shape:
     return shapes.Shape(name, layers, hidden, heads, heads, 4 * hidden, 51200, gated=False, tied=True)
 
 
-def _nearest(row: Mapping[str, Any], shape: shapes.Shape) -> shapes.Shape:
-    """The shape with a gated or plain MLP, a tied or separate head: as its family or its size says."""
-    arch, target = text(row, "arch").lower(), number(row, "params_b", 0, least=0) * 1e9
-    gates = {"gpt": (False,), "llama": (True,), "moe": (True,), "mixtral": (True,), "mla": (True,)}.get(
-        arch, (True, False)
-    )
-    if shape.ffn == 4 * shape.hidden and len(gates) == 2 and not target:
-        gates = (False,)
-    choices = [replace(shape, gated=g, tied=t) for g in gates for t in (True, False)]
-    if not target:
-        return replace(shape, gated=shape.gated if len(gates) == 2 else gates[0])
-    return min(choices, key=lambda c: abs(c.params - target))
-
-
-def options_of(row: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(row: Row) -> dict[str, Any]:
     """The dictionary that the column `opts` holds, its keys in small letters; empty where it holds none."""
-    found = text(row, "opts")
-    if not found:
-        return {}
+    words = {"true": "True", "false": "False", "null": "None"}
+    found = re.sub(r"\b(true|false|null)\b", lambda word: words[word[0]], text(row, "opts"))
     try:
-        value = ast.literal_eval(
-            re.sub(r"\btrue\b", "True", re.sub(r"\bfalse\b", "False", re.sub(r"\bnull\b", "None", found)))
-        )
+        value = ast.literal_eval(found)
     except (ValueError, SyntaxError):
         return {}
     return {str(key).lower(): v for key, v in value.items()} if isinstance(value, dict) else {}
@@ -146,7 +123,7 @@ def _yes(value: Any) -> bool:
     return str(value).lower() in ("1", "true", "yes", "1.0")
 
 
-def parse(row: Mapping[str, Any]) -> tuple[Job, Layout]:
+def parse(row: Row) -> tuple[Job, Layout]:
     """The job and the layout that a row describes.
 
     Defaults for blanks: tp, pp, dp, cp see `_degrees`; ep, etp, virtual_pp 1; zero_stage 1; recompute as little as
@@ -158,14 +135,8 @@ def parse(row: Mapping[str, Any]) -> tuple[Job, Layout]:
         RowError: a column cannot be understood, or the degrees do not fit the number of GPUs.
     """
     shape, notes, opts = shape_of(row), text(row, "notes"), options_of(row)
-    try:
-        chip = chips.find(text(row, "gpu") or "H100-80")
-    except ValueError as error:
-        raise RowError(f"In the column 'gpu': {error}") from None
-    try:
-        number_format = chips.number_format(text(row, "dtype") or "bf16")
-    except ValueError as error:
-        raise RowError(f"In the column 'dtype': {error}") from None
+    chip = _known("gpu", chips.find, text(row, "gpu") or "H100-80")
+    number_format = _known("dtype", chips.number_format, text(row, "dtype") or "bf16")
     n_gpus, tp, pp, cp, dp = _degrees(row)
     stack = stacks.find(text(row, "source"), notes)
     if chip.name == "H100-80" and re.search(r"\b500 ?W\b", notes):
@@ -177,34 +148,33 @@ def parse(row: Mapping[str, Any]) -> tuple[Job, Layout]:
     flash = "unfused" not in notes and str(opts.get("attention-backend", "")) != "unfused"
     if stack.name == "zero-bubble" and "attn=" not in notes:
         flash = False
-    said = [
-        opts[key] for key in ("sp", "seq_parallel", "sequence_parallel", "sequence-parallel") if key in opts
-    ]
-    said += re.findall(r"\bsp=([01])", notes)
-    sequence = _yes(said[0]) if said else stack.sequence_parallel
+    keys = ("sp", "seq_parallel", "sequence_parallel", "sequence-parallel")
+    said = [opts[key] for key in keys if key in opts] + re.findall(r"\bsp=([01])", notes)
+    schedule = re.search(r"schedule=([\w-]+)", notes)
     layout = Layout(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=count(row, "ep", 1), etp=count(row, "etp", 1),
-        chunks=count(row, "virtual_pp", 1), micro_batch=micro, zero=_zero(text(row, "zero_stage"), row),
-        recompute=_recompute(text(row, "recompute")), sequence_parallel=sequence, schedule=_schedule(notes),
+        chunks=count(row, "virtual_pp", 1), micro_batch=micro, zero=_zero(row), recompute=_recompute(row),
+        sequence_parallel=_yes(said[0]) if said else stack.sequence_parallel,
+        schedule=_SCHEDULES.get(schedule[1].lower(), ONE_F_ONE_B) if schedule else ONE_F_ONE_B,
     )  # fmt: skip
-    if layout.zero > 3:
-        raise RowError(f"The column 'zero_stage' holds {layout.zero}; it must be 0, 1, 2 or 3.")
     stack = _with_options(stack, opts, row, layout)
     job = Job(shape, chip, n_gpus, count(row, "seq", 2048), batch, number_format, stack, flash)
-    if not text(row, "recompute").strip():
-        layout = _as_needed(job, layout)
-    return job, layout
+    return job, layout if text(row, "recompute") else _as_needed(job, layout)
 
 
-def _degrees(row: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
+def _known(column: str, find: Callable[[str], Any], name: str) -> Any:
+    try:
+        return find(name)
+    except ValueError as error:
+        raise RowError(f"In the column {column!r}: {error}") from None
+
+
+def _degrees(row: Row) -> tuple[int, int, int, int, int]:
     """n_gpus, tp, pp, cp and dp; the first blank one of dp, pp, tp, cp is what n_gpus leaves, the others 1."""
-    columns = ("dp", "pp", "tp", "cp")
-    found = {column: count(row, column, 1) for column in columns}
+    found = {column: count(row, column, 1) for column in ("dp", "pp", "tp", "cp")}
     n_gpus = count(row, "n_gpus", math.prod(found.values()))
-    for column in columns:
-        if not text(row, column):
-            found[column] = max(1, n_gpus // math.prod(found.values()))
-            break
+    if blank := [column for column in found if not text(row, column)]:
+        found[blank[0]] = max(1, n_gpus // math.prod(found.values()))
     if math.prod(found.values()) != n_gpus:
         degrees = " x ".join(f"{column} {found[column]}" for column in ("tp", "pp", "cp", "dp"))
         raise RowError(
@@ -215,84 +185,58 @@ def _degrees(row: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
 
 def _as_needed(job: Job, layout: Layout) -> Layout:
     """The layout with the least recomputation that fits; as it is if none does."""
-    for policy in (NONE, SELECTIVE, FULL):
-        tried = replace(layout, recompute=policy)
-        if memory.fullest(job, tried) <= memory.limit(job):
-            return tried
-    return layout
+    tried = [replace(layout, recompute=policy) for policy in (NONE, SELECTIVE, FULL)]
+    return next((way for way in tried if memory.fullest(job, way) <= memory.limit(job)), layout)
 
 
-def _zero(said: str, row: Mapping[str, Any]) -> int:
-    names = {
-        "ddp": 0,
-        "no": 0,
-        "dist_opt": 1,
-        "distopt": 1,
-        "zero1": 1,
-        "zero2": 2,
-        "zero3": 3,
-        "fsdp": 3,
-        "fsdp2": 3,
-    }
-    return names[said.lower()] if said.lower() in names else count(row, "zero_stage", 1, least=0)
+def _zero(row: Row) -> int:
+    """The stage of ZeRO however it is written: 1, zero2, "3-HSDP", "2 (no reshard after forward)", fsdp."""
+    said = text(row, "zero_stage").lower()
+    names = {"": 1, "ddp": 0, "no": 0, "dist_opt": 1, "distopt": 1, "fsdp": 3, "fsdp2": 3}
+    if found := re.match(r"(?:zero-?)?([0-3])(?:\.0)?(?![\d.])", said):
+        return int(found[1])
+    if said not in names:
+        raise RowError(f"The column 'zero_stage' holds {said!r}; it must be 0, 1, 2 or 3.")
+    return names[said]
 
 
-def _recompute(policy: str) -> int:
-    policy = policy.lower()
-    if not policy or policy in _BLANK or policy in ("no", "off", "false", "0"):
+def _recompute(row: Row) -> int:
+    policy = text(row, "recompute").lower()
+    if policy in _BLANK or policy in ("no", "off", "false", "0"):
         return NONE
-    if any(word in policy for word in ("full", "uniform", "block", "all", "true")):
+    if re.search(_FULL, policy):
         return FULL
-    if any(
-        word in policy
-        for word in ("select", "attn", "attention", "op", "mla", "moe", "norm", "mlp", "act", "partial")
-    ):
+    if re.search(_SELECTIVE, policy):
         return SELECTIVE
     raise RowError(f"The column 'recompute' holds {policy!r}. It may be none, selective or full.")
 
 
-def _schedule(notes: str) -> int:
-    found = re.search(r"schedule=([\w-]+)", notes)
-    name = (found[1] if found else "1f1b").lower()
-    names = {"gpipe": GPIPE, "afab": GPIPE, "zb-2p": ZB_2P, "zb-h2": ZB_2P, "zb-1p": ZERO_BUBBLE, "zb-h1": ZERO_BUBBLE,
-             "zb-v": ZB_V}  # fmt: skip
-    return names.get(name, ONE_F_ONE_B)
-
-
-def _with_options(
-    stack: stacks.Stack, opts: Mapping[str, Any], row: Mapping[str, Any], layout: Layout
-) -> stacks.Stack:
+def _with_options(stack: stacks.Stack, opts: Row, row: Row, layout: Layout) -> stacks.Stack:
     """The stack with what the options of this run change."""
     change: dict[str, Any] = {}
-    graphs = str(opts.get("cuda_graph_impl", "")).lower()
-    if "full" in graphs:
+    if "full" in str(opts.get("cuda_graph_impl", "")).lower():
         change |= {"floor": 0.0, "floor_tp": 0.0, "floor_moe": 0.0}
-    if _yes(opts.get("moe_a2a_overlap", False)):
+    if _yes(opts.get("moe_a2a_overlap")):
         change["overlap_ep"] = 0.9
-    elif "capacity factor" in text(
-        row, "flags"
-    ):  # tokens beyond it are dropped, so no size must be waited for
+    elif "capacity factor" in text(row, "flags"):  # what is above it is dropped: nothing waits for a size
         change["floor_moe"] = stack.floor_moe / 2
     if stack.name == "megatron-tests" and number(row, "n_experts", 0, least=0):
         change["workspace"] = 0.19e9
-    if "overlap_grad_reduce" in opts and not _yes(opts["overlap_grad_reduce"]):
+    if not _yes(opts.get("overlap_grad_reduce", 1)):
         change["overlap_dp"] = 0.0
     if "tp_comm_overlap" in opts:
         change["overlap_tp"] = max(0.8, stack.overlap_tp) if _yes(opts["tp_comm_overlap"]) else 0.0
-    if any(_yes(opts.get(key, 0)) for key in ("cross-entropy-loss-fusion", "defer-embedding-wgrad-compute")):
+    if any(_yes(opts.get(key)) for key in ("cross-entropy-loss-fusion", "defer-embedding-wgrad-compute")):
         change["logit_bytes"] = stack.logit_bytes + 4  # one more copy of the logits in 4 bytes
-    if any(_yes(opts.get(key, 0)) for key in ("fp32_grad_accum", "grad_reduce_in_fp32")):
+    if any(_yes(opts.get(key)) for key in ("fp32_grad_accum", "grad_reduce_in_fp32")):
         change["gradient_bytes"] = 4.0
-    if (
-        text(row, "dtype").lower() == "fp16"
-        and layout.zero == 0
-        and stack.weight_bytes + stack.gradient_bytes == 6
-    ):
+    half = text(row, "dtype").lower() == "fp16" and layout.zero == 0
+    if half and stack.weight_bytes + stack.gradient_bytes == 6:
         change["gradient_bytes"] = 6.0
-    return stacks.with_numbers(stack, change)
+    return replace(stack, **change)
 
 
-def predict(row: Mapping[str, Any]) -> dict[str, Any]:
+def predict(row: Row) -> dict[str, Any]:
     """What a run will do.
 
     Returns:

@@ -4,7 +4,6 @@ Everything is computed for all layouts at once, as arrays.
 """
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from . import memory, seconds
 from .layout import RECOMPUTE, SELECTIVE, Job, Layout
-from .memory import Memory
+from .memory import StageMemory
 from .seconds import Step
 
 # Why a layout is rejected, in the order in which it is asked. Each is a whole sentence about one layout.
@@ -29,13 +28,12 @@ REASONS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """One possible layout: `seconds` of its step by part, `memory` of its fullest stage by part, the rate."""
 
-    job: Job
     layout: Layout
     step: Step
-    memory: Memory
+    memory: StageMemory
     tokens_per_s_per_gpu: float
     mfu: float
 
@@ -50,7 +48,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found: all layouts, by how much each is possible, and the best of them."""
 
     job: Job
@@ -74,7 +72,7 @@ class Found:
         steps = np.floor(np.log(self.rate[possible]) / 0.005)
         return possible[np.lexsort((self.need[possible], kinds, -steps))]
 
-    def best(self, count: int = 5) -> list[Choice]:
+    def best(self, count: int = 5) -> list[Candidate]:
         """The fastest possible layouts: of each way to cut the model, (tp, pp, ep), the first in `order`."""
         chosen: dict[tuple[int, ...], int] = {}
         degrees = np.stack([getattr(self.layouts, d) for d in ("tp", "pp", "ep")], axis=1)
@@ -84,21 +82,15 @@ class Found:
                 break
         return [self.choice(index) for index in chosen.values()]
 
-    def choice(self, index: int) -> Choice:
+    def choice(self, index: int) -> Candidate:
         """The layout at `index`, in full."""
         layout = self.layouts.at(index)
         step = Step(*(float(part) for part in seconds.step(self.job, layout)))
         stages = [memory.on_stage(self.job, layout, s) for s in range(int(layout.pp))]
         fullest = max(stages, key=lambda m: float(m.total))
         rate = float(self.rate[index])
-        return Choice(
-            self.job,
-            layout,
-            step,
-            Memory(*(float(part) for part in fullest)),
-            rate,
-            float(seconds.mfu(self.job, rate)),
-        )
+        whole, mfu = StageMemory(*(float(part) for part in fullest)), float(seconds.mfu(self.job, rate))
+        return Candidate(layout, step, whole, rate, mfu)
 
     def reason(self, index: int) -> str:
         """Why the layout at `index` is rejected, as a sentence; "" for a possible one."""
@@ -112,18 +104,10 @@ class Found:
             node=self.job.chip.node, need=self.need[index] / 1e9, have=memory.limit(self.job) / 1e9,
         )  # fmt: skip
 
-    @property
-    def rejected(self) -> Iterator[tuple[Layout, str]]:
-        """Every rejected layout with its reason."""
-        return ((self.layouts.at(int(i)), self.reason(int(i))) for i in np.flatnonzero(self.verdict >= 0))
-
-    def counts(self) -> dict[str, int]:
-        """How many layouts each kind of reason rejects, by the reason's wording without its numbers."""
-        return {
-            reason: int((self.verdict == k).sum())
-            for k, reason in enumerate(REASONS)
-            if (self.verdict == k).any()
-        }
+    def counts(self) -> dict[int, int]:
+        """How many layouts each of REASONS rejects, by its number; only of those that reject any."""
+        numbers, counts = np.unique(self.verdict[self.verdict >= 0], return_counts=True)
+        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
 
 
 def divisors(n: int) -> list[int]:
@@ -132,15 +116,7 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def layouts(
-    job: Job,
-    *,
-    micro_batches: Iterable[int] = (1, 2, 4, 8),
-    zeros: Iterable[int] = (0, 1, 2, 3),
-    recompute: Iterable[int] = range(len(RECOMPUTE)),
-    chunks: Iterable[int] = (1, 2, 4),
-    most_cp: int = 16,
-) -> Layout:
+def layouts(job: Job) -> Layout:
     """Every combination of degrees whose product is the number of GPUs, possible or not, as arrays.
 
     What would be the same layout twice is left out: chunks without a pipeline, ZeRO without data parallelism,
@@ -151,13 +127,12 @@ def layouts(
         (tp, pp, n // (tp * pp * cp), cp, ep)
         for tp in divisors(n)
         for pp in divisors(n // tp)
-        for cp in divisors(n // (tp * pp)) if cp <= most_cp
+        for cp in divisors(n // (tp * pp)) if cp <= 16
         for ep in (divisors(n // (tp * pp)) if expert else [1])
     ]  # fmt: skip
     columns = np.array(degrees).T
-    rest = np.array(np.meshgrid(list(micro_batches), list(zeros), list(recompute), list(chunks))).reshape(
-        4, -1
-    )
+    choices = np.meshgrid((1, 2, 4, 8), range(4), range(len(RECOMPUTE)), (1, 2, 4))
+    rest = np.array(choices).reshape(4, -1)
     tp, pp, dp, cp, ep = np.repeat(columns, rest.shape[1], axis=1)
     micro, zero, policy, woven = np.tile(rest, columns.shape[1])
     flash = bool(job.flash)
@@ -168,14 +143,12 @@ def layouts(
     return found.at(keep)
 
 
-def search(job: Job, among: Layout | None = None) -> Found:
+def search(job: Job, among: Layout | None = None) -> SearchResult:
     """All layouts of `among` (by default of `layouts(job)`) judged and timed."""
     among = layouts(job) if among is None else among
     s, m = job.shape, job.batch / (among.dp * among.micro_batch)
-    heads, keys = (
-        s.heads % among.tp != 0,
-        np.maximum(s.kv_heads, among.tp) % np.minimum(s.kv_heads, among.tp) != 0,
-    )
+    heads = s.heads % among.tp != 0
+    keys = np.maximum(s.kv_heads, among.tp) % np.minimum(s.kv_heads, among.tp) != 0
     cut = among.pp * among.chunks
     taken = (max(1, s.experts) % among.ep != 0) | (among.dp * among.cp * among.tp % among.ep != 0)
     wrong = (
@@ -197,4 +170,4 @@ def search(job: Job, among: Layout | None = None) -> Found:
     left = np.flatnonzero(verdict < 0)
     possible = among.at(left)
     rate[left] = seconds.tokens_per_second_per_gpu(job, possible, seconds.step(job, possible).total)
-    return Found(job, among, rate, need, verdict)
+    return SearchResult(job, among, rate, need, verdict)

@@ -80,11 +80,9 @@ class Layer(NamedTuple):
 
 def rates(job: Job) -> tuple[float, float]:
     """FLOP/s of matrix products in the format of the job, and in 16 bits, which attention and the head keep."""
-    chip, number_format = job.chip, job.number_format
-    return (
-        chip.peak(number_format) * efficiency(chip, number_format),
-        chip.peak("bf16") * efficiency(chip, "bf16"),
-    )
+    formats = (job.number_format, "bf16")
+    narrow, wide = (job.chip.peak(f) * efficiency(job.chip, f) for f in formats)
+    return narrow, wide
 
 
 def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Layer:
@@ -111,12 +109,10 @@ def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Layer:
     again = np.where(layout.recompute == FULL, forward, np.where(layout.recompute == SELECTIVE, partly, 0))
 
     floor = np.where(np.asarray(layout.tp) > 1, stack.floor_tp, stack.floor)
-    floor = np.maximum(floor, (s.moe_layers > 0) * stack.floor_moe) * np.where(
-        layout.recompute == FULL, 4 / 3, 1
-    )
-    matmul, attention, elementwise, again = (
-        stack.slowdown * part for part in (matmul, attention, elementwise, again)
-    )
+    floor = np.maximum(floor, (s.moe_layers > 0) * stack.floor_moe)
+    floor = floor * np.where(layout.recompute == FULL, 4 / 3, 1)
+    parts = matmul, attention, elementwise, again
+    matmul, attention, elementwise, again = (stack.slowdown * part for part in parts)
     launch = np.maximum(0, floor - (matmul + attention + elementwise + again))
     return Layer(matmul, attention, elementwise, again, launch)
 

@@ -6,7 +6,7 @@ are that it was not fitted on, stands in `fitted.json`, which tools/fit_planner.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -30,11 +30,10 @@ class Stack:
     libraries; `headroom`: the share of the card that cannot be used.
 
     How it works: `split`: how it cuts the model into stages, "even", "by work" (the head counts as layers) or
-    "short ends" (the first and the last stage have a layer fewer); `way`: how it sums gradients between domains
-    (`communication.WAYS`; no published run says it used another than the ring); `masks`:
-    whether it keeps the masks of dropout; `ampere_attention`: whether its attention kernels were written for the
-    A100, so that they reach half of that share on later GPUs (FlashAttention-2: 35 % of an H100's peak against
-    73 % of an A100's; https://arxiv.org/abs/2407.08608 and 2307.08691); `sequence_parallel`: whether it has it;
+    "short ends" (the first and the last stage have a layer fewer); `masks`: whether it keeps the masks of dropout;
+    `ampere_attention`: whether its attention kernels were written for the A100, so that they reach half of that share
+    on later GPUs (FlashAttention-2: 35 % of an H100's peak against 73 % of an A100's; https://arxiv.org/abs/2407.08608
+    and 2307.08691); `sequence_parallel`: whether it has it;
     `selective_kept`, `selective_again`: with selective recomputation, the share of the activations that it keeps
     and of the forward that it repeats, beside the square of attention.
     """
@@ -69,7 +68,6 @@ class Stack:
     workspace: Any = 0.5e9
     headroom: Any = 0.05
     split: str = "even"
-    way: str = "ring"
     sequence_parallel: bool = True
 
 
@@ -86,7 +84,7 @@ EAGER = Stack(
     reduce_bytes=4, overlap_tp=0, workspace=0, sequence_parallel=False,
 )  # fmt: skip
 EFFICIENCY: dict[str, dict[str, float]] = _FITTED["efficiency"]
-ERRORS: dict[str, Any] = _FITTED.get("errors", {})
+ERRORS: dict[str, Any] = _FITTED["errors"]
 # Which stack a published run belongs to, by what its source or its notes say; the first that is found
 _CLUES = (
     ("nanotron", "nanotron"), ("playbook", "nanotron"), ("foundry", "llm-foundry"), ("mosaic", "llm-foundry"),
@@ -106,13 +104,6 @@ def find(source: str, notes: str = "") -> Stack:
             if clue in text and name in STACKS:
                 return STACKS[name]
     return STACKS["megatron-core"]
-
-
-def with_numbers(stack: Stack, numbers: dict[str, Any]) -> Stack:
-    """The stack with some of its numbers replaced. Raises ValueError for a number that no stack has."""
-    if unknown := set(numbers) - {f.name for f in fields(Stack)}:
-        raise ValueError(f"A stack has no number called {', '.join(sorted(unknown))}.")
-    return replace(stack, **numbers)
 
 
 def efficiency(

@@ -4,8 +4,9 @@
     clock     seconds that pass on the streams of a GPU that is not there
     stage     inside a rank: fake tensors, a process group of one that acts as many, what each operation costs
 
-`engine/worker` asks `stage` for the clock, the tensors and the answers of the process group; everything else of a cell
-(its names, output, errors, lines) is as on other ranks, and so is what it leaves behind.
+It computes nothing: what depends on numbers (`.item()`, a loss) is an error. `engine/worker` asks `stage` for the
+clock, the tensors and the answers of the process group; everything else of a cell (its names, output, errors, lines)
+is as on other ranks, and so is what it leaves behind.
 """
 
 from .cluster import Cluster, sent_by_level

@@ -8,11 +8,12 @@ runs they keep this time, so that what FSDP2 overlaps on a GPU overlaps here. La
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 
-class Clock:
+class StreamClock:
     """The time on the current stream, and when each process group is free again."""
 
     def __init__(self) -> None:
@@ -53,36 +54,30 @@ class Clock:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Inside, torch's streams and events of the CPU keep this time."""
-        clock = self
 
-        def of(stream: Any) -> float:
-            return clock._at.get(id(stream), 0.0)
+        def now(stream: Any) -> float:
+            return self._at.get(id(stream), 0.0)
+
+        def record(event: Any, stream: Any = None) -> None:
+            event.at = now(stream or torch.cpu.current_stream())
 
         def record_event(stream: Any, event: Any = None) -> Any:
             event = torch.cpu.Event() if event is None else event
-            event.at = of(stream)
+            record(event, stream)
             return event
 
-        def record(event: Any, stream: Any = None) -> None:
-            event.at = of(torch.cpu.current_stream() if stream is None else stream)
+        def wait(event: Any, stream: Any = None) -> None:
+            self.wait_until(getattr(event, "at", 0.0), stream)
 
-        replaced = {
-            (torch.cpu.Stream, "wait_stream"): lambda stream, other: clock.wait_until(of(other), stream),
-            (torch.cpu.Stream, "wait_event"): lambda stream, event: clock.wait_until(_at(event), stream),
-            (torch.cpu.Stream, "record_event"): record_event,
-            (torch.cpu.Event, "record"): record,
-            (torch.cpu.Event, "wait"): lambda event, stream=None: clock.wait_until(_at(event), stream),
-            (torch.cpu.Event, "synchronize"): lambda event: clock.wait_until(_at(event)),
-        }
-        originals = {place: getattr(*place) for place in replaced}
-        for (owner, name), method in replaced.items():
-            setattr(owner, name, method)
-        try:
+        stream, event = torch.cpu.Stream, torch.cpu.Event
+        with contextlib.ExitStack() as replaced:
+            for owner, name, method in (
+                (stream, "wait_stream", lambda stream, other: self.wait_until(now(other), stream)),
+                (stream, "wait_event", lambda stream, event: wait(event, stream)),
+                (stream, "record_event", record_event),
+                (event, "record", record),
+                (event, "wait", wait),
+                (event, "synchronize", wait),
+            ):
+                replaced.enter_context(mock.patch.object(owner, name, method))
             yield
-        finally:
-            for (owner, name), method in originals.items():
-                setattr(owner, name, method)
-
-
-def _at(event: Any) -> float:
-    return float(getattr(event, "at", 0.0))

@@ -8,9 +8,8 @@ here needs torch.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from .. import costs
 from ..planner import chips, communication, stacks
@@ -59,35 +58,29 @@ class Cluster:
     def seconds(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> float:
         """Seconds of one operation of the group `ranks` on arrays of `nbytes`: the input of each rank.
 
-        Rings as in `planner.communication.ring`. Of an all_gather every rank's input is a share of the array,
-        of an all_to_all it is spread over all ranks; a broadcast or reduce goes down a pipelined tree.
+        Rings as in `planner.communication`. Of an all_gather every rank's input is a share of the array, of an
+        all_to_all it is spread over all ranks; a broadcast or reduce goes down a pipelined tree.
         """
         n = len(ranks)
         if n < 2:
             return 0.0
-        bandwidth, latency = self._link(ranks)
+        here = Counter(rank // self.per_node for rank in ranks)
+        port, steps = self.chip.network * communication.PORT, math.ceil(math.log2(n))
+        crosses = len(here) > 1
+        bandwidth = min(self.chip.bus, max(here.values()) * port) if crosses else self.chip.bus
+        latency = self.chip.alpha_across if crosses else self.chip.alpha
         if op in ("barrier", "monitored_barrier"):
-            return 2 * math.ceil(math.log2(n)) * latency
+            return 2 * steps * latency
         if op in ("broadcast", "reduce"):
-            return math.ceil(math.log2(n)) * latency + nbytes / bandwidth
+            return steps * latency + nbytes / bandwidth
         if op in ("send", "recv"):
             return latency + nbytes / bandwidth
         if op == "all_to_all":
-            away = _away(ranks, ranks[0], self.per_node) * nbytes
+            away = (n - here[ranks[0] // self.per_node]) / n * nbytes
             inside = (n - 1) / n * nbytes - away
-            return float(latency + inside / self.chip.bus + away / (self.chip.network * communication.PORT))
+            return latency + inside / self.chip.bus + away / port
         whole = nbytes * n if op in ("all_gather", "gather") else nbytes
-        times = 2 if op == "all_reduce" else 1
-        return float(times * communication.ring(whole, n, bandwidth, latency))
-
-    @cache  # noqa: B019 - a cluster lives as long as its world, and a job has few groups
-    def _link(self, ranks: tuple[int, ...]) -> tuple[float, float]:
-        """Bytes per second and seconds per step of a ring over `ranks`, as `planner.communication.link`."""
-        by_node = Counter(rank // self.per_node for rank in ranks)
-        if len(by_node) == 1:
-            return self.chip.bus, self.chip.alpha
-        ports = max(by_node.values())
-        return min(self.chip.bus, ports * self.chip.network * communication.PORT), self.chip.alpha_across
+        return float((2 if op == "all_reduce" else 1) * communication.ring(whole, n, bandwidth, latency))
 
     def compute_seconds(self, flops: float, nbytes: float, number_format: str) -> float:
         """Seconds of one kernel: what takes longer, its `flops` or the `nbytes` that cross the GPU's memory."""
@@ -101,32 +94,22 @@ def sent_by_level(run: Run | Iterable[Event], nodes: Sequence[str] = ()) -> dict
     `nodes`, the name of each rank's node, is taken from a run. A ring over k ranks of each node goes from node to
     node once per k steps; of an all_to_all every rank's share goes where that rank is.
     """
-    if isinstance(run, Run):
-        nodes = nodes or run.nodes
-    events = run.events if isinstance(run, Run) else run
     sent = {INSIDE: 0.0, BETWEEN: 0.0}
+    events: Iterable[Event] = run.events if isinstance(run, Run) else run
+    nodes = nodes or (run.nodes if isinstance(run, Run) else ())
     for e in events:
-        if e.kind != "comm" or len(e.ranks) < 2 or e.op == "recv":
-            continue
         n = len(e.ranks)
+        if e.kind != "comm" or n < 2 or e.op not in ("send", *_RINGS):
+            continue
         whole = e.nbytes * n if e.op in ("all_gather", "gather") else e.nbytes
-        total = e.nbytes if e.op == "send" else costs.bytes_sent(e.op, whole, n) if e.op in _RINGS else 0.0
+        total = e.nbytes if e.op == "send" else costs.bytes_sent(e.op, whole, n)
         share = _share_between(e, nodes)
         sent[BETWEEN] += share * total
         sent[INSIDE] += (1 - share) * total
     return sent
 
 
-_RINGS = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-)
+_RINGS = "all_reduce reduce_scatter all_gather all_to_all broadcast reduce gather scatter".split()
 
 
 def _share_between(e: Event, nodes: Sequence[str]) -> float:
@@ -135,14 +118,9 @@ def _share_between(e: Event, nodes: Sequence[str]) -> float:
         return 0.0
     if e.op == "send":
         return float(e.peer is not None and nodes[e.rank] != nodes[e.peer])
-    by_node: Mapping[str, int] = Counter(nodes[rank] for rank in e.ranks)
+    by_node = Counter(nodes[rank] for rank in e.ranks)
     if len(by_node) == 1:
         return 0.0
     if e.op == "all_to_all":
         return (len(e.ranks) - by_node[nodes[e.rank]]) / (len(e.ranks) - 1)
     return len(by_node) / len(e.ranks)
-
-
-def _away(ranks: Sequence[int], rank: int, per_node: int) -> float:
-    """The share of an all_to_all's input that leaves the node of `rank`."""
-    return sum(other // per_node != rank // per_node for other in ranks) / len(ranks)

@@ -10,11 +10,12 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from torch._C._distributed_c10d import Reducer, _create_work_from_future
+from torch._C._distributed_c10d import Reducer, _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,33 +31,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import RehearsalError
-from .clock import Clock
+from .clock import StreamClock
 from .cluster import Cluster
 
 KNOWN = 1 << 16  # integers at most in a tensor whose numbers are kept
 _FORMATS = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8"}
-_FREE = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "lift_fresh",
-    "detach",
-    "resize_",
-}
-_MAKES = {
-    "arange",
-    "zeros",
-    "ones",
-    "full",
-    "eye",
-    "randint",
-    "randperm",
-    "linspace",
-    "tril_indices",
-    "scalar_tensor",
-}
+_FREE = set("empty empty_like empty_strided new_empty new_empty_strided lift_fresh detach resize_".split())
+_MAKES = set("arange zeros ones full eye randint randperm linspace tril_indices scalar_tensor".split())
+_ITEM = "a number of a tensor, as `.item()`, `.tolist()`, `float(x)` or `if x:` ask for it"
 _FUNCTIONAL = ("_c10d_functional", "_dtensor")
 
 
@@ -74,8 +55,8 @@ class _Fakes(FakeTensorMode):
         )
 
 
-class Stage:
-    """What stands around a rank that rehearses.
+class Rehearsal:
+    """The fake tensors, the clock and the answers of the process group around a rank that rehearses.
 
     Args:
         cluster: where the job would run.
@@ -85,7 +66,7 @@ class Stage:
 
     def __init__(self, cluster: Cluster, recorder: Any, caller: Any) -> None:
         self.cluster, self.recorder, self.caller = cluster, recorder, caller
-        self.clock = Clock()
+        self.clock = StreamClock()
         self.fakes = _Fakes()
         self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -94,12 +75,9 @@ class Stage:
         self.meter: Any = None
         self.integers = False  # tensors of integers are real now: C++ reads them
         self.outlining = False  # DTensor asks for the shape of a result: nothing is computed or held
-        torch.nn.modules.module.register_module_parameter_registration_hook(
-            lambda module, *_: self.modules.add(module)
-        )
-        torch.nn.modules.module.register_module_buffer_registration_hook(
-            lambda module, *_: self.modules.add(module)
-        )
+        module = torch.nn.modules.module
+        module.register_module_parameter_registration_hook(lambda module, *_: self.modules.add(module))
+        module.register_module_buffer_registration_hook(lambda module, *_: self.modules.add(module))
         register_optimizer_step_pre_hook(lambda optimizer, *_: self.optimizers.add(optimizer))
         self._replace_what_reads_numbers()
 
@@ -114,64 +92,63 @@ class Stage:
 
         def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
             # `model.to(dtype)` swaps fake parameters, to which nobody may hold a weak reference then
-            meter.forget(a)
-            meter.forget(b)
             known = self.fakes.fake_tensor_converter.meta_converter.tensor_memo
             for key in [key for key, tensor in known.items() if tensor is a or tensor is b]:
                 del known[key]
+            meter.forget(a)
+            meter.forget(b)
             swap(a, b)
 
-        torch.utils.swap_tensors = swap_tensors
-        try:
-            with self.clock.running(), self.fakes, _Watch(self), meter:
-                yield
-        finally:
-            torch.utils.swap_tensors = swap
+        with (
+            mock.patch("torch.utils.swap_tensors", swap_tensors),
+            self.clock.running(),
+            self.fakes,
+            _Dispatched(self),
+            meter,
+        ):
+            yield
 
     def _replace_what_reads_numbers(self) -> None:
-        """DDP compares shapes and orders buckets in C++, in tensors of integers that it reads: those are real."""
-        verify = dist._verify_params_across_processes
-        rebuild = Reducer._rebuild_buckets
+        """DDP compares shapes and orders buckets in C++, in tensors of integers that it reads: those are real.
 
-        def while_set(flag: str, function: Any) -> Any:
+        Two more are short ways: a mesh of a thousand ranks is a thousand fake numbers, and of a thousand parts of a
+        parameter FSDP2 looks at one.
+        """
+
+        def with_flag(function: Any, flag: str) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
-                before = getattr(self, flag)
-                setattr(self, flag, True)
-                try:
+                with mock.patch.object(self, flag, True):
                     return function(*args, **kwargs)
-                finally:
-                    setattr(self, flag, before)
 
             return call
 
-        # two short ways: a mesh of a thousand ranks is a thousand fake numbers, and FSDP2 looks at one part of many
-        tolist = FakeTensor.tolist
-        FakeTensor.tolist = lambda t: t.constant.tolist() if t.constant is not None else tolist(t)
-        _fsdp_param._chunk_with_empty = _Chunks
-        _compute_meshes_with_numbers()
-        FakeTensor.__format__ = self._format  # type: ignore[method-assign,assignment]
-        FakeTensor.numpy = lambda *_, **__: self._has_none("an array of numbers, as `.numpy()` gives it")
-        dist._verify_params_across_processes = while_set("integers", verify)
-        Reducer._rebuild_buckets = while_set("integers", rebuild)
-        for name in ("_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
-            if (outline := getattr(ShardingPropagator, name, None)) is not None:
-                setattr(ShardingPropagator, name, while_set("outlining", outline))
+        def text(tensor: FakeTensor, spec: str) -> str:
+            if spec and tensor.constant is None:
+                self._has_none(f"the number behind `:{spec}` in a text")
+            return format(tensor.constant, spec) if spec else repr(tensor)
+
+        def numpy(*_: Any, **__: Any) -> NoReturn:
+            self._has_none("an array of numbers, as `.numpy()` gives it")
+
+        tolist, outline = FakeTensor.tolist, ShardingPropagator._propagate_tensor_meta_non_cached
+        replaced: list[tuple[Any, str, Any]] = [
+            (
+                dist,
+                "_verify_params_across_processes",
+                with_flag(dist._verify_params_across_processes, "integers"),
+            ),
+            (Reducer, "_rebuild_buckets", with_flag(Reducer._rebuild_buckets, "integers")),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", with_flag(outline, "outlining")),
+            (FakeTensor, "tolist", lambda t: tolist(t) if t.constant is None else t.constant.tolist()),
+            (FakeTensor, "__format__", text),
+            (FakeTensor, "numpy", numpy),
+            (_fsdp_param, "_chunk_with_empty", _Chunks),
+        ]
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
 
     def _has_none(self, what: str) -> NoReturn:
         raise RehearsalError(what, self.caller()[0])
-
-    @property
-    def _format(self) -> Any:
-        """What an f-string asks a fake tensor for."""
-
-        def text(tensor: FakeTensor, spec: str) -> str:
-            if not spec:
-                return repr(tensor)
-            if tensor.constant is not None and tensor.dim() == 0:
-                return format(tensor.constant, spec)
-            self._has_none(f"the number behind `:{spec}` in a text")
-
-        return text
 
     def faked(self, value: Any) -> Any:
         """What a cell is given, with fakes in place of the tensors in it and of the weights of modules."""
@@ -226,7 +203,7 @@ class Stage:
             with torch._C._DisableTorchDispatch():
                 return operation(*args, **kwargs)
         if operation.namespace in _FUNCTIONAL and operation._opname != "wait_tensor":
-            with _Watch(self):
+            with _Dispatched(self):
                 return operation._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if self.pending:
             self._await(leaves)
@@ -241,11 +218,12 @@ class Stage:
         try:
             result = operation(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise RehearsalError(_asked_for(operation), self.caller()[0]) from error
+            item = operation._opname == "_local_scalar_dense"
+            what = _ITEM if item else f"a result of {operation._opname} whose shape depends on the numbers"
+            raise RehearsalError(what, self.caller()[0]) from error
         except UnsupportedOperatorException as error:
-            raise RehearsalError(
-                f"torch does not know what shape {operation} gives", self.caller()[0]
-            ) from error
+            what = f"torch does not know what shape {operation} gives"
+            raise RehearsalError(what, self.caller()[0]) from error
         self.clock.work(self._seconds(operation, args, kwargs, leaves, result))
         self.meter.seen(operation, leaves, result)
         return result
@@ -287,22 +265,6 @@ class Stage:
         return self.cluster.compute_seconds(flops, nbytes, number_format)
 
 
-def _compute_meshes_with_numbers() -> None:
-    """A mesh that is made of others asks for its places in a thousand ranks: FSDP2 makes one for every parameter."""
-    original = DeviceMesh.__init__
-
-    def __init__(mesh: Any, *args: Any, **kwargs: Any) -> None:
-        ranks = kwargs.get("_rank_map")
-        if kwargs.get("_init_backend", True) or not isinstance(ranks, FakeTensor) or ranks.constant is None:
-            original(mesh, *args, **kwargs)
-            return
-        with torch._C._DisableTorchDispatch():
-            original(mesh, *args, **kwargs | {"_rank_map": ranks.constant})
-        mesh._rank_map = ranks
-
-    DeviceMesh.__init__ = __init__  # type: ignore[method-assign]
-
-
 class _Chunks(Sequence[torch.Tensor]):
     """The parts of `tensor.chunk(n_chunks, dim)`, and empty ones up to `n_chunks`: each made when it is looked at."""
 
@@ -320,10 +282,10 @@ class _Chunks(Sequence[torch.Tensor]):
         return self.tensor.narrow(self.dim, i * size, min(size, length - i * size))
 
 
-class _Watch(TorchDispatchMode):
+class _Dispatched(TorchDispatchMode):
     """Sees every operation of torch before the fake tensors do."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Rehearsal) -> None:
         super().__init__()
         self.stage = stage
 
@@ -357,10 +319,3 @@ def _fill(op: str, inputs: list[Any], outputs: list[Any]) -> None:
         if op == "all_gather" and len(outputs) > 1:
             for output in outputs:
                 output.copy_(inputs[0])
-
-
-def _asked_for(operation: Any) -> str:
-    """What the program wanted to know, in words."""
-    if operation._opname == "_local_scalar_dense":
-        return "a number of a tensor, as `.item()`, `.tolist()`, `float(x)` or `if x:` ask for it"
-    return f"a result of {operation._opname} whose shape depends on the numbers"
