@@ -81,6 +81,9 @@ BAD_LINES = {
     "4 --push 1a": (OptionError, "'1a' is no list of names. Write x or x,y."),
     "4 -o a,b": (OptionError, "'a,b' are 2 names, and one Run needs one."),
     "4 --out": (OptionError, "--out needs NAME behind it"),
+    "4 --push 'x": (OptionError, "`%%ranks 4 --push 'x`: No closing quotation."),
+    "4 x": (OptionError, "'x' is one word too many in the `%%ranks` line."),
+    "4 --as 7": (OptionError, "`--on` and `--as` belong to a rehearsal, which begins with `%%ranks 1 of 1024`."),
     "4 --nodes two": (OptionError, "'two' is no number of nodes"),
     "4 --nodes 2": (errors.AllocationError, "2 nodes need a Slurm allocation"),
     "1 of 16 --as x": (OptionError, "'x' is no rank. Write for example --as 7."),
@@ -106,6 +109,11 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
     assert str(caught.value) == "expected ':', line 3\n    if x\n        ^\nNo rank has run."
     with pytest.raises(RankError, match=r"line 3, in <module>\n    1 / 0"):
         cell("4", "x = 1\n1 / 0")
+    shell.user_ns |= {"rate": 3, "np": torch}
+    with pytest.raises(RankError, match=r"The notebook has rate: `--push rate` in the `%%ranks` line copies it"):
+        cell("4  # a comment --push rate", "rate + 1")
+    with pytest.raises(RankError, match=r"The notebook has imported np; the ranks have not: import it in a rank"):
+        cell("4", "np.ones(1)")
     with pytest.raises(RankError, match=r"input\(\) does not work on a rank"):
         cell("4", "name = input('name? ')")
     with pytest.raises(PullError, match="nothing on ranks 0-3: no such name") as missing:
@@ -113,7 +121,7 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
     assert shell.user_ns["some"] == [0, 1, 2, 3] and missing.value.run.values == [None] * 4
 
 
-def test_words_behind_the_line_magic_are_obeyed(shell, tmp_path, monkeypatch, capsys):
+def test_other_parts_answer_to_words_of_the_line_magic(shell, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "gather", lambda: doctor.Facts(host="here"))
     shell.run_line_magic("ranks", "doctor")
     assert capsys.readouterr().out.startswith("rankcell doctor on here\n")

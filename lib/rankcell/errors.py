@@ -14,34 +14,31 @@ from typing import Any
 from .results import Call, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 
 
-class Told:
+class UserFacingError:
     """An error whose message says it all: IPython shows it without a traceback through our own code."""
 
+    shown_as = ""  # the name in front of the message; by default that of the class
+
     def _render_traceback_(self) -> list[str]:
-        return [_wrapped(f"{type(self).__name__}: {self}")]
+        return [_wrapped(f"{self.shown_as or type(self).__name__}: {self}")]
 
 
 def _wrapped(text: str, width: int = 88) -> str:
     """`text` in lines that JupyterLab shows without breaking words; a line goes on below its own beginning."""
+    wrapper = textwrap.TextWrapper(
+        width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
     lines = []
     for line in text.split("\n"):
-        indent = line[: len(line) - len(line.lstrip())]
-        name = re.match(r" +ranks? [0-9, -]+  +", line)  # a row about some ranks: what they do stands apart
-        hanging = " " * len(name[0]) if name else indent
-        lines += textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=hanging,
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-            replace_whitespace=False,
-        ) or [""]
+        # below a row about some ranks, "  ranks 0, 1  wait in ...", what they do stands apart
+        begin = re.match(r" +ranks? [0-9, -]+  +", line) or re.match(r"\s*", line)
+        wrapper.subsequent_indent = " " * len(begin[0]) if begin else ""
+        lines += wrapper.wrap(line) or [""]
     return "\n".join(lines)
 
 
-class RankError(Told, RuntimeError):
-    """A rank cell did not finish on every rank. `run` holds what each rank did and printed until then."""
+class _WithRun(UserFacingError, BaseException):
+    """An error of a cell: `run` holds what each rank did and printed until then."""
 
     run: Run
 
@@ -53,6 +50,10 @@ class RankError(Told, RuntimeError):
     def add(self, sentence: str) -> None:
         """Say one thing more."""
         self.args = (f"{self}\n{sentence}",)
+
+
+class RankError(_WithRun, RuntimeError):
+    """A rank cell did not finish on every rank. `run` holds what each rank did and printed until then."""
 
 
 class Deadlock(RankError):
@@ -69,22 +70,10 @@ class RankLost(RankError):
     """The process of a rank ended in the middle of a cell. A new one has taken its place."""
 
 
-class RanksInterrupted(KeyboardInterrupt):
+class RanksInterrupted(_WithRun, KeyboardInterrupt):
     """The learner interrupted a rank cell. `run` holds what each rank did and printed until then."""
 
-    run: Run
-
-    def __init__(self, message: str, run: Run | None = None) -> None:
-        super().__init__(message)
-        if run is not None:
-            self.run = run
-
-    def add(self, sentence: str) -> None:
-        """Say one thing more."""
-        self.args = (f"{self}\n{sentence}",)
-
-    def _render_traceback_(self) -> list[str]:
-        return [_wrapped(f"KeyboardInterrupt: {self}")]
+    shown_as = "KeyboardInterrupt"
 
 
 class RankMismatch(RankError):
@@ -165,44 +154,42 @@ class SpawnError(RuntimeError):
         )
 
 
-class GroupError(Told, RuntimeError):
+class GroupError(UserFacingError, RuntimeError):
     """On a rank: a process group cannot be set up as asked."""
 
 
-class StartError(Told, RuntimeError):
+class StartError(UserFacingError, RuntimeError):
     """Ranks could not be started. Nothing has run."""
 
 
-class EngineError(Told, RuntimeError):
+class EngineError(UserFacingError, RuntimeError):
     """Something unforeseen happened on the notebook's side. The ranks were started anew: their names are gone."""
 
 
-class WorldSizeError(Told, ValueError):
+class WorldSizeError(UserFacingError, ValueError):
     """The machine cannot hold that many ranks."""
 
 
-class AllocationError(Told, RuntimeError):
+class AllocationError(UserFacingError, RuntimeError):
     """Slurm has given no nodes, or not enough of them, or could not start the ranks. Nothing has run."""
 
 
-class PushError(Told, TypeError):
+class PushError(UserFacingError, TypeError):
     """A name could not be sent to the ranks. No rank has run."""
 
 
-class PullError(Told, NameError):
+class PullError(_WithRun, NameError):
     """A name could not be fetched from the ranks. The cell itself ran: `run` holds its result."""
 
-    def __init__(self, message: str, run: Run) -> None:
-        super().__init__(message)
-        self.run = run
 
-
-class OptionError(Told, ValueError):
+class OptionError(UserFacingError, ValueError):
     """A magic's line has an option or a word that does not exist."""
 
 
-class CellSyntaxError(Told, ValueError):
+class CellSyntaxError(UserFacingError, ValueError):
     """The cell is no Python. No rank has run."""
+
+    shown_as = "SyntaxError"
 
     def __init__(self, error: SyntaxError) -> None:
         lines = [f"{error.msg}, line {error.lineno}"]
@@ -212,9 +199,6 @@ class CellSyntaxError(Told, ValueError):
             if error.offset:
                 lines.append("    " + " " * max(error.offset - 1 - (len(text) - len(text.lstrip())), 0) + "^")
         super().__init__("\n".join([*lines, "No rank has run."]))
-
-    def _render_traceback_(self) -> list[str]:
-        return [_wrapped(f"SyntaxError: {self}")]
 
 
 def unknown_option(word: str, known: Sequence[str], magic: str) -> str:

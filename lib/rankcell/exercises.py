@@ -343,9 +343,9 @@ def _on_ranks(options: Any, body: str) -> list[dataflow.Statement]:
         return frozenset(world + name for name in names if name not in cell_source.LENT)
 
     pushed = frozenset(options.push or ())
-    handed = [*(options.pull or ()), *(options.out or ())]
+    handed = [*(options.pull or ()), *filter(None, [options.out])]
     found = [dataflow.Statement("", there([name]), uses=frozenset([name]), pulled=True) for name in pushed]
-    found += [dataflow.Statement("", frozenset(), uses=frozenset(options.against or ()))]
+    found += [dataflow.Statement("", frozenset(), uses=frozenset(filter(None, [options.against])))]
     for s in _statements(body):
         found.append(
             dataflow.Statement(

@@ -19,11 +19,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from . import exercises
+from .errors import OptionError
 
 FILE = "rankcell-progress.json"
 SOLVED, TRIED = "solved", "tried"
@@ -49,12 +51,6 @@ class Progress:
         self._cells: tuple[float, dict[str, tuple[str, int, int]]] = (0.0, {})
         self._passed: dict[str, set[int]] = {}  # exercise -> its checks that passed since its answer ran
         self._sending = threading.Lock()
-
-    @classmethod
-    def of_this_kernel(cls) -> "Progress":
-        """That of the notebook that Jupyter's server has started this kernel for."""
-        name = os.environ.get("JPY_SESSION_NAME", "")
-        return cls(Path(name) if name.endswith(".ipynb") else None)
 
     @property
     def file(self) -> Path | None:
@@ -231,6 +227,39 @@ class View:
         legend = "<div>✓ solved &nbsp; ✗ tried &nbsp; · not begun</div>" if rows else ""
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self._notes())
         return f"<table>{''.join(rows)}</table>{legend}{notes}"
+
+
+@cache
+def of_this_kernel() -> Progress:
+    """That of the notebook that Jupyter's server has started this kernel for."""
+    name = os.environ.get("JPY_SESSION_NAME", "")
+    return Progress(Path(name) if name.endswith(".ipynb") else None)
+
+
+def line(words: Sequence[str]) -> View | None:
+    """`%ranks progress`: which exercises are solved; `share WHERE NAME` sends it, `private` ends that."""
+    mine = of_this_kernel()
+    if not words:
+        return mine.view()
+    try:
+        if words[0] == "share" and len(words) >= 3:
+            print(mine.share(words[1], " ".join(words[2:])))
+        elif [*words] == ["private"]:
+            print(mine.keep_private())
+        else:
+            raise ProgressError(
+                "write `%ranks progress`, `%ranks progress share FOLDER-OR-ADDRESS NAME`, or "
+                "`%ranks progress private`."
+            )
+    except ProgressError as error:
+        raise OptionError(str(error)) from None
+    return None
+
+
+def after_cell(result: Any) -> None:
+    """A cell of the notebook has run, with this `result` of IPython's."""
+    error = result.error_before_exec or result.error_in_exec
+    of_this_kernel().heard(getattr(result.info, "cell_id", None), error)
 
 
 def _roles_in(cells: list[dict[str, Any]]) -> dict[str, tuple[str, int, int]]:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from .errors import Told
+from .errors import UserFacingError
 from .results import Event
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
-class ScheduleError(Told, ValueError):
+class ScheduleError(UserFacingError, ValueError):
     """A schedule that cannot train: an action is missing, comes twice, or waits for ever."""
 
 

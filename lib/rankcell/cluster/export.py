@@ -11,6 +11,7 @@ those that these need, and those that change them.
 
 import argparse
 import ast
+import contextlib
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import source as cell_source
+from ..errors import OptionError
 from . import dataflow, scripts
 
 MODULES = "lesson_modules"  # the folder of copied modules, beside the script
@@ -166,7 +168,7 @@ def _options(words: Sequence[str], name: str) -> argparse.Namespace:
     try:
         options = cell_source.parse(words)
         options.push, options.pull = tuple(options.push or ()), tuple(options.pull or ())
-        options.out = options.out[0] if options.out else ""
+        options.out = options.out or ""
         options.only = None if options.only is None else tuple(options.only)
         return options
     except argparse.ArgumentError as error:
@@ -578,6 +580,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_command(parser.add_subparsers(required=True, metavar="COMMAND"))
     options: Any = parser.parse_args(arguments)
     return options.run(options)
+
+
+def line(words: Sequence[str]) -> None:
+    """`%ranks export`: this notebook, or the one that `words` name, as the command `rankcell export` does."""
+    if not any(w.endswith(".ipynb") for w in words):
+        # Jupyter's server tells its kernels which notebook they belong to
+        notebook = os.environ.get("JPY_SESSION_NAME", "")
+        if not notebook.endswith(".ipynb"):
+            raise OptionError(
+                "which notebook? Name it, and save it first: `%ranks export 08_ddp.ipynb --nodes 2`."
+            )
+        words = [notebook, *words]
+    with contextlib.suppress(SystemExit):  # argparse has said what is wrong with the words
+        main(["export", *words])
 
 
 if __name__ == "__main__":

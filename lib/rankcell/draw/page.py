@@ -84,8 +84,8 @@ def groups(run: Run) -> list[list[RankResult]]:
     for result in run.ran:
         said = (
             result.state,
-            shorten(settle(result.stdout)),
-            shorten(settle(result.stderr)),
+            shorten(apply_carriage_returns(result.stdout)),
+            shorten(apply_carriage_returns(result.stderr)),
             result.order,
             tuple((d.stdout_offset, _freeze(d.data)) for d in result.displays),
             _freeze(result.data),
@@ -95,7 +95,7 @@ def groups(run: Run) -> list[list[RankResult]]:
     return list(found.values())
 
 
-def settle(text: str) -> str:
+def apply_carriage_returns(text: str) -> str:
     """`text` as a terminal would leave it: a carriage return begins the line anew (progress bars do this)."""
     if "\r" not in text:
         return text
@@ -178,7 +178,7 @@ def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
 
 
 def _text(raw: bytes) -> str:
-    return shorten(settle(raw.decode("utf-8", "replace")))
+    return shorten(apply_carriage_returns(raw.decode("utf-8", "replace")))
 
 
 def _plain(display: Display) -> str:

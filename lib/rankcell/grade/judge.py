@@ -165,7 +165,7 @@ def _run_named_by(code: str) -> str:
     if words[:1] != ["%%ranks"]:
         return ""
     try:
-        return (source.parse(words[1:]).out or [""])[0]
+        return source.parse(words[1:]).out or ""
     except Exception:  # noqa: BLE001 - argparse has several
         return ""
 
