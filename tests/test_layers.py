@@ -11,22 +11,24 @@ LIB = Path(__file__).parent.parent / "lib" / "rankcell"
 # Of each part what it may import of ours; the first ones nothing. In the engine `./x` is another of its modules, SHARED
 # what both sides share.
 ALLOWED = """
-results: models: costs: hardware: source: versions: layouts:
+results: models: costs: hardware: extensions: figures: versions: layouts:
+source: errors
 engine/__init__: engine/channel: engine/system: engine/spans: engine/streams: engine/stdio: engine/shell:
-doctor: engine/devices engine/local engine/match engine/system hardware versions
-figures: engine/world models   cluster: source   parallel: models schedules versions
+engine/current:
+doctor: engine/devices engine/local engine/system versions
+cluster: errors source   parallel: models schedules versions
 schedules: errors results   planner: hardware results schedules
 jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/match engine/messages engine/nodes
     engine/operation engine/record engine/report engine/streams engine/system errors results
 rehearsal: costs errors planner results   exercises: cluster source
-progress: exercises   room: engine/system progress
+progress: errors exercises   room: engine/system progress
 grade: check engine/forks engine/preload engine/system exercises results schedules source
-command: cluster doctor grade jobs planner room   simulate: results
+command: extensions   simulate: results
 errors: results   against: errors layouts results
-twin: engine/trace errors results   check: against errors results
-magics: check cluster doctor draw engine/devices engine/world errors progress results source twin versions
+twin: against engine/trace errors results   check: errors extensions results
+magics: draw engine/devices engine/world errors extensions results source versions
 draw: hardware results schedules
-__init__: check draw engine/meter engine/trace engine/world errors magics results
+__init__: check draw engine/current engine/meter engine/world errors extensions magics results
 engine/messages: results   engine/devices: ./system errors
 engine/match: errors results   engine/diagnose: results SHARED   engine/host: SHARED
 engine/parts: results SHARED   engine/mailbox: ./host ./parts results SHARED
@@ -41,8 +43,8 @@ engine/record: ./follow ./meter ./operation ./spans ./streams ./trace results SH
 engine/execute: source   engine/report: errors results
 engine/groups: ./operation ./record errors SHARED
 engine/control: ./operation ./record ./worker SHARED
-engine/worker: ./control ./execute ./groups ./meter ./operation ./record ./report ./shell ./stdio errors rehearsal
-    results source SHARED
+engine/worker: ./control ./current ./execute ./groups ./meter ./operation ./record ./report ./shell ./stdio
+    errors rehearsal results source SHARED
 engine/preload: ./worker versions SHARED
 """
 SHARED = "./messages ./channel ./system ./match"

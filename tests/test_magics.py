@@ -24,7 +24,7 @@ def test_a_cell_gives_a_run_and_moves_names(cell, shell, monkeypatch):
     shell.user_ns["here"] = torch.ones(2)
     run = cell("4 --push here --pull there -o kept", "there = here.sum().item() + rank\nonly = 1\nrank")
     assert isinstance(run, Run) and run.values == [0, 1, 2, 3] and shell.user_ns["kept"].ranks == run.ranks
-    assert shell.user_ns["there"] == [2.0, 3.0, 4.0, 5.0] and False in ended
+    assert shell.user_ns["there"] == [2.0, 3.0, 4.0, 5.0] and ended
     assert cell("4 --only 0,2-3", "rank").values == [0, 2, 3]
     assert "only" not in shell.user_ns and "rank" not in shell.user_ns
     assert cell("4", "!echo hi from $((1 + 1))\n%pwd").ranks[1].stdout == "hi from 2\n"
@@ -49,6 +49,11 @@ def test_completion_inside_a_rank_cell(cell, shell):
 
 def test_the_line_magic_lists_stops_and_restarts(cell, shell, capsys):
     cell("2", "x = 1")
+    shell.run_line_magic("load_ext", "autoreload")
+    cell("1", "rank")
+    said = capsys.readouterr().out
+    assert "1 rank talks over gloo" in said and "autoreload does not reach the ranks: after you edit" in said
+    shell.run_line_magic("unload_ext", "autoreload")
     assert cell("2 --fresh", "'x' in globals()").values == [False, False]
     shown = repr(shell.run_line_magic("ranks", ""))
     assert "2 ranks on cpu (gloo)" in shown and "pids" in shown
@@ -110,9 +115,13 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
     with pytest.raises(RankError, match=r"line 3, in <module>\n    1 / 0"):
         cell("4", "x = 1\n1 / 0")
     shell.user_ns |= {"rate": 3, "np": torch}
-    with pytest.raises(RankError, match=r"The notebook has rate: `--push rate` in the `%%ranks` line copies it"):
+    with pytest.raises(
+        RankError, match=r"The notebook has rate: `--push rate` in the `%%ranks` line copies it"
+    ):
         cell("4  # a comment --push rate", "rate + 1")
-    with pytest.raises(RankError, match=r"The notebook has imported np; the ranks have not: import it in a rank"):
+    with pytest.raises(
+        RankError, match=r"The notebook has imported np; the ranks have not: import it in a rank"
+    ):
         cell("4", "np.ones(1)")
     with pytest.raises(RankError, match=r"input\(\) does not work on a rank"):
         cell("4", "name = input('name? ')")

@@ -42,7 +42,9 @@ def test_long_output_shows_head_and_tail():
     assert lines[0] == "0" and lines[-1] == "999" and len(lines) == page.HEAD + page.TAIL + 1
     assert lines[page.HEAD] == "... 945 more lines: run.ranks[r].stdout has all of them ..."
     assert page.shorten("x" * 2100).endswith("x... (100 more characters)")
-    assert page.apply_carriage_returns("  0%|\r 50%|\r100%|\ndone\n") == "100%|\ndone\n", "a progress bar's last state"
+    assert page.apply_carriage_returns("  0%|\r 50%|\r100%|\ndone\n") == "100%|\ndone\n", (
+        "a progress bar's last state"
+    )
 
 
 def test_html_shows_text_as_text_and_pictures():

@@ -115,20 +115,23 @@ def sharded(
     if missing:
         _fail(f"{name}: there is none on {name_ranks(missing)}.")
     expected = [dense] * len(parts) if dim is None else np.array_split(dense, len(parts), axis=dim)
-    hint = f" {why[:1].upper()}{why[1:]}." if why else ""
+    whose = "all of the dense tensor" if dim is None else "its part of the dense tensor"
     worst = 0.0
     for rank, (part, mine) in enumerate(zip(map(_array, parts), expected, strict=True)):
-        whose = "all of the dense tensor" if dim is None else "its part of the dense tensor"
         if part.shape != mine.shape:
-            _fail(f"{name}: rank {rank} has {_shape(part)}, {whose} is {_shape(mine)}.{hint}")
+            _fail(f"{name}: rank {rank} has {_shape(part)}, {whose} is {_shape(mine)}.{_hint(why)}")
         off = float(np.abs(part - mine).max(initial=0.0))
         if not off <= atol:
-            _fail(f"{name}: rank {rank} is off by {off:.3g} from {whose}; allowed is {atol:g}.{hint}")
+            _fail(f"{name}: rank {rank} is off by {off:.3g} from {whose}; allowed is {atol:g}.{_hint(why)}")
         worst = max(worst, off)
     held = (
         "all ranks have what one process has" if dim is None else f"each rank has its part, along dim {dim}"
     )
     return Verdict(f"{name}: {held} (largest difference {worst:.2g})")
+
+
+def _hint(why: str) -> str:
+    return f" {why[:1].upper()}{why[1:]}." if why else ""
 
 
 def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -> Verdict:
@@ -143,10 +146,8 @@ def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -
     for result in run.ran:
         made = [e.op for e in result.events if e.kind == "comm"]
         if made != list(expected):
-            hint = f" {why[:1].upper()}{why[1:]}." if why else ""
-            _fail(
-                f"{of}expected {wanted} on every rank; rank {result.rank} sent {', '.join(made) or 'nothing'}.{hint}"
-            )
+            sent = ", ".join(made) or "nothing"
+            _fail(f"{of}expected {wanted} on every rank; rank {result.rank} sent {sent}.{_hint(why)}")
     return Verdict(f"{of}every rank sent {wanted}")
 
 
@@ -159,11 +160,8 @@ def bytes_match(measured: float, formula: float, *, rtol: float = 0.05) -> Verdi
             f"Expected {formula:,.0f} bytes, measured {measured:,.0f}: {ratio:.3f} times as many. "
             f"The difference is {off:,.0f} bytes, allowed are {rtol * abs(formula):,.0f} ({rtol:.0%})."
         )
-    return Verdict(
-        f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: "
-        f"{ratio:.3f} of it (allowed ± {rtol:.0%})",
-        {"bytes": float(measured)},
-    )
+    said = f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: {ratio:.3f} of it (allowed ± {rtol:.0%})"
+    return Verdict(said, {"bytes": float(measured)})
 
 
 def against(
@@ -207,8 +205,8 @@ def diagnosed(first: Any, held: str, said: Mapping[str, str]) -> Verdict:
     """
     if (missing := _MISSING.get((first.kind, held))) is None:
         raise ValueError(
-            f"Nothing is known to be missing where the ranks hold a `{first.kind}` as {held!r}: run the cell that makes "
-            "the case again, unchanged."
+            f"Nothing is known to be missing where the ranks hold a `{first.kind}` as {held!r}: run the cell that "
+            "makes the case again, unchanged."
         )
     yours = [said.get(name) for name in ("kind", "held", "missing")]
     return every(

@@ -32,6 +32,10 @@ from .draw.svg import format_bytes
 from .engine import devices, world
 from .results import Run
 
+_AUTORELOAD = (
+    "autoreload does not reach the ranks: after you edit a module, `--fresh` in the `%%ranks` line starts ranks that "
+    "import it anew."
+)
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 
 
@@ -166,6 +170,8 @@ class RankMagics(Magics):
         if not self._warned and (said := versions.untried(version("torch"))):
             ranks.notes.append(said)
         self._warned = True
+        if any(name.endswith("autoreload") for name in self.shell.extension_manager.loaded):
+            ranks.notes.append(_AUTORELOAD)
         return ranks
 
     def _wait_for_torch(self, world_size: int) -> None:
