@@ -22,7 +22,7 @@ def message(call, *args, **kwargs) -> str:
     return str(caught.value)
 
 
-def test_a_verdict_is_frozen_and_shows_as_text_and_html():
+def test_a_verdict_is_frozen_text_and_html():
     verdict = check.that(torch.tensor(True), "1 < 2 & 3")
     assert repr(verdict) == "✓ 1 < 2 & 3"
     assert "✓ 1 &lt; 2 &amp; 3</div>" in verdict._repr_html_()

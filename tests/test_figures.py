@@ -30,7 +30,7 @@ def test_without_a_record_nothing_is_shown(tmp_path):
     assert said == "No GPU has been measured yet: `make gpu` on a machine with one writes a record."
 
 
-def test_a_record_is_shown_by_lesson_with_machine_and_date(tmp_path):
+def test_a_record_shows_machine_and_date(tmp_path):
     both = [{**ONE, "lesson": "02"}, {**ONE, "lesson": "06", "what": "a product"}]
     other = [{**ONE, "lesson": "02", "gpu": "NVIDIA L4", "value": 0.25}]
     (tmp_path / "nvidia-h200.json").write_text(json.dumps({"figures": both}))
@@ -99,7 +99,7 @@ def test_bus_bandwidth_is_that_of_the_slowest_rank(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_and_ends_with_1(capsys):
+def test_without_a_gpu_make_gpu_ends_with_1(capsys):
     before = list((ROOT / "notebooks").rglob("*.json"))
     assert gpu.main([]) == 1
     out = capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_rank_cells_go_to_the_gpu(cell, runs):
         ([("x = 1", "raises-exception")], 1, (1, "no error came")),
     ],
 )
-def test_a_lesson_runs_whole_or_says_where_it_stopped(tmp_path, cells, code, result):
+def test_a_lesson_says_where_it_stopped(tmp_path, cells, code, result):
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(source, metadata={"tags": tags}) for source, *tags in cells]
     path, out = tmp_path / "lesson.ipynb", tmp_path / "result.json"

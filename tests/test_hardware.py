@@ -22,7 +22,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def test_every_speed_is_the_published_one_with_its_source():
+def test_every_speed_is_published_and_has_a_source():
     found = dict(hw.PCIE) | dict(hw.INFINIBAND) | dict(hw.ON_CHIP) | dict(hw.HBM)
     found |= {f"N{g}": s for g, s in hw.NVLINK.items()} | {f"E{g}": s for g, s in hw.ETHERNET.items()}
     assert {k: (s.bytes_per_s / 1e9, s.lanes) for k, s in found.items()} == {

@@ -65,6 +65,8 @@ def test_the_line_magic_lists_stops_and_restarts(cell, shell, capsys):
     assert repr(shell.run_line_magic("ranks", "")) == "No ranks are alive. A `%%ranks 4` cell starts four."
     with pytest.raises(OptionError, match=r"To run a cell on the ranks, begin it with `%%ranks 4`"):
         shell.run_line_magic("ranks", "4")
+    below = shell.run_cell("# a comment\n%%ranks 4\nrank").error_in_exec
+    assert str(below).startswith("`%%ranks 4` must be the first line of its cell: ")
     with pytest.raises(OptionError, match=r"%ranks has no option stpo\. Did you mean stop"):
         shell.run_line_magic("ranks", "stpo")
     shell.run_cell("%%ranks?")
@@ -130,7 +132,7 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
     assert shell.user_ns["some"] == [0, 1, 2, 3] and missing.value.run.values == [None] * 4
 
 
-def test_other_parts_answer_to_words_of_the_line_magic(shell, tmp_path, monkeypatch, capsys):
+def test_parts_answer_to_words_of_the_magic(shell, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "gather", lambda: doctor.Facts(host="here"))
     shell.run_line_magic("ranks", "doctor")
     assert capsys.readouterr().out.startswith("rankcell doctor on here\n")

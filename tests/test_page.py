@@ -23,7 +23,7 @@ def test_ranks_that_said_the_same_are_shown_once():
     assert text_of(sent) == "rank 0\n  a\n  <a generator>"
 
 
-def test_a_failed_rank_and_a_long_run_say_so():
+def test_failed_ranks_and_long_runs_say_so():
     failed = RankResult(0, state="error", error=RankFailure("ZeroDivisionError", "division by zero"))
     assert text_of(failed) == "rank 0: ZeroDivisionError: division by zero"
     long = RankResult(0, dropped=(Dropped("all_reduce", 2000, 4096, 1.5),))

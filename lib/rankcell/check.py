@@ -30,7 +30,7 @@ class CheckFailed(UserFacingError, AssertionError):
 class Verdict:
     """A check that held: a sentence with its numbers, or one per line.
 
-    `measured` has the numbers by which answers can be compared: "bytes", "overlap".
+    `measured` has the numbers by which answers can be compared: "bytes".
     """
 
     text: str
@@ -87,19 +87,16 @@ def equals_dense(
 
 def same_on_all_ranks(values: Any, *, atol: float = 0.0) -> Verdict:
     """All ranks hold the same; `values` is a `Run` or a list by rank."""
-    if isinstance(values, Run):
-        ranks, values = [r.rank for r in values.ran], values.values
-    else:
-        values = list(values)
-        ranks = list(range(len(values)))
-    if len(values) < 2:
-        _fail(f"Only {len(values)} value came: nothing to compare. Give one value per rank.")
-    for rank, value in zip(ranks[1:], values[1:], strict=True):
+    by_rank = [(r.rank, r.value) for r in values.ran] if isinstance(values, Run) else [*enumerate(values)]
+    if len(by_rank) < 2:
+        _fail(f"Only {len(by_rank)} value came: nothing to compare. Give one value per rank.")
+    (first, expected), *others = by_rank
+    for rank, value in others:
         try:
-            _compare(value, values[0], 0.0, atol, f"rank {ranks[0]} has", f"rank {rank} has")
+            _compare(value, expected, 0.0, atol, f"rank {first} has", f"rank {rank} has")
         except AssertionError as error:
-            raise CheckFailed(f"Rank {rank} does not hold what rank {ranks[0]} holds. {error}") from None
-    return Verdict(f"{name_ranks(ranks)} hold the same: {_show(values[0])}")
+            raise CheckFailed(f"Rank {rank} does not hold what rank {first} holds. {error}") from None
+    return Verdict(f"{name_ranks([rank for rank, _ in by_rank])} hold the same: {_show(expected)}")
 
 
 def sharded(

@@ -349,6 +349,13 @@ class _Live:
             self.shown = False
 
 
+def _misplaced(line: str) -> None:
+    """What IPython runs for a `%%ranks` that is not the first line of its cell."""
+    raise errors.OptionError(
+        f"`%%ranks {line}` must be the first line of its cell: put what stands above it into a cell of its own."
+    )
+
+
 def _with_verdict(run: Run, text: str, how: str) -> str:
     """What a run shows, and below it what `--against` found."""
     return text if run.against is None else f"{text}\n{getattr(run.against, how)()}"
@@ -358,6 +365,7 @@ def load(shell: Any) -> RankMagics:
     """Register the magics, the display of a Run and the completion with an IPython shell."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
+    shell.register_magic_function(_misplaced, "line", "%ranks")
     shell.events.register("post_run_cell", extensions.find("after each cell"))
     formatters = shell.display_formatter.formatters
     formatters["text/plain"].for_type(
@@ -382,8 +390,8 @@ def unload(shell: Any, magics: RankMagics) -> None:
     shell.events.unregister("post_run_cell", extensions.find("after each cell"))
     del shell.object_inspect_mime
     shell.Completer.custom_matchers.remove(magics.match)
-    for kind in ("cell", "line"):
-        shell.magics_manager.magics[kind].pop("ranks", None)
+    for kind, name in (("cell", "ranks"), ("line", "ranks"), ("line", "%ranks")):
+        shell.magics_manager.magics[kind].pop(name, None)
 
 
 def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:

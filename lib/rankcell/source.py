@@ -5,10 +5,8 @@ The magic, the ranks and the export of a script read a cell alike, because they 
 
 import argparse
 import ast
-import io
 import re
 import shlex
-import tokenize
 from collections.abc import Sequence
 from typing import Any
 
@@ -177,12 +175,9 @@ def split(source: str, filename: str = "<cell>") -> tuple[ast.Module, ast.Expres
 
 def is_silenced(source: str) -> bool:
     """Whether the cell's last expression ends in a semicolon, which hides its value as in any notebook."""
-    passed_over = (tokenize.COMMENT, tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.DEDENT)
-    last = ""
     try:
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type not in passed_over:
-                last = token.string
-    except (tokenize.TokenError, SyntaxError):
+        last = ast.parse(source).body[-1]
+    except (SyntaxError, IndexError):
         return False
-    return last == ";"
+    line = source.split("\n")[(last.end_lineno or 1) - 1].encode()
+    return line[last.end_col_offset :].lstrip().startswith(b";")
