@@ -93,17 +93,18 @@ def _magics() -> Iterator[str]:
     magic = next(n for n in find("magics", "RankMagics").body if getattr(n, "name", "") == "ranks")
     yield "## %%ranks, a cell\n"
     yield "```\n%%ranks N [options]\n```\n"
-    yield from text_of(ast.get_docstring(magic) or "")
+    text, _, line = (ast.get_docstring(magic) or "").partition("As a line: ")
+    yield from text_of(text)
     rows = ["| option | what it does |\n|---|---|\n"]
     for flags, value, words in options():
         written = " ".join(course.literal(f"{flag} {value}".strip()) for flag in flags)
         rows.append(f"| {written} | {_inline(course.in_a_table(words))} |\n")
     yield "".join(rows)
     yield "## %ranks, a line\n"
-    world_size = next(d for d in magic.decorator_list if isinstance(d, ast.Call) and d.args)
-    words = ast.literal_eval(next(k.value for k in world_size.keywords if k.arg == "help"))
-    line = (words % ()).partition("As a line, ")[2].rstrip(".")
-    yield "\n".join(f"* {part.strip()}" for part in re.split(r", (?=`)", line)) + "\n"
+    yield (
+        "\n".join(f"* {part.strip()}" for part in re.split(r", (?=`)", " ".join(line.rstrip(".").split())))
+        + "\n"
+    )
 
 
 def options() -> list[tuple[tuple[str, ...], str, str]]:

@@ -1,4 +1,4 @@
-"""What only a GPU shows, and `make gpu`: recorded figures with machine and date; without a GPU nothing is made up."""
+"""What only a GPU shows: recorded figures with machine and date, how `make gpu` measures them, and what it runs."""
 
 import json
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gpu
+import gpu_figures
 from rankcell import figures
 
 ROOT = Path(__file__).parent.parent
@@ -24,49 +25,36 @@ ONE = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "recorded").mkdir()
-    return tmp_path / "recorded"
+def test_without_a_record_nothing_is_shown(tmp_path):
+    said = repr(figures.of_a_gpu("02", tmp_path))
+    assert said == "No GPU has been measured yet: `make gpu` on a machine with one writes a record."
 
 
-def test_without_a_gpu_and_a_record_nothing_is_shown(folder):
-    said = repr(figures.of_a_gpu("02"))
-    assert "no GPU is here, and no record from another machine exists" in said and "make gpu" in said
-    assert all(len(line) <= 80 for line in said.splitlines())  # a page cuts longer ones
-    assert not any(c.isdigit() for c in said)
-
-
-def test_a_record_is_shown_by_lesson_with_machine_and_date(folder):
+def test_a_record_shows_machine_and_date(tmp_path):
     both = [{**ONE, "lesson": "02"}, {**ONE, "lesson": "06", "what": "a product"}]
     other = [{**ONE, "lesson": "02", "gpu": "NVIDIA L4", "value": 0.25}]
-    (folder / "nvidia-h200.json").write_text(json.dumps({"figures": both}))
-    (folder / "nvidia-l4.json").write_text(json.dumps({"figures": other}))
-    assert repr(figures.of_a_gpu("02")).splitlines() == [
+    (tmp_path / "nvidia-h200.json").write_text(json.dumps({"figures": both}))
+    (tmp_path / "nvidia-l4.json").write_text(json.dumps({"figures": other}))
+    assert repr(figures.of_a_gpu("02", tmp_path)).splitlines() == [
         "NVIDIA H200, torch 2.13.0, measured 2026-11-01",
         "        1.5 GB/s     a copy",
         "NVIDIA L4, torch 2.13.0, measured 2026-11-01",
         "       0.25 GB/s     a copy",
     ]
-    assert "a product" in repr(figures.of_a_gpu("06")) and len(figures.recorded().figures) == 3
+    assert "a product" in repr(figures.of_a_gpu("06", tmp_path))
+    assert len(figures.of_a_gpu(folder=tmp_path).figures) == 3
 
 
-def test_where_there_is_a_gpu_it_is_measured(folder, monkeypatch, capsys):
-    """Also where a record exists; a measurement that fails costs only its own figures."""
-
+def test_a_measurement_that_fails_costs_only_its_own(monkeypatch, capsys):
     def fails(note):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA T4")
     measures = (("02", lambda note: note("a copy", 3.14159265, "GB/s")), ("02", fails), ("06", fails))
-    monkeypatch.setattr(figures, "_MEASURES", measures)
-    (folder / "old.json").write_text(json.dumps({"figures": [{**ONE, "lesson": "02"}]}))
-    (figure,) = figures.of_a_gpu("02").figures
+    monkeypatch.setattr(gpu_figures, "_MEASURES", measures)
+    (figure,) = gpu_figures.measured()
     assert (figure.lesson, figure.gpu, figure.value) == ("02", "NVIDIA T4", 3.142)
-    assert capsys.readouterr().err == "fails: RuntimeError: out of memory\n"
+    assert capsys.readouterr().err == "fails: RuntimeError: out of memory\n" * 2
 
 
 # What is measured, by hand, with a GPU that does nothing and takes half a second for it
@@ -74,8 +62,8 @@ def test_where_there_is_a_gpu_it_is_measured(folder, monkeypatch, capsys):
 
 @pytest.fixture
 def idle(monkeypatch):
-    monkeypatch.setattr(figures, "torch", MagicMock())
-    monkeypatch.setattr(figures, "_seconds_of", lambda work, **_: 0.5)
+    monkeypatch.setattr(gpu_figures, "torch", MagicMock())
+    monkeypatch.setattr(gpu_figures, "_seconds_of", lambda work, **_: 0.5)
 
 
 def noted(measure):
@@ -85,23 +73,23 @@ def noted(measure):
 
 
 def test_rates_are_work_over_time(idle):
-    copies = noted(figures._memory)
+    copies = noted(gpu_figures._memory)
     assert copies.pop("copy within the GPU, bytes read and written") == (2 * 2**28 / 0.5 / 1e9, "GB/s")
     assert len(copies) == 4 and set(copies.values()) == {(2**28 / 0.5 / 1e9, "GB/s")}
-    products = noted(figures._products)
+    products = noted(gpu_figures._products)
     assert products.pop("sum of two vectors of 2^26 in bf16") == (2**26 / 0.5 / 1e12, "TFLOP/s")
     rates = {
         n: (n * n * 2 * n / 0.5 / 1e12, "TFLOP/s") for n in (256, 1024, 4096, 8192)
     }  # 2n operations each
     assert products == {f"product of {n} x {n} in bf16": rate for n, rate in rates.items()}
-    assert set(noted(figures._overlap).values()) == {(500.0, "ms")}
+    assert set(noted(gpu_figures._overlap).values()) == {(500.0, "ms")}
 
 
 def test_bus_bandwidth_is_that_of_the_slowest_rank(monkeypatch):
     ranks = MagicMock(device_note="one GPU")
     ranks.run.return_value.values = [0.25, 0.5, 0.125, 0.25]
-    monkeypatch.setattr(figures, "Ranks", lambda n, device: MagicMock(__enter__=lambda _: ranks))
-    assert noted(figures._all_reduce) == {  # 2 (n - 1) / n = 3 / 2 of the array's bytes
+    monkeypatch.setattr(gpu_figures, "Ranks", lambda n, device: MagicMock(__enter__=lambda _: ranks))
+    assert noted(gpu_figures._all_reduce) == {  # 2 (n - 1) / n = 3 / 2 of the array's bytes
         f"bus bandwidth, 4 ranks, {size} KiB: one GPU": (1.5 * size * 1024 / 0.5 / 1e9, "GB/s")
         for size in (4, 1024, 65536)
     }
@@ -111,7 +99,7 @@ def test_bus_bandwidth_is_that_of_the_slowest_rank(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_and_ends_with_1(capsys):
+def test_without_a_gpu_make_gpu_ends_with_1(capsys):
     before = list((ROOT / "notebooks").rglob("*.json"))
     assert gpu.main([]) == 1
     out = capsys.readouterr().out
@@ -142,7 +130,7 @@ def test_rank_cells_go_to_the_gpu(cell, runs):
         ([("x = 1", "raises-exception")], 1, (1, "no error came")),
     ],
 )
-def test_a_lesson_runs_whole_or_says_where_it_stopped(tmp_path, cells, code, result):
+def test_a_lesson_says_where_it_stopped(tmp_path, cells, code, result):
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(source, metadata={"tags": tags}) for source, *tags in cells]
     path, out = tmp_path / "lesson.ipynb", tmp_path / "result.json"

@@ -24,7 +24,7 @@ def test_a_cell_gives_a_run_and_moves_names(cell, shell, monkeypatch):
     shell.user_ns["here"] = torch.ones(2)
     run = cell("4 --push here --pull there -o kept", "there = here.sum().item() + rank\nonly = 1\nrank")
     assert isinstance(run, Run) and run.values == [0, 1, 2, 3] and shell.user_ns["kept"].ranks == run.ranks
-    assert shell.user_ns["there"] == [2.0, 3.0, 4.0, 5.0] and False in ended
+    assert shell.user_ns["there"] == [2.0, 3.0, 4.0, 5.0] and ended
     assert cell("4 --only 0,2-3", "rank").values == [0, 2, 3]
     assert "only" not in shell.user_ns and "rank" not in shell.user_ns
     assert cell("4", "!echo hi from $((1 + 1))\n%pwd").ranks[1].stdout == "hi from 2\n"
@@ -49,6 +49,11 @@ def test_completion_inside_a_rank_cell(cell, shell):
 
 def test_the_line_magic_lists_stops_and_restarts(cell, shell, capsys):
     cell("2", "x = 1")
+    shell.run_line_magic("load_ext", "autoreload")
+    cell("1", "rank")
+    said = capsys.readouterr().out
+    assert "1 rank talks over gloo" in said and "autoreload does not reach the ranks: after you edit" in said
+    shell.run_line_magic("unload_ext", "autoreload")
     assert cell("2 --fresh", "'x' in globals()").values == [False, False]
     shown = repr(shell.run_line_magic("ranks", ""))
     assert "2 ranks on cpu (gloo)" in shown and "pids" in shown
@@ -60,6 +65,8 @@ def test_the_line_magic_lists_stops_and_restarts(cell, shell, capsys):
     assert repr(shell.run_line_magic("ranks", "")) == "No ranks are alive. A `%%ranks 4` cell starts four."
     with pytest.raises(OptionError, match=r"To run a cell on the ranks, begin it with `%%ranks 4`"):
         shell.run_line_magic("ranks", "4")
+    below = shell.run_cell("# a comment\n%%ranks 4\nrank").error_in_exec
+    assert str(below).startswith("`%%ranks 4` must be the first line of its cell: ")
     with pytest.raises(OptionError, match=r"%ranks has no option stpo\. Did you mean stop"):
         shell.run_line_magic("ranks", "stpo")
     shell.run_cell("%%ranks?")
@@ -81,6 +88,9 @@ BAD_LINES = {
     "4 --push 1a": (OptionError, "'1a' is no list of names. Write x or x,y."),
     "4 -o a,b": (OptionError, "'a,b' are 2 names, and one Run needs one."),
     "4 --out": (OptionError, "--out needs NAME behind it"),
+    "4 --push 'x": (OptionError, "`%%ranks 4 --push 'x`: No closing quotation."),
+    "4 x": (OptionError, "'x' is one word too many in the `%%ranks` line."),
+    "4 --as 7": (OptionError, "`--on` and `--as` belong to a rehearsal, which begins with `%%ranks 1 of 1024`."),
     "4 --nodes two": (OptionError, "'two' is no number of nodes"),
     "4 --nodes 2": (errors.AllocationError, "2 nodes need a Slurm allocation"),
     "1 of 16 --as x": (OptionError, "'x' is no rank. Write for example --as 7."),
@@ -106,6 +116,15 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
     assert str(caught.value) == "expected ':', line 3\n    if x\n        ^\nNo rank has run."
     with pytest.raises(RankError, match=r"line 3, in <module>\n    1 / 0"):
         cell("4", "x = 1\n1 / 0")
+    shell.user_ns |= {"rate": 3, "np": torch}
+    with pytest.raises(
+        RankError, match=r"The notebook has rate: `--push rate` in the `%%ranks` line copies it"
+    ):
+        cell("4  # a comment --push rate", "rate + 1")
+    with pytest.raises(
+        RankError, match=r"The notebook has imported np; the ranks have not: import it in a rank"
+    ):
+        cell("4", "np.ones(1)")
     with pytest.raises(RankError, match=r"input\(\) does not work on a rank"):
         cell("4", "name = input('name? ')")
     with pytest.raises(PullError, match="nothing on ranks 0-3: no such name") as missing:
@@ -113,7 +132,7 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
     assert shell.user_ns["some"] == [0, 1, 2, 3] and missing.value.run.values == [None] * 4
 
 
-def test_words_behind_the_line_magic_are_obeyed(shell, tmp_path, monkeypatch, capsys):
+def test_parts_answer_to_words_of_the_magic(shell, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "gather", lambda: doctor.Facts(host="here"))
     shell.run_line_magic("ranks", "doctor")
     assert capsys.readouterr().out.startswith("rankcell doctor on here\n")

@@ -23,7 +23,7 @@ def test_ranks_that_said_the_same_are_shown_once():
     assert text_of(sent) == "rank 0\n  a\n  <a generator>"
 
 
-def test_a_failed_rank_and_a_long_run_say_so():
+def test_failed_ranks_and_long_runs_say_so():
     failed = RankResult(0, state="error", error=RankFailure("ZeroDivisionError", "division by zero"))
     assert text_of(failed) == "rank 0: ZeroDivisionError: division by zero"
     long = RankResult(0, dropped=(Dropped("all_reduce", 2000, 4096, 1.5),))
@@ -42,7 +42,9 @@ def test_long_output_shows_head_and_tail():
     assert lines[0] == "0" and lines[-1] == "999" and len(lines) == page.HEAD + page.TAIL + 1
     assert lines[page.HEAD] == "... 945 more lines: run.ranks[r].stdout has all of them ..."
     assert page.shorten("x" * 2100).endswith("x... (100 more characters)")
-    assert page.settle("  0%|\r 50%|\r100%|\ndone\n") == "100%|\ndone\n", "a progress bar's last state"
+    assert page.apply_carriage_returns("  0%|\r 50%|\r100%|\ndone\n") == "100%|\ndone\n", (
+        "a progress bar's last state"
+    )
 
 
 def test_html_shows_text_as_text_and_pictures():

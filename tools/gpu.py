@@ -43,9 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("paths", nargs="*", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part == "figures":
-        from rankcell import figures
+        import gpu_figures
 
-        return print(json.dumps([dataclasses.asdict(f) for f in figures.measured().figures])) or 0
+        return print(json.dumps([dataclasses.asdict(f) for f in gpu_figures.measured()])) or 0
     if options.part == "lesson":
         return run_lesson(*options.paths)
     began = time.monotonic()
@@ -153,7 +153,7 @@ def everything(environment: dict[str, str], folder: Path, began: float) -> int:
     sys.path.insert(0, str(ROOT / "lib"))
     from rankcell import figures
 
-    print(figures.recorded(folder=target.parent))
+    print(figures.of_a_gpu(folder=target.parent))
     print(f"{target.relative_to(ROOT)} was written after {minutes:.1f} minutes.")
     failed = [record["tests"]["status"], run.returncode, *(v["status"] for v in record["lessons"].values())]
     return int(any(failed))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if sys.platform == "win32":
     raise ImportError("rankcell runs on Linux and macOS. On Windows, use it inside WSL2.")
 
+from . import extensions
+from .engine import current
 from .errors import (
     AllocationError,
     Deadlock,
@@ -63,20 +65,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'rankcell' has no attribute {name!r}")
 
 
-def _recorder() -> Any:
-    """The recorder of this rank; None elsewhere."""
-    shells = sys.modules.get("IPython.core.interactiveshell")
-    return None if shells is None else getattr(shells.InteractiveShell._instance, "recorder", None)
-
-
 def span(name: str) -> AbstractContextManager[None]:
     """On a rank: record the time spent inside as computing called `name`. Elsewhere it does nothing.
 
     with span("forward"):
         loss = model(x).sum()
     """
-    recorder = _recorder()
-    return nullcontext() if recorder is None else recorder.span(name)
+    return nullcontext() if current.recorder is None else current.recorder.span(name)
 
 
 def spans(model: Any, *names: str) -> AbstractContextManager[None]:
@@ -87,8 +82,7 @@ def spans(model: Any, *names: str) -> AbstractContextManager[None]:
 
     `names` choose modules ("blocks.0", "blocks.0.mlp"); without them it is the parts the model is made of.
     """
-    recorder = _recorder()
-    return nullcontext() if recorder is None else recorder.spans(model, *names)
+    return nullcontext() if current.recorder is None else current.recorder.spans(model, *names)
 
 
 def watch(array: Any) -> AbstractContextManager[None]:
@@ -99,8 +93,7 @@ def watch(array: Any) -> AbstractContextManager[None]:
 
     `draw.messages.steps(run)` shows then who held what, step by step.
     """
-    recorder = _recorder()
-    return nullcontext() if recorder is None else recorder.watch(array)
+    return nullcontext() if current.recorder is None else current.recorder.watch(array)
 
 
 def memory(*owners: Any) -> AbstractContextManager[Any]:
@@ -117,8 +110,7 @@ def memory(*owners: Any) -> AbstractContextManager[Any]:
     """
     from .engine.meter import Meter
 
-    recorder = _recorder()
-    return Meter(*owners) if recorder is None else recorder.measure(*owners)
+    return Meter(*owners) if current.recorder is None else current.recorder.measure(*owners)
 
 
 def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
@@ -131,12 +123,9 @@ def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
     of one process. `model` may be a list of modules, or what holds the stages of a pipeline. The steps of any optimizer
     in the block count, or only those of `optimizer`. Numbers stay as they are, bit for bit.
     """
-    recorder = _recorder()
-    if recorder is not None:
-        return recorder.traced(model, optimizer)
-    from .engine.trace import Trace
-
-    return Trace(model, optimizer)
+    if current.recorder is not None:
+        return current.recorder.traced(model, optimizer)
+    return extensions.find("rankcell.trace")(model, optimizer)
 
 
 def load_ipython_extension(shell: Any) -> None:

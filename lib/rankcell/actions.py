@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, NoReturn
 
-from .errors import Told
+from .errors import UserFacingError
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
-class ScheduleError(Told, ValueError):
+class ScheduleError(UserFacingError, ValueError):
     """A schedule that cannot train: an action is missing, comes twice, or waits for ever."""
 
 

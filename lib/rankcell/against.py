@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import layouts
-from .errors import Told
+from .errors import UserFacingError
 from .layouts import Fit, Piece, Reference
 from .results import Run, Traced, name_ranks
 
@@ -34,7 +34,7 @@ _FINAL = ("grad", "parameter")
 _ROUNDED = 0.02  # a tensor that is off by less than this share looks like one that was rounded
 
 
-class NothingToCompare(Told, ValueError):
+class NothingToCompare(UserFacingError, ValueError):
     """The Run or the trace that was given holds no trace, or not one of the other."""
 
 

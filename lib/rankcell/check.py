@@ -1,37 +1,28 @@
 """Verdicts that stand under a cell: is it equal, is it the same on all ranks, is it what the formula says.
 
-A right answer comes back as a `Verdict`, which shows as one green line with its numbers. A wrong one raises
-`AssertionError`, so that a notebook test fails, with what was expected, what came, and the largest difference
-and where it is. It computes nothing about ranks and draws nothing; it takes tensors, arrays, numbers, lists
-and dictionaries of them. Two NaN at the same place are equal: course tensors hold NaN where nobody wrote.
+A right answer comes back as a `Verdict`, one green line with its numbers. A wrong one raises `CheckFailed`, an
+`AssertionError`, with what was expected, what came, and where they differ most. It takes tensors, arrays, numbers, and
+lists and dictionaries of them; two NaN at the same place are equal: course tensors hold NaN where nobody wrote.
+It computes nothing about ranks and draws nothing.
 """
 
 import html
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
-from .errors import Told
+from . import extensions
+from .errors import UserFacingError
 from .results import Run, name_ranks
-
-if TYPE_CHECKING:
-    from .against import Comparison, Row
 
 ROUNDING = 1e-12  # of the largest number: a difference below it is that of float64 and says nothing
 _SHOWN = 8  # numbers of a value that a verdict spells out
-# What is missing in a training whose first wrong tensor is of this kind and held so.
-_MISSING = {
-    ("grad", "multiple"): "a division",
-    ("grad", "its own on each"): "some weights in the average",
-    ("grad", "partial sum"): "an all-reduce after the backward",
-    ("grad_output", "partial sum"): "an all-reduce in the backward",
-}
 
 
-class CheckFailed(Told, AssertionError):
+class CheckFailed(UserFacingError, AssertionError):
     """A check that did not hold: what was expected, what came, and where they differ most."""
 
 
@@ -39,7 +30,7 @@ class CheckFailed(Told, AssertionError):
 class Verdict:
     """A check that held: a sentence with its numbers, or one per line.
 
-    `measured` has the numbers by which answers can be compared: "bytes", "overlap".
+    `measured` has the numbers by which answers can be compared: "bytes".
     """
 
     text: str
@@ -80,11 +71,8 @@ def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.
     `name` says what they are, "bytes that rank 0 sent", in the verdict and to a wrong answer.
     """
     worst, count = _compare(actual, expected, rtol, atol, of=name)
-    if name:
-        return Verdict(f"{name}: {_show(actual)}{_within(worst, expected)}")
-    if count == 1:
-        return Verdict(f"as expected: {_show(actual)}{_within(worst, expected)}")
-    return Verdict(f"{count:,} numbers as expected: {_show(actual)}{_within(worst, expected)}")
+    head = name or ("as expected" if count == 1 else f"{count:,} numbers as expected")
+    return Verdict(f"{head}: {_show(actual)}{_within(worst, expected)}")
 
 
 def equals_dense(
@@ -99,19 +87,16 @@ def equals_dense(
 
 def same_on_all_ranks(values: Any, *, atol: float = 0.0) -> Verdict:
     """All ranks hold the same; `values` is a `Run` or a list by rank."""
-    if isinstance(values, Run):
-        ranks, values = [r.rank for r in values.ran], values.values
-    else:
-        values = list(values)
-        ranks = list(range(len(values)))
-    if len(values) < 2:
-        _fail(f"Only {len(values)} value came: nothing to compare. Give one value per rank.")
-    for rank, value in zip(ranks[1:], values[1:], strict=True):
+    by_rank = [(r.rank, r.value) for r in values.ran] if isinstance(values, Run) else [*enumerate(values)]
+    if len(by_rank) < 2:
+        _fail(f"Only {len(by_rank)} value came: nothing to compare. Give one value per rank.")
+    (first, expected), *others = by_rank
+    for rank, value in others:
         try:
-            _compare(value, values[0], 0.0, atol, f"rank {ranks[0]} has", f"rank {rank} has")
+            _compare(value, expected, 0.0, atol, f"rank {first} has", f"rank {rank} has")
         except AssertionError as error:
-            raise CheckFailed(f"Rank {rank} does not hold what rank {ranks[0]} holds. {error}") from None
-    return Verdict(f"{name_ranks(ranks)} hold the same: {_show(values[0])}")
+            raise CheckFailed(f"Rank {rank} does not hold what rank {first} holds. {error}") from None
+    return Verdict(f"{name_ranks([rank for rank, _ in by_rank])} hold the same: {_show(expected)}")
 
 
 def sharded(
@@ -127,20 +112,23 @@ def sharded(
     if missing:
         _fail(f"{name}: there is none on {name_ranks(missing)}.")
     expected = [dense] * len(parts) if dim is None else np.array_split(dense, len(parts), axis=dim)
-    hint = f" {why[:1].upper()}{why[1:]}." if why else ""
+    whose = "all of the dense tensor" if dim is None else "its part of the dense tensor"
     worst = 0.0
     for rank, (part, mine) in enumerate(zip(map(_array, parts), expected, strict=True)):
-        whose = "all of the dense tensor" if dim is None else "its part of the dense tensor"
         if part.shape != mine.shape:
-            _fail(f"{name}: rank {rank} has {_shape(part)}, {whose} is {_shape(mine)}.{hint}")
+            _fail(f"{name}: rank {rank} has {_shape(part)}, {whose} is {_shape(mine)}.{_hint(why)}")
         off = float(np.abs(part - mine).max(initial=0.0))
         if not off <= atol:
-            _fail(f"{name}: rank {rank} is off by {off:.3g} from {whose}; allowed is {atol:g}.{hint}")
+            _fail(f"{name}: rank {rank} is off by {off:.3g} from {whose}; allowed is {atol:g}.{_hint(why)}")
         worst = max(worst, off)
     held = (
         "all ranks have what one process has" if dim is None else f"each rank has its part, along dim {dim}"
     )
     return Verdict(f"{name}: {held} (largest difference {worst:.2g})")
+
+
+def _hint(why: str) -> str:
+    return f" {why[:1].upper()}{why[1:]}." if why else ""
 
 
 def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -> Verdict:
@@ -155,10 +143,8 @@ def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -
     for result in run.ran:
         made = [e.op for e in result.events if e.kind == "comm"]
         if made != list(expected):
-            hint = f" {why[:1].upper()}{why[1:]}." if why else ""
-            _fail(
-                f"{of}expected {wanted} on every rank; rank {result.rank} sent {', '.join(made) or 'nothing'}.{hint}"
-            )
+            sent = ", ".join(made) or "nothing"
+            _fail(f"{of}expected {wanted} on every rank; rank {result.rank} sent {sent}.{_hint(why)}")
     return Verdict(f"{of}every rank sent {wanted}")
 
 
@@ -171,23 +157,8 @@ def bytes_match(measured: float, formula: float, *, rtol: float = 0.05) -> Verdi
             f"Expected {formula:,.0f} bytes, measured {measured:,.0f}: {ratio:.3f} times as many. "
             f"The difference is {off:,.0f} bytes, allowed are {rtol * abs(formula):,.0f} ({rtol:.0%})."
         )
-    return Verdict(
-        f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: "
-        f"{ratio:.3f} of it (allowed ± {rtol:.0%})",
-        {"bytes": float(measured)},
-    )
-
-
-def overlap_above(fraction: float, floor: float) -> Verdict:
-    """At least `floor` of the communication ran while the rank computed; `fraction` is what was measured."""
-    if not fraction >= floor:
-        _fail(
-            f"Expected at least {floor:.0%} of the communication hidden behind computing, got {fraction:.0%}."
-        )
-    return Verdict(
-        f"{fraction:.0%} of the communication is hidden behind computing (at least {floor:.0%} asked)",
-        {"overlap": float(fraction)},
-    )
+    said = f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: {ratio:.3f} of it (allowed ± {rtol:.0%})"
+    return Verdict(said, {"bytes": float(measured)})
 
 
 def against(
@@ -195,17 +166,16 @@ def against(
     one: Any,
     *,
     mesh: Mapping[str, int] | None = None,
-    names: "Mapping[str, str] | Callable[[str], str] | None" = None,
+    names: Mapping[str, str] | Callable[[str], str] | None = None,
     rtol: float | None = None,
-) -> "Comparison":
+) -> Any:
     """How the tensors that the ranks traced make up those of one process, and which went wrong first.
 
     with rankcell.trace(dense) as one: ...         # in the notebook; and `with rankcell.trace(model): ...` in a
     check.against(run, one, mesh={"dp": 2, "tp": 2})   # cell `%%ranks 4 -o run`
 
-    Tensors are paired by name and call. Each may be the same on all ranks, sharded in any way, a part of the batch, a
-    partial sum, or a multiple. The comparison is true if gradients and updates are those of one process; it does not
-    raise, `check.every` and `check.that` do. Its `first` says which tensor went wrong first, and why.
+    The comparison is true if gradients and updates are those of one process, and its `first` says which tensor went
+    wrong first, and why. It does not raise; `check.every` and `check.that` do.
 
     Args:
         mesh: axes and their sizes in the order of the ranks, so that sums are named by axis.
@@ -217,26 +187,23 @@ def against(
     Raises:
         NothingToCompare: the Run or the trace is none, or no name is in both.
     """
-    from .against import compare  # numpy only when it is asked for
-
-    return compare(run, one, mesh=mesh, names=names, rtol=rtol)
+    return extensions.find("check.against")(run, one, mesh=mesh, names=names, rtol=rtol)
 
 
-def diagnosed(first: "Row", held: str, said: Mapping[str, str]) -> Verdict:
+def diagnosed(first: Any, held: str, said: Mapping[str, str]) -> Verdict:
     """That `said` is right about the first wrong tensor of a training: its "kind", how it is "held", what is "missing".
 
     check.diagnosed(case.first, look(case.first), {"kind": "output", "held": "parts", "missing": "a division"})
 
-    `case` is what `against` gave back, and `held` how the ranks hold the tensor, in the words of `draw.held.look`. The
-    words for what is missing are those of the first four cases of lesson 15.
+    `case` is what `against` gave back, and `held` how the ranks hold the tensor, in the words of `draw.held.look`.
 
     Raises:
-        ValueError: none of the four cases begins with a tensor of this kind, held so.
+        ValueError: nothing is known to be missing where a tensor of this kind is held so.
     """
     if (missing := _MISSING.get((first.kind, held))) is None:
         raise ValueError(
-            f"No case of lesson 15 begins with a `{first.kind}` that the ranks hold as {held!r}: "
-            "run the cell that makes the case again, as it stands in the lesson."
+            f"Nothing is known to be missing where the ranks hold a `{first.kind}` as {held!r}: run the cell that "
+            "makes the case again, unchanged."
         )
     yours = [said.get(name) for name in ("kind", "held", "missing")]
     return every(
@@ -244,6 +211,15 @@ def diagnosed(first: "Row", held: str, said: Mapping[str, str]) -> Verdict:
         that(yours[1] == held, f"the ranks hold it as {yours[1]!r}"),
         that(yours[2] == missing, f"what is missing is {yours[2]!r}"),
     )
+
+
+# What is missing in a training whose first wrong tensor is of this kind and held so.
+_MISSING = {
+    ("grad", "multiple"): "a division",
+    ("grad", "its own on each"): "some weights in the average",
+    ("grad", "partial sum"): "an all-reduce after the backward",
+    ("grad_output", "partial sum"): "an all-reduce in the backward",
+}
 
 
 def _fail(sentence: str) -> NoReturn:
@@ -294,7 +270,8 @@ def _compare(
         parts = [f"missing {', '.join(sorted(missing))}"] if missing else []
         parts += [f"not expected {', '.join(sorted(extra))}"] if extra else []
         _fail(f"{of}The entries differ: {'; '.join(parts)}.")
-    worst, worst_at, wrong, count = 0.0, None, 0, 0
+    worst, wrong, count = 0.0, 0, 0
+    where, wanted, found = "", 0.0, 0.0  # the place of the largest difference, and the two numbers
     for name, x in mine.items():
         y = theirs[name]
         at = f" at {name}" if name else ""
@@ -306,35 +283,29 @@ def _compare(
                 _fail(f"{of}The values differ{at}: {owner} {_show(y.tolist())}, {other} {_show(x.tolist())}.")
             continue
         x, y = x.astype(np.float64), y.astype(np.float64)
-        nan = np.isnan(x) & np.isnan(y)
         with np.errstate(invalid="ignore"):
-            difference = np.where(nan | (x == y), 0.0, np.abs(x - y))
-        bad = ~(difference <= atol + rtol * np.where(np.isfinite(y), np.abs(y), 0.0))
-        wrong += int(bad.sum())
-        score = np.where(np.isnan(difference), np.inf, difference)
-        if score.size and (score.max() > worst or (worst_at is None and bad.any())):
-            index = np.unravel_index(int(score.argmax()), score.shape)
-            worst, worst_at = float(score[index]), (name, index, x[index], y[index])
+            off = np.where((np.isnan(x) & np.isnan(y)) | (x == y), 0.0, np.abs(x - y))
+        off = np.where(np.isnan(off), np.inf, off)  # one of the two is NaN
+        wrong += int((off > atol + rtol * np.where(np.isfinite(y), np.abs(y), 0.0)).sum())
+        if off.max(initial=0.0) > worst:
+            index = np.unravel_index(int(off.argmax()), off.shape)
+            worst, wanted, found = float(off[index]), float(y[index]), float(x[index])
+            where = name + (f"[{', '.join(map(str, index))}]" if index else "")
     if wrong:
-        name, index, x, y = worst_at
-        where = name + (f"[{', '.join(map(str, index))}]" if index else "")
-        parts = (
-            [f"{wrong:,} of {count:,} numbers {'differs' if wrong == 1 else 'differ'}."] if count > 1 else []
+        differ = f"{wrong:,} of {count:,} numbers {'differs' if wrong == 1 else 'differ'}. "
+        place = f"The largest difference is at {where}: {owner}" if where else owner[0].upper() + owner[1:]
+        nan = np.isnan(found) != np.isnan(wanted)
+        _fail(
+            f"{of}{differ if count > 1 else ''}{place} {_number(wanted)}, {other} {_number(found)}. "
+            f"{'One of them is NaN' if nan else f'The difference is {_number(worst)}'}. "
+            f"Allowed: {_allowed(rtol, atol)}."
         )
-        place = (
-            f"The largest difference is at {where}: {owner}" if where else f"{owner[0].upper()}{owner[1:]}"
-        )
-        parts.append(f"{place} {_number(y)}, {other} {_number(x)}.")
-        parts.append(
-            "One of them is NaN." if np.isnan(x) != np.isnan(y) else f"The difference is {_number(worst)}."
-        )
-        _fail(of + " ".join([*parts, f"Allowed: {_allowed(rtol, atol)}."]))
     return worst, count
 
 
 def _allowed(rtol: float, atol: float) -> str:
-    parts = [f"{atol:g}"] if atol or not rtol else []
-    return " + ".join(parts + ([f"{rtol:g} of the expected number"] if rtol else []))
+    share = f"{rtol:g} of the expected number"
+    return f"{atol:g} + {share}" if atol and rtol else share if rtol else f"{atol:g}"
 
 
 def _within(worst: float, expected: Any) -> str:
@@ -368,7 +339,7 @@ def _show(value: Any) -> str:
         if array.dtype.kind not in "biuf":
             text = repr(array.item() if array.ndim == 0 else value)
         elif not array.ndim:  # a large one with its thousands apart; in a list the commas would mislead
-            text = f"{float(array):,.0f}" if 1e5 <= abs(float(array)) < 1e12 else _rounded(array)
+            text = f"{float(array):,.0f}" if 1e5 <= abs(float(array)) < 1e12 else _rounded(float(array))
         else:
             more = f", … {array.size - _SHOWN} more" if array.size > _SHOWN else ""
             text = f"[{', '.join(_rounded(x) for x in array.ravel()[:_SHOWN])}{more}]"

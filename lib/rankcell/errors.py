@@ -14,34 +14,31 @@ from typing import Any
 from .results import Call, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 
 
-class Told:
+class UserFacingError:
     """An error whose message says it all: IPython shows it without a traceback through our own code."""
 
+    shown_as = ""  # the name in front of the message; by default that of the class
+
     def _render_traceback_(self) -> list[str]:
-        return [_wrapped(f"{type(self).__name__}: {self}")]
+        return [_wrapped(f"{self.shown_as or type(self).__name__}: {self}")]
 
 
 def _wrapped(text: str, width: int = 88) -> str:
     """`text` in lines that JupyterLab shows without breaking words; a line goes on below its own beginning."""
+    wrapper = textwrap.TextWrapper(
+        width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
     lines = []
     for line in text.split("\n"):
-        indent = line[: len(line) - len(line.lstrip())]
-        name = re.match(r" +ranks? [0-9, -]+  +", line)  # a row about some ranks: what they do stands apart
-        hanging = " " * len(name[0]) if name else indent
-        lines += textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=hanging,
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-            replace_whitespace=False,
-        ) or [""]
+        # below a row about some ranks, "  ranks 0, 1  wait in ...", what they do stands apart
+        begin = re.match(r" +ranks? [0-9, -]+  +", line) or re.match(r"\s*", line)
+        wrapper.subsequent_indent = " " * len(begin[0]) if begin else ""
+        lines += wrapper.wrap(line) or [""]
     return "\n".join(lines)
 
 
-class RankError(Told, RuntimeError):
-    """A rank cell did not finish on every rank. `run` holds what each rank did and printed until then."""
+class _WithRun(UserFacingError, BaseException):
+    """An error of a cell: `run` holds what each rank did and printed until then."""
 
     run: Run
 
@@ -53,6 +50,10 @@ class RankError(Told, RuntimeError):
     def add(self, sentence: str) -> None:
         """Say one thing more."""
         self.args = (f"{self}\n{sentence}",)
+
+
+class RankError(_WithRun, RuntimeError):
+    """A rank cell did not finish on every rank. `run` holds what each rank did and printed until then."""
 
 
 class Deadlock(RankError):
@@ -69,22 +70,10 @@ class RankLost(RankError):
     """The process of a rank ended in the middle of a cell. A new one has taken its place."""
 
 
-class RanksInterrupted(KeyboardInterrupt):
+class RanksInterrupted(_WithRun, KeyboardInterrupt):
     """The learner interrupted a rank cell. `run` holds what each rank did and printed until then."""
 
-    run: Run
-
-    def __init__(self, message: str, run: Run | None = None) -> None:
-        super().__init__(message)
-        if run is not None:
-            self.run = run
-
-    def add(self, sentence: str) -> None:
-        """Say one thing more."""
-        self.args = (f"{self}\n{sentence}",)
-
-    def _render_traceback_(self) -> list[str]:
-        return [_wrapped(f"KeyboardInterrupt: {self}")]
+    shown_as = "KeyboardInterrupt"
 
 
 class RankMismatch(RankError):
@@ -97,16 +86,13 @@ class MismatchError(RuntimeError):
     def __init__(self, details: Mismatch, *, again: bool = False) -> None:
         self.details = details
         calls = ", ".join(f"rank {r} calls {c.text}{_at_line(c)}" for r, c in sorted(details.calls.items()))
-        if again:
-            super().__init__(
-                f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "
-                f"ranks are out of step: until the cell ends, this group sends nothing more."
-            )
-        else:
-            super().__init__(
-                f"{details.problem}: {calls}. This call was stopped before it sent anything. "
-                f"{_advice(details.problem)}"
-            )
+        super().__init__(
+            f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "
+            f"ranks are out of step: until the cell ends, this group sends nothing more."
+            if again
+            else f"{details.problem}: {calls}. This call was stopped before it sent anything. "
+            f"{_advice(details.problem)}"
+        )
 
 
 def _at_line(call: Call) -> str:
@@ -114,35 +100,30 @@ def _at_line(call: Call) -> str:
 
 
 def _advice(problem: str) -> str:
-    return _MISMATCH_ADVICE.get(problem, _SPLIT_ADVICE)
+    split = "What one rank sends to another must be as long as what that rank expects."
+    return _ADVICE.get(problem, split)
 
 
-_MISMATCH_ADVICE = {
+_ADVICE = {
     "different operations": "Every rank of a group must call the same operations in the same order.",
     "different dtypes": "Give the tensors the same dtype on every rank.",
     "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest.",
     "different sizes": "The receiving tensor must have as many elements as the one sent.",
     "different numbers of tensors": "Pass as many tensors on every rank.",
-    "different lists of ranks": (
-        "Every rank of the world must call new_group for every group, with the same list, also the ranks outside "
-        "it: for i in (0, 2): new_group([i, i + 1]), and each rank keeps its own. Or let only the members call it, "
-        "with use_local_synchronization=True."
-    ),
+    "different lists of ranks": "Every rank of the world must call new_group for every group, with the same list, "
+    "also the ranks outside it: for i in (0, 2): new_group([i, i + 1]), and each rank keeps its own. Or let only the "
+    "members call it, with use_local_synchronization=True.",
     "different roots": "src or dst must name the same rank on every rank.",
     "different reduce operations": "Pass the same `op=` on every rank.",
 }
-_SPLIT_ADVICE = "What one rank sends to another must be as long as what that rank expects."
 
 
 class RankInputError(EOFError):
     """A rank asked for keyboard input, which only the notebook has."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(
-            message
-            or "input() does not work on a rank: the ranks have no keyboard. Ask in an ordinary cell and push the "
-            "answer with `--push NAME`."
-        )
+        keyboard = "input() does not work on a rank: the ranks have no keyboard. Ask in an ordinary cell and push the "
+        super().__init__(message or f"{keyboard}answer with `--push NAME`.")
 
 
 class RehearsalError(RuntimeError):
@@ -165,56 +146,52 @@ class SpawnError(RuntimeError):
         )
 
 
-class GroupError(Told, RuntimeError):
+class GroupError(UserFacingError, RuntimeError):
     """On a rank: a process group cannot be set up as asked."""
 
 
-class StartError(Told, RuntimeError):
+class StartError(UserFacingError, RuntimeError):
     """Ranks could not be started. Nothing has run."""
 
 
-class EngineError(Told, RuntimeError):
+class EngineError(UserFacingError, RuntimeError):
     """Something unforeseen happened on the notebook's side. The ranks were started anew: their names are gone."""
 
 
-class WorldSizeError(Told, ValueError):
+class WorldSizeError(UserFacingError, ValueError):
     """The machine cannot hold that many ranks."""
 
 
-class AllocationError(Told, RuntimeError):
+class AllocationError(UserFacingError, RuntimeError):
     """Slurm has given no nodes, or not enough of them, or could not start the ranks. Nothing has run."""
 
 
-class PushError(Told, TypeError):
+class PushError(UserFacingError, TypeError):
     """A name could not be sent to the ranks. No rank has run."""
 
 
-class PullError(Told, NameError):
+class PullError(_WithRun, NameError):
     """A name could not be fetched from the ranks. The cell itself ran: `run` holds its result."""
 
-    def __init__(self, message: str, run: Run) -> None:
-        super().__init__(message)
-        self.run = run
 
-
-class OptionError(Told, ValueError):
+class OptionError(UserFacingError, ValueError):
     """A magic's line has an option or a word that does not exist."""
 
 
-class CellSyntaxError(Told, ValueError):
+class CellSyntaxError(UserFacingError, ValueError):
     """The cell is no Python. No rank has run."""
 
-    def __init__(self, error: SyntaxError) -> None:
-        lines = [f"{error.msg}, line {error.lineno}"]
-        if error.text:
-            text = error.text.rstrip("\n")
-            lines.append(f"    {text.lstrip()}")
-            if error.offset:
-                lines.append("    " + " " * max(error.offset - 1 - (len(text) - len(text.lstrip())), 0) + "^")
-        super().__init__("\n".join([*lines, "No rank has run."]))
+    shown_as = "SyntaxError"
 
-    def _render_traceback_(self) -> list[str]:
-        return [_wrapped(f"SyntaxError: {self}")]
+    def __init__(self, error: SyntaxError) -> None:
+        said = f"{error.msg}, line {error.lineno}"
+        if error.text:
+            text = error.text.strip()
+            said += f"\n    {text}"
+            if error.offset:
+                left_out = len(error.text) - len(error.text.lstrip())
+                said += "\n    " + " " * max(error.offset - 1 - left_out, 0) + "^"
+        super().__init__(f"{said}\nNo rank has run.")
 
 
 def unknown_option(word: str, known: Sequence[str], magic: str) -> str:
@@ -230,12 +207,9 @@ def describe_frames(failure: RankFailure) -> str:
     """The learner's part of a traceback: where in the cell it happened, with the lines themselves."""
     parts = []
     for frame in failure.frames:
-        if not frame.filename:
-            parts.append(f"  {frame.name}")
-            continue
+        where = f"{_where(frame.filename, frame.lineno)}, in {frame.name}" if frame.filename else frame.name
         source = frame.source or linecache.getline(frame.filename, frame.lineno).strip()
-        where = _where(frame.filename, frame.lineno)
-        parts.append(f"  {where}, in {frame.name}\n    {source}" if source else f"  {where}, in {frame.name}")
+        parts.append(f"  {where}\n    {source}" if source and frame.filename else f"  {where}")
     return "\n".join(parts)
 
 
@@ -254,20 +228,13 @@ def rank_error(run: Run) -> RankError:
     """The error for a cell in which at least one rank raised, the earliest failure first."""
     first = run.failed[0]
     assert first.error is not None
-    same = [r for r in run.failed if r.error and str(r.error) == str(first.error)]
-    if len(same) > 1:
-        head = f"{name_ranks([r.rank for r in same])} of {run.world_size} failed alike: {first.error}"
-    elif len(run.failed) == 1:
-        head = f"rank {first.rank} of {run.world_size} failed: {first.error}"
-    else:
-        head = f"rank {first.rank} of {run.world_size} failed first: {first.error}"
-    lines = [head]
+    same = [r for r in run.failed if str(r.error) == str(first.error)]
+    alike = " alike" if len(same) > 1 else " first" if len(run.failed) > 1 else ""
+    lines = [f"{name_ranks([r.rank for r in same])} of {run.world_size} failed{alike}: {first.error}"]
     victims = [r.rank for r in run.failed if r.error and r.error.caused_by_abort and r not in same]
     if victims:
-        lines.append(
-            f"  {name_ranks(victims)} waited for it and {'was' if len(victims) == 1 else 'were'} freed "
-            f"(`error.run.ranks[r].error`)"
-        )
+        were = "was" if len(victims) == 1 else "were"
+        lines.append(f"  {name_ranks(victims)} waited for it and {were} freed (`error.run.ranks[r].error`)")
     others = [r for r in run.failed if r not in same and r.rank not in victims]
     lines += [f"  rank {r.rank} failed too: {r.error}" for r in others]
     frames = describe_frames(first.error)
@@ -311,32 +278,19 @@ def mismatch_error(run: Run) -> RankMismatch:
     texts: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         texts.setdefault(call.text, []).append(rank)
-    parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))
-    odd_text, odd = parties[0]
-    problem = first.problem
-    verb = "calls" if len(odd) == 1 else "call"
-    if len(parties) == 1:  # alike in words: the pieces differ
-        head = f"the calls of {name_ranks(list(calls))} do not fit together: {problem}."
-    else:
-        rest_text, rest = parties[-1]
-        rest_verb = "calls" if len(rest) == 1 else "call"
-        others = f"{name_ranks(rest)} {rest_verb} {rest_text}"
-        head = f"{name_ranks(odd)} {verb} {odd_text} where {others}: {problem}."
+    parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))  # the minority first
+    said = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in parties]
+    if len(said) > 1:
+        head = f"{said[0]} where {said[-1]}: {first.problem}."
+    else:  # alike in words: the pieces differ
+        head = f"the calls of {name_ranks(list(calls))} do not fit together: {first.problem}."
     width = max(len(name_ranks(r)) for r in texts.values())
     lines = [
         f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]])} (call {calls[ranks[0]].nth})"
         for text, ranks in sorted(texts.items(), key=lambda item: item[1][0])
     ]
-    return RankMismatch(
-        "\n".join(
-            [
-                head,
-                *lines,
-                f"The call that does not match was stopped before it sent anything. {_advice(problem)}",
-            ]
-        ),
-        run,
-    )
+    stopped = f"The call that does not match was stopped before it sent anything. {_advice(first.problem)}"
+    return RankMismatch("\n".join([head, *lines, stopped]), run)
 
 
 # What CUDA's kernels print where an index is out of bounds and the like
@@ -349,16 +303,14 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankL
     ends: dict[str, list[int]] = {}
     for result in lost:
         assert result.error is not None
-        asserted = _DEVICE_ASSERT.search(result.stderr)
-        said = f" after a device-side assert: {asserted[1]}" if asserted else ""
-        ends.setdefault(
-            result.error.message.replace(" (a crash in C code)", said or " (a crash in C code)"), []
-        ).append(result.rank)
+        message = result.error.message
+        if asserted := _DEVICE_ASSERT.search(result.stderr):
+            message = message.replace(" (a crash in C code)", f" after a device-side assert: {asserted[1]}")
+        ends.setdefault(message, []).append(result.rank)
     lines = []
     for message, ranks in ends.items():
-        if len(ranks) > 1 and message.startswith("was "):
-            message = f"were {message.removeprefix('was ')}"
-        lines.append(f"{name_ranks(ranks)} of {run.world_size} {message}")
+        end = re.sub("^was ", "were ", message) if len(ranks) > 1 else message
+        lines.append(f"{name_ranks(ranks)} of {run.world_size} {end}")
     if not replaced:
         lines.append(
             "All ranks of this world were ended, and their names are gone. The next cell starts new ones, as "

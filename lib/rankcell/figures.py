@@ -1,28 +1,18 @@
-"""What only a GPU can show: measured where this machine has one, else what `make gpu` has recorded elsewhere.
+"""What only a GPU can show: the numbers that `make gpu` has recorded, each with its machine and date.
 
-    figures.of_a_gpu("06")      # for lesson 06: a table, each number with its machine and date
+    figures.of_a_gpu("06")      # those for lesson 06, as a table
 
-Nothing is ever made up: where there is neither a GPU nor a record, the table says so.
+Nothing is measured here, and nothing is made up: where there is no record, the table says so.
 """
 
-import datetime
 import json
-import statistics
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
-
-import torch
-
-from . import models
-from .engine.world import Ranks
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measurement:
     """One number for a lesson: on which GPU it was measured, when, with which torch."""
 
     lesson: str
@@ -35,17 +25,14 @@ class Figure:
 
 
 @dataclass(frozen=True, repr=False)
-class Record:
+class GpuRecord:
     """What was measured on GPUs, each number with its machine and date. Shows as a table."""
 
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[Measurement, ...] = ()
 
     def __repr__(self) -> str:
         if not self.figures:
-            return (
-                "Nothing measured: no GPU is here, and no record from another machine exists.\n"
-                "`make gpu` on a machine with a GPU writes one."
-            )
+            return "No GPU has been measured yet: `make gpu` on a machine with one writes a record."
         rows = []
         for (gpu, date, version), same in groupby(self.figures, key=lambda f: (f.gpu, f.date, f.torch)):
             rows.append(f"{gpu}, torch {version}, measured {date}")
@@ -53,180 +40,9 @@ class Record:
         return "\n".join(rows)
 
 
-def recorded(lesson: str = "", folder: str | Path = "recorded") -> Record:
-    """What was measured on GPUs for a `lesson` ("06"; all by default): the files of `folder`, beside the notebooks."""
-    found: list[Figure] = []
+def of_a_gpu(lesson: str = "", folder: str | Path = "recorded") -> GpuRecord:
+    """What was measured for a `lesson` ("06"; all by default): the files of `folder`, beside the notebooks."""
+    found: list[Measurement] = []
     for path in sorted(Path(folder).glob("*.json")):
-        found += [Figure(**f) for f in json.loads(path.read_text("utf-8"))["figures"]]
-    return Record(tuple(f for f in found if f.lesson.startswith(lesson)))
-
-
-def of_a_gpu(lesson: str) -> Record:
-    """What a GPU shows for a `lesson` ("06"): measured now if this machine has one, else recorded on others."""
-    return measured(lesson) if torch.cuda.is_available() else recorded(lesson)
-
-
-def measured(lesson: str = "") -> Record:
-    """Measure on the first GPU of this machine what a `lesson` shows of one; all by default.
-
-    What cannot be measured is told on stderr and left out: the other figures are still worth having.
-    """
-    found: list[Figure] = []
-    gpu, today = torch.cuda.get_device_name(0), datetime.date.today().isoformat()
-    for number, measure in _MEASURES:
-        if not number.startswith(lesson):
-            continue
-
-        def note(what: str, value: float, unit: str, number: str = number) -> None:
-            found.append(Figure(number, gpu, today, torch.__version__, what, float(f"{value:.4g}"), unit))
-
-        try:
-            measure(note)
-        except Exception as error:  # noqa: BLE001 - see above
-            print(f"{measure.__name__}: {type(error).__name__}: {error}", file=sys.stderr)
-        torch.cuda.empty_cache()  # the ranks of the notebook want it
-    return Record(tuple(found))
-
-
-Note = Callable[[str, float, str], None]
-
-
-def _seconds_of(work: Callable[[], Any], repeats: int = 10, *, queued: int = 1, ahead: Any = None) -> float:
-    """Seconds of one call by the GPU's own clock: the median of `repeats`, after three that do not count.
-
-    Around one short call on an idle GPU two events measure the host, which launches the second event later than the
-    call is done. So `queued` calls wait behind a long one, `ahead`, and the GPU does them one after the other.
-    """
-    times = []
-    for i in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        if ahead is not None:
-            ahead()
-        start.record()
-        for _ in range(queued):
-            work()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) / 1000 / queued)
-    return statistics.median(times)
-
-
-def _memory(note: Note) -> None:
-    """Copies within the GPU and between it and the host."""
-    n = 2**28  # bytes
-    a, b = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
-    note(
-        "copy within the GPU, bytes read and written",
-        2 * n / _seconds_of(lambda: b.copy_(a)) / 1e9,
-        "GB/s",
-    )
-    for pinned in (True, False):
-        host = torch.empty(n, dtype=torch.uint8, pin_memory=pinned)
-        how = "pinned" if pinned else "pageable"
-        to = _seconds_of(lambda host=host: a.copy_(host, non_blocking=True))
-        back = _seconds_of(lambda host=host: host.copy_(a, non_blocking=True))
-        note(f"host to GPU, {how}", n / to / 1e9, "GB/s")
-        note(f"GPU to host, {how}", n / back / 1e9, "GB/s")
-
-
-def _products(note: Note) -> None:
-    """Matrix products of growing size, and a sum: points of the roofline."""
-    long = torch.randn(8192, 8192, device="cuda")  # a product in float32: 20 ms on an H100
-
-    def ahead() -> None:
-        long @ long
-
-    for size in (256, 1024, 4096, 8192):
-        x, y = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        out, queued = torch.empty_like(x), 200 if size <= 1024 else 10
-        seconds = _seconds_of(lambda x=x, y=y, out=out: torch.mm(x, y, out=out), queued=queued, ahead=ahead)
-        rate = 2 * size**3 / seconds / 1e12
-        note(f"product of {size} x {size} in bf16", rate, "TFLOP/s")
-    x, y = (torch.randn(2**26, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    note("sum of two vectors of 2^26 in bf16", 2**26 / _seconds_of(lambda: x + y) / 1e12, "TFLOP/s")
-
-
-def _overlap(note: Note) -> None:
-    """A copy from the host beside a product, as in lesson 06."""
-    x = torch.randn(8192, 8192, device="cuda")
-    target = torch.empty(2**27, device="cuda")
-    compute, copies = torch.cuda.Stream(), torch.cuda.Stream()
-    for pinned in (True, False):
-        host = torch.randn(2**27, pin_memory=pinned)
-
-        def both(host: Any = host, pinned: bool = pinned) -> None:
-            current = torch.cuda.current_stream()
-            for stream in (compute, copies):
-                stream.wait_stream(current)
-            with torch.cuda.stream(compute):
-                (x @ x).record_stream(compute)
-            with torch.cuda.stream(copies):
-                target.copy_(host, non_blocking=pinned)
-            for stream in (compute, copies):
-                current.wait_stream(stream)
-
-        how = "pinned" if pinned else "pageable"
-        alone = _seconds_of(lambda host=host, pinned=pinned: target.copy_(host, non_blocking=pinned))
-        note(f"copy of 512 MiB alone, {how}", alone * 1000, "ms")
-        note(f"copy of 512 MiB beside a product, {how}", _seconds_of(both) * 1000, "ms")
-    note("product of 8192 x 8192 in float32 alone", _seconds_of(lambda: x @ x) * 1000, "ms")
-
-
-def _all_reduce(note: Note) -> None:
-    """An all-reduce over four ranks on the GPUs of this machine."""
-    source = """
-import statistics, time
-x = torch.ones({numbers}, device=device)
-times = []
-for i in range(13):
-    dist.barrier()
-    start = time.perf_counter()
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    if i >= 3: times.append(time.perf_counter() - start)
-statistics.median(times)
-"""
-    with Ranks(4, device="cuda") as ranks:
-        for numbers in (2**10, 2**18, 2**24):
-            slowest = max(ranks.run(source.format(numbers=numbers), timeout=60).values)
-            bus = 1.5 * 4 * numbers / slowest / 1e9
-            # without why, and what would be better
-            over = ranks.device_note.partition(". ")[0].partition(":")[0]
-            note(f"bus bandwidth, 4 ranks, {4 * numbers >> 10} KiB: {over}", bus, "GB/s")
-
-
-def _training(note: Note) -> None:
-    """One process trains a small GPT in bf16: model FLOP/s, and the memory at its peak."""
-    vocab, width, layers, length, batch = 32_000, 1024, 12, 1024, 8
-    torch.cuda.reset_peak_memory_stats()
-    model = models.GPT(
-        vocab, width, n_heads=16, n_layers=layers, context=length, device="cuda", dtype=torch.bfloat16
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(vocab, (batch, length + 1), device="cuda")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        models.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-        optimizer.step()
-
-    seconds = _seconds_of(step)
-    parameters = sum(p.numel() for p in model.parameters())
-    # 6 operations per parameter and token, and 12 * layers * width * length for attention: the convention of PaLM,
-    # https://arxiv.org/abs/2204.02311, appendix B
-    per_token = 6 * parameters + 12 * layers * width * length
-    size = f"{parameters / 1e6:.0f} million parameters, bf16, batch {batch} x {length}"
-    note(f"model FLOP/s, {size}", per_token * batch * length / seconds / 1e12, "TFLOP/s")
-    note(f"tokens per second, {size}", batch * length / seconds, "1/s")
-    note(f"peak memory, {size}", torch.cuda.max_memory_allocated() / 1e9, "GB")
-
-
-_MEASURES: tuple[tuple[str, Callable[[Note], None]], ...] = (
-    ("02", _memory),
-    ("02", _products),
-    ("05", _all_reduce),
-    ("06", _overlap),
-    ("07", _training),
-)
+        found += [Measurement(**f) for f in json.loads(path.read_text("utf-8"))["figures"]]
+    return GpuRecord(tuple(f for f in found if f.lesson.startswith(lesson)))

@@ -1,44 +1,47 @@
 """The IPython side: `%%ranks` runs a cell on the ranks, `%ranks` shows, stops and restarts them.
 
-Parses the magic's line, calls `Ranks.run`, returns its value. The worlds live in the one `RankMagics`
-instance that `%load_ext rankcell` makes.
+A line becomes options (`source.parse_line`), a cell a call of `Ranks.run`, a Run the cell's value. The worlds live in
+the one `RankMagics` instance that `%load_ext rankcell` makes. It draws nothing and knows no other part: those answer
+to words of `extensions.TABLE`.
 """
 
 import ast
 import asyncio
 import contextlib
 import gc
+import inspect
 import os
 import re
 import threading
 import time
+import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from IPython.core.completer import SimpleCompletion, SimpleMatcherResult, context_matcher
-from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
-from IPython.core.magic_arguments import MagicArgumentParser, argument, magic_arguments
 from IPython.display import clear_output, display
 
-from . import errors, source, versions
+from . import errors, extensions, source, versions
 from .draw import page
 from .draw.svg import format_bytes
 from .engine import devices, world
 from .results import Run
 
+_AUTORELOAD = (
+    "autoreload does not reach the ranks: after you edit a module, `--fresh` in the `%%ranks` line starts ranks that "
+    "import it anew."
+)
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
-_WORDS = ("stop", "restart", "export", "doctor", "progress")
 
 
 def _with_options(method: Any) -> Any:
-    """The magic with the options of `source.OPTIONS`, which `%%ranks?` explains."""
-    for flags, how in reversed(source.OPTIONS):
-        method = argument(*flags, **how)(method)
+    """The magic with the options of `source.OPTIONS` in its docstring, which `%%ranks?` shows."""
+    method.__doc__ = f"{inspect.cleandoc(method.__doc__)}\n\n{source.parser().format_help()}"
     return method
 
 
@@ -50,21 +53,11 @@ class RankMagics(Magics):
         super().__init__(shell)
         self.shell: Any = shell
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
-        self.matcher: Any = None  # completes names in rank cells
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
         self._warned = False  # of a torch on which nobody has tried this
 
-    @magic_arguments()
-    @argument(
-        "world_size",
-        nargs="?",
-        help="how many ranks: `%%%%ranks 4`. As a line, `%%ranks` lists the worlds alive, "
-        "`%%ranks stop` ends their processes, `%%ranks restart` gives fresh ones, `%%ranks export` writes "
-        "the notebook's rank cells as a script for torchrun and srun, `%%ranks doctor` says what this machine can do, "
-        "`%%ranks progress` shows what is solved.",
-    )
-    @_with_options
     @line_cell_magic
+    @_with_options
     def ranks(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on several real ranks, and show what each of them said.
 
@@ -76,28 +69,18 @@ class RankMagics(Magics):
             x = torch.ones(3, device=device) * rank
             dist.all_reduce(x)
             x
+
+        As a line: `%ranks` lists the worlds alive, `%ranks stop` ends their processes, `%ranks restart` gives fresh
+        ones, `%ranks export` writes the notebook's rank cells as a script for torchrun and srun, `%ranks doctor` says
+        what this machine can do, `%ranks progress` shows what is solved.
         """
         if cell is None:
             return self._line(line)
-        line, rehearses = source.rehearsed(line)
-        options = _parse(RankMagics.ranks.parser, line)
-        if rehearses:
-            options.on, options.as_rank = options.on or "h100", options.as_rank or 0
-        elif options.on is not None or options.as_rank is not None:
-            raise errors.OptionError(
-                "`--on` and `--as` belong to a rehearsal, which begins with `%%ranks 1 of 1024`. Write for example "
-                "`%%ranks 1 of 1024 --on 128xh100x8 --as 7`."
-            )
-        if options.world_size is None:
-            raise errors.OptionError("how many ranks? Write for example `%%ranks 4`.")
-        if not re.fullmatch("[0-9]+", options.world_size) or int(options.world_size) < 1:
-            raise errors.OptionError(
-                f"{options.world_size!r} is no number of ranks. Write for example `%%ranks 4`."
-            )
+        options = source.parse_line(line)
         push = self._pushed(options.push or ())
-        dense = self._dense(options.against)
-        text = self._source(cell)
-        ranks = self._world(int(options.world_size), options)
+        model = self._model(options.against)
+        text = self._translated(cell)
+        ranks = self._world(options)
         live = _Live()
         try:
             run = ranks.run(
@@ -107,50 +90,52 @@ class RankMagics(Magics):
                 pull=options.pull or (),
                 timeout=options.timeout,
                 values=options.values,
-                follow=options.against is not None,
+                follow=model is not None,
                 filename=self._name_of_cell(),
                 on_update=live.update,
             )
         except (errors.RankError, errors.RanksInterrupted, errors.PullError) as error:
             self._keep(error.run, options)
             live.end()
-            self._tell(ranks)
-            _show_before_error(error.run)
+            _tell(ranks)
+            if any(r.stdout or r.stderr or r.displays or r.data for r in error.run.ran):
+                display(error.run)  # what the ranks printed before it went wrong
+            for hint in _hints(error.run, self.shell.user_ns):
+                error.add(hint)
             raise
         live.end()
-        self._tell(ranks)
-        if dense is not None:
-            run = self._compared(run, dense, options)
+        _tell(ranks)
+        if model is not None:
+            try:
+                run = extensions.find("--against")(run, model)
+            except ValueError:  # it cannot say anything; the run is there all the same
+                self._keep(run, options)
+                raise
         return self._keep(run, options)
 
-    def _dense(self, names: Sequence[str] | None) -> Any:
-        """The model that `--against` names."""
-        if names is None:
-            return None
-        dense = self.shell.user_ns.get(names[0])
-        if not hasattr(dense, "named_modules"):
-            what = f"is {errors.plain_value(dense)}" if names[0] in self.shell.user_ns else "is not there"
-            raise errors.OptionError(
-                f"--against needs a model of the notebook, and {names[0]} {what}. Define it in an ordinary cell first."
+    def _pushed(self, names: Sequence[str]) -> dict[str, Any]:
+        missing = [n for n in names if n not in self.shell.user_ns]
+        if missing:
+            raise errors.PushError(
+                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an ordinary "
+                f"cell first. No rank has run."
             )
-        return dense
+        return {n: self.shell.user_ns[n] for n in names}
 
-    def _compared(self, run: Run, dense: Any, options: Any) -> Run:
-        """The run with what one process says of it; the run is kept if it cannot say anything."""
-        from . import check, twin
+    def _model(self, name: str | None) -> Any:
+        """The model that `--against` names."""
+        if name is None:
+            return None
+        model = self.shell.user_ns.get(name)
+        if not hasattr(model, "named_modules"):
+            what = f"is {errors.plain_value(model)}" if name in self.shell.user_ns else "is not there"
+            raise errors.OptionError(
+                f"--against needs a model of the notebook, and {name} {what}. Define it in an ordinary cell first."
+            )
+        return model
 
-        try:
-            verdict = check.against(run, twin.trace(dense, run))
-        except ValueError:
-            self._keep(run, options)
-            raise
-        ranks = tuple(replace(r, trace=twin.without_inputs(r.trace)) for r in run.ranks)
-        return replace(run, ranks=ranks, against=verdict)
-
-    def _source(self, cell: str) -> str:
-        """The cell with its magics translated, and lines counted as the notebook counts them: `%%ranks` is
-        line 1.
-        """
+    def _translated(self, cell: str) -> str:
+        """The cell with its magics translated; `%%ranks` is line 1, as the notebook counts."""
         text = "\n" + self.shell.input_transformer_manager.transform_cell(cell)
         try:
             ast.parse(text)
@@ -163,54 +148,36 @@ class RankMagics(Magics):
         number = len(self.shell.user_ns.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
         return f"<cell {number}>" if number > 0 else "<cell>"
 
-    def _pushed(self, names: Sequence[str]) -> dict[str, Any]:
-        missing = [n for n in names if n not in self.shell.user_ns]
-        if missing:
-            raise errors.PushError(
-                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an ordinary "
-                f"cell first. No rank has run."
-            )
-        return {n: self.shell.user_ns[n] for n in names}
-
-    def _world(self, world_size: int, options: Any) -> world.Ranks:
-        device, nodes, on = options.device, options.nodes, options.on or ""
-        kind = f"{on} {options.as_rank}" if on else device
+    def _world(self, options: Any) -> world.Ranks:
+        """The world of the cell: the one that is alive, or a new one."""
+        size, nodes, on, as_rank = options.world_size, options.nodes, options.on or "", options.as_rank or 0
+        kind = f"{on} {as_rank}" if on else options.device
         if nodes is None and not on:
-            try:
-                kind = devices.choose(world_size, device, devices.look(mps=False)).device
-            except errors.WorldSizeError:
-                raise
-            except ValueError as error:
-                raise errors.OptionError(str(error)) from None
-        key = (world_size, kind, nodes)
-        ranks = self.worlds.get(key)
+            with _as_option_error():
+                kind = devices.choose(size, options.device, devices.look(mps=False)).device
+        ranks = self.worlds.get((size, kind, nodes))
         if ranks is not None and ranks.alive:
             if options.fresh:
                 ranks.restart()
-        else:
-            if nodes is None and not on:
-                self._wait_for_torch(world_size)
-            try:
-                ranks = world.Ranks(
-                    world_size, device=device, nodes=nodes, on=on, as_rank=options.as_rank or 0
-                )
-            except ValueError as error:
-                if not on:
-                    raise
-                raise errors.OptionError(str(error)) from None
-            self.worlds[key] = ranks
-            ranks.notes.append(
-                ranks.device_note if on else f"{world_size} ranks talk over {ranks.device_note}."
-            )
-            if not self._warned and (said := versions.beyond(version("torch"))):
-                ranks.notes.append(said)
-            self._warned = True
+            return ranks
+        if nodes is None and not on:
+            self._wait_for_torch(size)
+        with _as_option_error() if on else contextlib.nullcontext():
+            ranks = world.Ranks(size, device=options.device, nodes=nodes, on=on, as_rank=as_rank)
+        self.worlds[size, kind, nodes] = ranks
+        talk = "rank talks" if size == 1 else "ranks talk"
+        ranks.notes.append(ranks.device_note if on else f"{size} {talk} over {ranks.device_note}.")
+        if not self._warned and (said := versions.untried(version("torch"))):
+            ranks.notes.append(said)
+        self._warned = True
+        if any(name.endswith("autoreload") for name in self.shell.extension_manager.loaded):
+            ranks.notes.append(_AUTORELOAD)
         return ranks
 
     def _wait_for_torch(self, world_size: int) -> None:
         """The first world of a notebook has to wait until torch is imported: say so, as a slow disk takes a minute."""
         live, begin = _Live(), time.monotonic()
-        what = f"starting {world_size} ranks: torch is being imported, once for all of this notebook"
+        what = f"starting {_count(world_size)}: torch is being imported, once for all of this notebook"
         here = threading.Thread(target=_import_torch, name="rankcell import", daemon=True)
         here.start()  # as the fork server does: this process needs it for what the ranks send
         try:
@@ -222,11 +189,6 @@ class RankMagics(Magics):
             here.join()
             live.end()
 
-    def _tell(self, ranks: world.Ranks) -> None:
-        """Print what the learner must know about the ranks; after the cell, whose live output wipes."""
-        while ranks.notes:
-            print(ranks.notes.pop(0))
-
     def _keep(self, run: Run, options: Any) -> Run:
         """Give the notebook the names that it asked for; the run that is the cell's value, which Out keeps.
 
@@ -235,7 +197,7 @@ class RankMagics(Magics):
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
         if options.out:
-            self.shell.user_ns[options.out[0]] = run
+            self.shell.user_ns[options.out] = run
         kept = replace(run, pulled={})
         self._latest.append(kept)
         if len(self._latest) > KEPT:
@@ -243,55 +205,28 @@ class RankMagics(Magics):
         return kept
 
     def _line(self, line: str) -> Any:
-        word = line.strip()
+        word, *more = line.split() or [""]
+        alive = [w for w in self.worlds.values() if w.alive]
         if word == "":
-            return Worlds.of(self.worlds.values())
+            return _WorldTable(alive)
+        if f"%ranks {word}" in extensions.TABLE:
+            return extensions.find(f"%ranks {word}")(more)
         if word == "stop":
-            count = sum(w.alive for w in self.worlds.values())
             self.stop()
-            worlds = "world" if count == 1 else "worlds"
-            print(f"Stopped {count} {worlds}. The next %%ranks cell starts new ranks.")
-            return None
-        if word == "restart":
-            alive = [w for w in self.worlds.values() if w.alive]
+            worlds = "world" if len(alive) == 1 else "worlds"
+            print(f"Stopped {len(alive)} {worlds}. The next %%ranks cell starts new ranks.")
+        elif word == "restart":
             for ranks in alive:
                 ranks.restart()
-            sizes = ", ".join(f"{w.world_size} ranks" for w in alive) or "nothing: no world is alive"
+            sizes = ", ".join(_count(w.world_size) for w in alive) or "nothing: no world is alive"
             print(f"Started anew: {sizes}.")
-            return None
-        if word.split()[0] == "doctor":
-            from . import doctor
-
-            doctor.main(nodes="--nodes" in word.split())
-            return None
-        if word == "progress":
-            from .teaching import progress
-
-            return progress.line()
-        if word.split()[0] == "export":
-            return self._export(word.split()[1:])
-        if re.match(r"\d", word):
+        elif word[0].isdigit():
             raise errors.OptionError(
-                f"`%ranks {word}` runs nothing. To run a cell on the ranks, begin it with `%%ranks {word}`."
+                f"`%ranks {line}` runs nothing. To run a cell on the ranks, begin it with `%%ranks {line}`."
             )
-        raise errors.OptionError(errors.unknown_option(word, _WORDS, "%ranks"))
-
-    def _export(self, words: Sequence[str]) -> None:
-        """`%ranks export`: the notebook's rank cells as a script, as the command `rankcell export` does."""
-        from .cluster import export
-
-        if not any(w.endswith(".ipynb") for w in words):
-            # Jupyter's server tells its kernels which notebook they belong to
-            notebook = os.environ.get("JPY_SESSION_NAME", "")
-            if not notebook.endswith(".ipynb"):
-                raise errors.OptionError(
-                    "which notebook? Name it, and save it first: `%ranks export 08_ddp.ipynb --nodes 2`."
-                )
-            words = [notebook, *words]
-        try:
-            export.main(["export", *words])
-        except SystemExit:  # argparse has said what is wrong with the words
-            return
+        else:
+            known = ["stop", "restart", *extensions.words_of("%ranks")]
+            raise errors.OptionError(errors.unknown_option(line, known, "%ranks"))
 
     def stop(self) -> None:
         """End all worlds."""
@@ -305,52 +240,82 @@ class RankMagics(Magics):
         head = re.match(r"\s*%%ranks\s+(?:1\s+of\s+)?(\d+)", text)
         if not head:
             return []
-        ranks = next(
-            (w for (size, *_), w in reversed(list(self.worlds.items())) if size == int(head[1]) and w.alive),
-            None,
-        )
+        alive = [w for w in reversed(self.worlds.values()) if w.world_size == int(head[1]) and w.alive]
         if "." in word:
-            return ranks.complete(word) if ranks else []
-        known = dict.fromkeys((*source.LENT, *(ranks.names if ranks else ())))
+            return alive[0].complete(word) if alive else []
+        known = dict.fromkeys((*source.LENT, *(alive[0].names if alive else ())))
         return [n for n in known if n.startswith(word)]
 
+    @context_matcher(identifier="rankcell")
+    def match(self, context: Any) -> SimpleMatcherResult:
+        """What IPython's completer asks: the options on the first line of a rank cell, names below it."""
+        first = context.full_text.lstrip().startswith("%%ranks") and not context.cursor_line
+        if first and context.token.startswith("-"):
+            options = [o for o in source.option_strings() if o.startswith(context.token)]
+            return SimpleMatcherResult(completions=[SimpleCompletion(text=o) for o in options], suppress=True)
+        before = context.line_with_cursor[: context.cursor_position] or context.token
+        word = (re.search(r"[\w.]*$", before) or [""])[0]  # the name, dotted or not, that ends at the cursor
+        prefix = len(word) - len(context.token)
+        found = self.completions(context.full_text, word)
+        return SimpleMatcherResult(completions=[SimpleCompletion(text=n[prefix:]) for n in found])
 
-def _with_verdict(run: Run, text: str, how: str) -> str:
-    """What a run shows, and below it what `--against` found."""
-    return text if run.against is None else f"{text}\n{getattr(run.against, how)()}"
+
+@contextlib.contextmanager
+def _as_option_error() -> Any:
+    """A value that cannot be is one of the line's: its message is enough."""
+    try:
+        yield
+    except errors.WorldSizeError:
+        raise
+    except ValueError as error:
+        raise errors.OptionError(str(error)) from None
 
 
-class Worlds:
+def _count(world_size: int) -> str:
+    return f"{world_size} rank{'s' * (world_size != 1)}"
+
+
+def _tell(ranks: world.Ranks) -> None:
+    """Print what the learner must know about the ranks; after the cell, whose live output wipes."""
+    while ranks.notes:
+        print(ranks.notes.pop(0))
+
+
+def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
+    """What to do where a rank failed for want of a name that the notebook has."""
+    missing = [
+        re.fullmatch(r"name '(\w+)' is not defined.*", r.error.message)
+        for r in run.failed
+        if r.error is not None and r.error.type == "NameError"
+    ]
+    hints = []
+    for name in dict.fromkeys(m[1] for m in missing if m and m[1] in notebook):
+        if isinstance(notebook[name], types.ModuleType):
+            hints.append(
+                f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too."
+            )
+        else:
+            hints.append(
+                f"The notebook has {name}: `--push {name}` in the `%%ranks` line copies it to the ranks."
+            )
+    return hints
+
+
+class _WorldTable:
     """What `%ranks` shows: a row per world, with its processes and their memory."""
 
-    def __init__(self, rows: list[tuple[str, str, list[int], list[int | None]]]) -> None:
-        self.rows = rows
-
-    @classmethod
-    def of(cls, worlds: Any) -> "Worlds":
-        """The rows for these worlds."""
-        alive = [w for w in worlds if w.alive]
-        return cls(
-            [
-                (
-                    f"{'1 of ' if w.backend == 'fake' else ''}{w.world_size} ranks",
-                    f"{w.device} ({w.backend})",
-                    w.pids,
-                    w.memory(),
-                )
-                for w in alive
-            ]
-        )
-
-    def __repr__(self) -> str:
-        if not self.rows:
-            return "No ranks are alive. A `%%ranks 4` cell starts four."
-        lines = []
-        for size, device, pids, memory in self.rows:
+    def __init__(self, alive: Iterable[world.Ranks]) -> None:
+        self.rows = []
+        for w in alive:
+            size = f"{'1 of ' * (w.backend == 'fake')}{_count(w.world_size)}"
+            memory = w.memory()
             known = [m for m in memory if m is not None]
             used = format_bytes(sum(known)) if len(known) == len(memory) else "unknown memory"
-            lines.append(f"{size} on {device}, {used} in all, pids {', '.join(map(str, pids))}")
-        return "\n".join(lines)
+            pids = ", ".join(map(str, w.pids))
+            self.rows.append(f"{size} on {w.device} ({w.backend}), {used} in all, pids {pids}")
+
+    def __repr__(self) -> str:
+        return "\n".join(self.rows) or "No ranks are alive. A `%%ranks 4` cell starts four."
 
 
 class _Live:
@@ -384,64 +349,29 @@ class _Live:
             self.shown = False
 
 
-def _show_before_error(run: Run) -> None:
-    """Show what the ranks printed before something went wrong."""
-    if any(r.stdout or r.stderr or r.displays or r.data for r in run.ran):
-        display(run)
+def _misplaced(line: str) -> None:
+    """What IPython runs for a `%%ranks` that is not the first line of its cell."""
+    raise errors.OptionError(
+        f"`%%ranks {line}` must be the first line of its cell: put what stands above it into a cell of its own."
+    )
 
 
-def _parse(parser: MagicArgumentParser, line: str) -> Any:
-    try:
-        return parser.parse_argstring(line)
-    except ValueError as error:  # a quotation mark without its other one
-        raise errors.OptionError(f"`%%ranks {line}`: {error}.") from None
-    except UsageError as error:
-        text = str(error)
-        unknown = re.search(r"unrecognized arguments: (\S+)", text)
-        if unknown:
-            word = unknown[1]
-            known = sorted(
-                {o for action in parser._actions for o in action.option_strings if o != "-h"} - {"--help"}
-            )
-            if not word.startswith("-"):
-                raise errors.OptionError(
-                    f"{word!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; names "
-                    f"are separated by commas without spaces. `%%ranks?` explains the options."
-                ) from None
-            raise errors.OptionError(errors.unknown_option(word.split("=")[0], known, "%%ranks")) from None
-        lacking = re.match(r"argument (?:\S+/)?(\S+): expected one argument", text)
-        if lacking:
-            wanted = next(how["metavar"] for flags, how in source.OPTIONS if lacking[1] in flags)
-            raise errors.OptionError(
-                f"{lacking[1]} needs {wanted} behind it. `%%ranks?` explains the options."
-            ) from None
-        raise errors.OptionError(re.sub(r"^argument ", "", text)) from None
+def _with_verdict(run: Run, text: str, how: str) -> str:
+    """What a run shows, and below it what `--against` found."""
+    return text if run.against is None else f"{text}\n{getattr(run.against, how)()}"
 
 
 def load(shell: Any) -> RankMagics:
     """Register the magics, the display of a Run and the completion with an IPython shell."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
+    shell.register_magic_function(_misplaced, "line", "%ranks")
     formatters = shell.display_formatter.formatters
     formatters["text/plain"].for_type(
         Run, lambda run, p, cycle: p.text(_with_verdict(run, page.as_text(run), "__repr__"))
     )
     formatters["text/html"].for_type(Run, lambda run: _with_verdict(run, page.as_html(run), "_repr_html_"))
-
-    @context_matcher(identifier="rankcell")
-    def matcher(context: Any) -> SimpleMatcherResult:
-        first = context.full_text.lstrip().startswith("%%ranks") and not context.cursor_line
-        if first and context.token.startswith("-"):
-            options = [o for o in source.option_strings() if o.startswith(context.token)]
-            return SimpleMatcherResult(completions=[SimpleCompletion(text=o) for o in options], suppress=True)
-        found = magics.completions(
-            context.full_text, _dotted_word(context.line_with_cursor or context.token, context)
-        )
-        prefix = len(_dotted_word(context.line_with_cursor, context)) - len(context.token)
-        return SimpleMatcherResult(completions=[SimpleCompletion(text=n[prefix:]) for n in found])
-
-    shell.Completer.custom_matchers.append(matcher)
-    magics.matcher = matcher
+    shell.Completer.custom_matchers.append(magics.match)
     shell.object_inspect_mime = partial(_inspect, shell)  # what Shift+Tab asks
     # Threads of OpenMP spin while they wait for the next product, and take the cores from the ranks: on two busy cores
     # a small training of one process takes 20 times as long. Asleep they cost some microseconds.
@@ -451,6 +381,15 @@ def load(shell: Any) -> RankMagics:
     with contextlib.suppress(RuntimeError):  # there is no event loop in a terminal
         asyncio.get_running_loop().call_later(0.2, _import_torch)
     return magics
+
+
+def unload(shell: Any, magics: RankMagics) -> None:
+    """Stop the worlds and take the completion away."""
+    magics.stop()
+    del shell.object_inspect_mime
+    shell.Completer.custom_matchers.remove(magics.match)
+    for kind, name in (("cell", "ranks"), ("line", "ranks"), ("line", "%ranks")):
+        shell.magics_manager.magics[kind].pop(name, None)
 
 
 def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
@@ -469,14 +408,6 @@ def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
         del shell.user_ns[first]
 
 
-def _dotted_word(line: str, context: Any) -> str:
-    """The name, dotted or not, that ends at the cursor."""
-    match = re.search(
-        r"[\w.]*$", line[: context.cursor_position] if line is context.line_with_cursor else line
-    )
-    return match[0] if match else ""
-
-
 def _import_torch() -> None:
     """Only while no cell runs or the one that runs waits for us: two threads that import parts of torch at once may
     each hold a lock that the other one needs, and Python then raises in one of them.
@@ -490,13 +421,3 @@ def _import_torch() -> None:
     finally:
         if collects:
             gc.enable()
-
-
-def unload(shell: Any, magics: RankMagics) -> None:
-    """Stop the worlds and take the completion away."""
-    magics.stop()
-    del shell.object_inspect_mime
-    if magics.matcher in shell.Completer.custom_matchers:
-        shell.Completer.custom_matchers.remove(magics.matcher)
-    shell.magics_manager.magics["cell"].pop("ranks", None)
-    shell.magics_manager.magics["line"].pop("ranks", None)

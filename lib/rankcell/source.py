@@ -5,16 +5,17 @@ The magic, the ranks and the export of a script read a cell alike, because they 
 
 import argparse
 import ast
-import io
 import re
-import tokenize
+import shlex
 from collections.abc import Sequence
 from typing import Any
+
+from .errors import OptionError, unknown_option
 
 LENT = ("rank", "world_size", "device", "torch", "dist")  # names that every rank cell finds
 
 
-def ranks(text: str) -> list[int]:
+def _ranks(text: str) -> list[int]:
     """Ranks from "2", "0,2" or "0-2"."""
     found: list[int] = []
     for part in text.split(","):
@@ -25,24 +26,23 @@ def ranks(text: str) -> list[int]:
     return found
 
 
-def names(text: str) -> list[str]:
+def _names(text: str) -> list[str]:
     """Names from "a,b"."""
     found = [n.strip() for n in text.split(",") if n.strip()]
-    wrong = [n for n in found if not n.isidentifier()]
-    if wrong or not found:
+    if not found or not all(n.isidentifier() for n in found):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of names. Write x or x,y.")
     return found
 
 
-def name(text: str) -> list[str]:
+def _name(text: str) -> str:
     """One name."""
-    found = names(text)
+    found = _names(text)
     if len(found) > 1:
         raise argparse.ArgumentTypeError(f"{text!r} are {len(found)} names, and one Run needs one.")
-    return found
+    return found[0]
 
 
-def seconds(text: str) -> float:
+def _seconds(text: str) -> float:
     """A time above 0, in seconds."""
     try:
         found = float(text)
@@ -55,89 +55,61 @@ def seconds(text: str) -> float:
     return found
 
 
-def count(text: str) -> int:
-    """A number of nodes."""
-    if not re.fullmatch("[0-9]+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes. Write for example --nodes 2.")
-    return int(text)
+def _whole(what: str, example: str, least: int) -> Any:
+    """The type of an option that takes a whole number."""
 
+    def number(text: str) -> int:
+        if not re.fullmatch("[0-9]+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}. Write for example {example}.")
+        return int(text)
 
-def rank(text: str) -> int:
-    """The number of one rank."""
-    if not re.fullmatch("[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no rank. Write for example --as 7.")
-    return int(text)
-
-
-def rehearsed(line: str) -> tuple[str, bool]:
-    """A `%%ranks` line, and whether it says "1 of N", which is taken out of it."""
-    found = re.match(r"\s*1\s+of\s+(?=\d)", line)
-    return (line[found.end() :], True) if found else (line, False)
+    return number
 
 
 # The options of the `%%ranks` line, as argparse takes them.
+# fmt: off
 OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
-    (
-        ("--only",),
-        {
-            "type": ranks,
-            "metavar": "RANKS",
-            "help": "run on these ranks of the world only: 2, or 0,2, or 0-2",
-        },
-    ),
-    (
-        ("--push",),
-        {"type": names, "metavar": "NAMES", "help": "copy these names from the notebook to the ranks first"},
-    ),
-    (
-        ("--pull",),
-        {"type": names, "metavar": "NAMES", "help": "afterwards fetch these names, each as a list by rank"},
-    ),
-    (("-o", "--out"), {"type": name, "metavar": "NAME", "help": "name the Run in the notebook"}),
-    (("--timeout",), {"type": seconds, "metavar": "SECONDS", "help": "interrupt the ranks after this time"}),
-    (
-        ("--device",),
-        {
-            "default": "auto",
-            "metavar": "DEVICE",
-            "help": "cpu, cuda (ranks share what GPUs there are), or auto (a GPU for each rank, else the CPU)",
-        },
-    ),
-    (
-        ("--nodes",),
-        {
-            "type": count,
-            "metavar": "NODES",
-            "help": "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in",
-        },
-    ),
+    (("--only",), {"type": _ranks, "metavar": "RANKS", "help":
+        "run on these ranks of the world only: 2, or 0,2, or 0-2"}),
+    (("--push",), {"type": _names, "metavar": "NAMES", "help":
+        "copy these names from the notebook to the ranks first"}),
+    (("--pull",), {"type": _names, "metavar": "NAMES", "help":
+        "afterwards fetch these names, each as a list by rank"}),
+    (("-o", "--out"), {"type": _name, "metavar": "NAME", "help": "name the Run in the notebook"}),
+    (("--timeout",), {"type": _seconds, "metavar": "SECONDS", "help": "interrupt the ranks after this time"}),
+    (("--device",), {"default": "auto", "metavar": "DEVICE", "help":
+        "cpu, cuda (ranks share what GPUs there are), or auto (a GPU for each rank, else the CPU)"}),
+    (("--nodes",), {"type": _whole("number of nodes", "--nodes 2", 1), "metavar": "NODES", "help":
+        "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in"}),
     (("--fresh",), {"action": "store_true", "help": "start new ranks first: no names from earlier cells"}),
-    (
-        ("--against",),
-        {
-            "type": name,
-            "metavar": "MODEL",
-            "help": "compare the cell's one forward and backward with those of this model, in one process",
-        },
-    ),
-    (
-        ("--on",),
-        {
-            "metavar": "CLUSTER",
-            "help": "where `%%%%ranks 1 of 1024` rehearses one rank without computing: 128xh100x8 are 128 nodes of 8",
-        },
-    ),
-    (
-        ("--as",),
-        {"dest": "as_rank", "type": rank, "metavar": "RANK", "help": "... and which rank, by default 0"},
-    ),
+    (("--against",), {"type": _name, "metavar": "MODEL", "help":
+        "compare the cell's one forward and backward with those of this model, in one process"}),
+    (("--on",), {"metavar": "CLUSTER", "help":
+        "where `%%%%ranks 1 of 1024` rehearses one rank without computing: 128xh100x8 are 128 nodes of 8"}),
+    (("--as",), {"dest": "as_rank", "type": _whole("rank", "--as 7", 0), "metavar": "RANK", "help":
+        "... and which rank, by default 0"}),
     (("--values",), {"action": "store_true", "help": "record what the tensors of every communication held"}),
 )
+# fmt: on
 
 
 def option_strings() -> list[str]:
     """The options as they are written: `-o`, `--out`, `--push` ..., by name."""
     return sorted(flag for flags, _ in OPTIONS for flag in flags)
+
+
+def parser() -> argparse.ArgumentParser:
+    """That of the words behind `%%ranks`."""
+    made = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False)
+    made.add_argument(
+        "world_size",
+        nargs="?",
+        type=_whole("number of ranks", "`%%ranks 4`", 1),
+        help="how many ranks: `%%%%ranks 4`",
+    )
+    for flags, how in OPTIONS:
+        made.add_argument(*flags, **how)
+    return made
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -146,11 +118,50 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         argparse.ArgumentError: an option has no value, or one that is none.
     """
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("world_size", type=int)
-    for flags, how in OPTIONS:
-        parser.add_argument(*flags, **how)
-    return parser.parse_known_args(words)[0]
+    return parser().parse_known_args(words)[0]
+
+
+def rehearsed(line: str) -> tuple[str, bool]:
+    """A `%%ranks` line, and whether it says "1 of N", which is taken out of it."""
+    found = re.match(r"\s*1\s+of\s+(?=\d)", line)
+    return (line[found.end() :], True) if found else (line, False)
+
+
+def parse_line(line: str) -> argparse.Namespace:
+    """The options of a whole `%%ranks` line, whose comment does not count; where it rehearses, `on` has a cluster.
+
+    Raises:
+        OptionError: the line is none, and what to write.
+    """
+    text, rehearses = rehearsed(line)
+    try:
+        options, more = parser().parse_known_args(shlex.split(text, comments=True))
+    except argparse.ArgumentError as error:
+        what = str(error.message)
+        if what == "expected one argument":
+            flag = str(error.argument_name).rpartition("/")[2]
+            wanted = next(how["metavar"] for flags, how in OPTIONS if flag in flags)
+            what = f"{flag} needs {wanted} behind it. `%%ranks?` explains the options."
+        raise OptionError(what) from None
+    except ValueError as error:  # a quotation mark without its other one
+        raise OptionError(f"`%%ranks {line}`: {error}.") from None
+    if more and more[0].startswith("-"):
+        raise OptionError(unknown_option(more[0].partition("=")[0], option_strings(), "%%ranks"))
+    if more:
+        raise OptionError(
+            f"{more[0]!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; names are "
+            f"separated by commas without spaces. `%%ranks?` explains the options."
+        )
+    if options.world_size is None:
+        raise OptionError("how many ranks? Write for example `%%ranks 4`.")
+    if rehearses:
+        options.on, options.as_rank = options.on or "h100", options.as_rank or 0
+    elif options.on is not None or options.as_rank is not None:
+        raise OptionError(
+            "`--on` and `--as` belong to a rehearsal, which begins with `%%ranks 1 of 1024`. Write for example "
+            "`%%ranks 1 of 1024 --on 128xh100x8 --as 7`."
+        )
+    return options
 
 
 def split(source: str, filename: str = "<cell>") -> tuple[ast.Module, ast.Expression | None]:
@@ -164,12 +175,9 @@ def split(source: str, filename: str = "<cell>") -> tuple[ast.Module, ast.Expres
 
 def is_silenced(source: str) -> bool:
     """Whether the cell's last expression ends in a semicolon, which hides its value as in any notebook."""
-    passed_over = (tokenize.COMMENT, tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.DEDENT)
-    last = ""
     try:
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type not in passed_over:
-                last = token.string
-    except (tokenize.TokenError, SyntaxError):
+        last = ast.parse(source).body[-1]
+    except (SyntaxError, IndexError):
         return False
-    return last == ";"
+    line = source.split("\n")[(last.end_lineno or 1) - 1].encode()
+    return line[last.end_col_offset :].lstrip().startswith(b";")

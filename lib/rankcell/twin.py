@@ -5,18 +5,28 @@ same are one; the others' inputs are one batch, whose loss is the mean of theirs
 """
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .errors import Told
+from . import against as comparison
+from .errors import UserFacingError
 from .results import RankResult, Run, Traced
 
 _INSTEAD = "Compare by hand: `with rankcell.trace(dense) as one: ...`, and `check.against(run, one)`."
 
 
-class NoTwin(Told, ValueError):
+class NoTwin(UserFacingError, ValueError):
     """What the ranks did cannot be done again by one process on its own."""
+
+
+def against(run: Run, dense: Any) -> Run:
+    """The run of a cell with `--against`, and with it what one process says of it."""
+    verdict = comparison.compare(run, trace(dense, run))
+    return replace(
+        run, ranks=tuple(replace(r, trace=without_inputs(r.trace)) for r in run.ranks), against=verdict
+    )
 
 
 def trace(dense: Any, run: Run) -> Any:

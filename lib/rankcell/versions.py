@@ -8,10 +8,6 @@ import re
 from typing import Any
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-RENAMED = {  # the name since 2.13: the one before
-    "all_gather_single": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-}
 
 
 def number(version: str) -> tuple[int, int]:
@@ -20,25 +16,21 @@ def number(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def beyond(version: str) -> str:
+def untried(version: str) -> str:
     """A sentence if the course was not run on this `version` of torch, else ""."""
-    known = f"{_text(OLDEST)} to {_text(NEWEST)}"
-    if number(version) > NEWEST:
-        return (
-            f"torch {version} is newer than those on which the course was tried, {known}. It goes on; should something "
-            f"look wrong, try `pip install torch=={_text(NEWEST)}.*`."
-        )
-    if number(version) < OLDEST:
-        return f"torch {version} is older than those on which the course was tried, {known}. It goes on."
-    return ""
+    if OLDEST <= number(version) <= NEWEST:
+        return ""
+    oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+    return (
+        f"torch {version} is none of those on which the course was tried, {oldest} to {newest}. It goes on; should "
+        f"something look wrong, try `pip install torch=={newest}.*`."
+    )
 
 
 def complete(dist: Any) -> None:
     """Give `torch.distributed` the names of 2.13 where it lacks them."""
-    for new, old in RENAMED.items():
-        if not hasattr(dist, new):
-            setattr(dist, new, getattr(dist, old))
-
-
-def _text(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+    if not hasattr(dist, "all_gather_single"):
+        dist.all_gather_single, dist.reduce_scatter_single = (
+            dist.all_gather_into_tensor,
+            dist.reduce_scatter_tensor,
+        )

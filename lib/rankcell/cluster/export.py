@@ -9,6 +9,7 @@ that define these names. The script imports what its cells import, rankcell too;
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import source as cell_source
+from ..errors import OptionError
 from . import scripts
 
 
@@ -225,3 +227,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_command(parser.add_subparsers(required=True, metavar="COMMAND"))
     options: Any = parser.parse_args(arguments)
     return options.run(options)
+
+
+def line(words: Sequence[str]) -> None:
+    """`%ranks export`: this notebook, or the one that `words` name, as the command `rankcell export` does."""
+    if not any(w.endswith(".ipynb") for w in words):
+        # Jupyter's server tells its kernels which notebook they belong to
+        notebook = os.environ.get("JPY_SESSION_NAME", "")
+        if not notebook.endswith(".ipynb"):
+            raise OptionError(
+                "which notebook? Name it, and save it first: `%ranks export 08_ddp.ipynb --nodes 2`."
+            )
+        words = [notebook, *words]
+    with contextlib.suppress(SystemExit):  # argparse has said what is wrong with the words
+        main(["export", *words])

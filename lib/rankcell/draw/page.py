@@ -7,7 +7,8 @@ a stored output is the same after every run. Long output shows its head and tail
 import base64
 import html
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..results import Display, NotSent, RankResult, Run, name_ranks
@@ -29,15 +30,10 @@ def as_text(run: Run) -> str:
     """`run` for a terminal: a heading per group of ranks that said the same, then what they said."""
     parts = []
     for group in groups(run):
-        result = group[0]
-        body = [text for kind, text in _pieces(result, plain=True) if text]
-        name = _heading(group, run)
-        if body:
-            parts.append(f"{name}\n" + "\n".join(_indent(b) for b in body))
-        elif result.state == "ok":
-            parts.append(f"{name}: done")
-        else:
-            parts.append(f"{name}: {_why(result)}")
+        body = [text for kind, piece in _pieces(group[0]) if (text := _as_text(piece))]
+        name = _heading(group)
+        said = "\n".join(textwrap.indent(text, "  ", lambda line: True) for text in body)
+        parts.append(f"{name}\n{said}" if body else f"{name}: {_state(group[0])}")
     return "\n".join([*parts, *_in_sum(run)])
 
 
@@ -45,18 +41,13 @@ def as_html(run: Run) -> str:
     """`run` as HTML that reads without any style sheet, on light and on dark pages."""
     rows = []
     for group in groups(run):
-        result = group[0]
-        name = html.escape(_heading(group, run))
-        pieces = [_as_html(kind, piece) for kind, piece in _pieces(result, plain=False) if piece]
-        if not pieces:
-            note = "done" if result.state == "ok" else html.escape(_why(result))
-            pieces = [f'<span style="{_NAME}">{note}</span>']
-            rows.append(
-                f'<div style="{_MARK}{_colour(group)}"><span style="{_NAME}">{name}</span>: {pieces[0]}</div>'
-            )
+        pieces = [text for kind, piece in _pieces(group[0]) if (text := _as_html(kind, piece))]
+        name, state = html.escape(_heading(group)), html.escape(_state(group[0]))
+        if pieces:
+            said = f'<div style="{_NAME}">{name}</div>{"".join(pieces)}'
         else:
-            heading = f'<div style="{_NAME}">{name}</div>'
-            rows.append(f'<div style="{_MARK}{_colour(group)}">{heading}{"".join(pieces)}</div>')
+            said = f'<span style="{_NAME}">{name}</span>: <span style="{_NAME}">{state}</span>'
+        rows.append(f'<div style="{_MARK}{_colour(group)}">{said}</div>')
     rows += [f'<div style="{_NAME}">{html.escape(text)}</div>' for text in _in_sum(run)]
     return f'<div class="rankcell-run">{"".join(rows)}</div>'
 
@@ -84,18 +75,18 @@ def groups(run: Run) -> list[list[RankResult]]:
     for result in run.ran:
         said = (
             result.state,
-            shorten(settle(result.stdout)),
-            shorten(settle(result.stderr)),
+            shorten(apply_carriage_returns(result.stdout)),
+            shorten(apply_carriage_returns(result.stderr)),
             result.order,
             tuple((d.stdout_offset, _freeze(d.data)) for d in result.displays),
             _freeze(result.data),
-            _why(result) if result.state != "ok" else "",
+            _state(result),
         )
         found.setdefault(said, []).append(result)
     return list(found.values())
 
 
-def settle(text: str) -> str:
+def apply_carriage_returns(text: str) -> str:
     """`text` as a terminal would leave it: a carriage return begins the line anew (progress bars do this)."""
     if "\r" not in text:
         return text
@@ -128,7 +119,7 @@ def shorten(text: str) -> str:
     return "\n".join(lines)
 
 
-def _heading(group: Sequence[RankResult], run: Run) -> str:
+def _heading(group: Sequence[RankResult]) -> str:
     names = dict.fromkeys(r.node for r in group if r.node)
     where = f" on {', '.join(names)}" if names else ""
     return name_ranks([r.rank for r in group]) + where
@@ -140,13 +131,14 @@ def _colour(group: Sequence[RankResult]) -> str:
     return rank_colour(group[0].rank) if len(group) == 1 else "#999999"
 
 
-def _why(result: RankResult) -> str:
+def _state(result: RankResult) -> str:
+    """What stands behind a rank that has said nothing: "done", "running", or why it ended."""
     if result.error is None:
-        return "running"
+        return "done" if result.state == "ok" else "running"
     return result.error.message if result.state == "lost" else str(result.error)
 
 
-def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
+def _pieces(result: RankResult) -> list[tuple[str, Any]]:
     """What a rank said, in order, as (kind, text or `Display`): kinds are out, display, err and value."""
     out, err = result.stdout.encode(), result.stderr.encode()
     # places in stdout where something else stands: displays, and what went to stderr meanwhile
@@ -169,31 +161,26 @@ def _pieces(result: RankResult, *, plain: bool) -> list[tuple[str, Any]]:
         pieces.append(("value", Display(result.data)))
     if isinstance(result.value, NotSent) and not result.data:
         pieces.append(("value", Display({"text/plain": result.value.text})))
-    if plain:
-        return [
-            (kind, _plain(piece) if isinstance(piece, Display) else piece.rstrip("\n"))
-            for kind, piece in pieces
-        ]
     return pieces
 
 
 def _text(raw: bytes) -> str:
-    return shorten(settle(raw.decode("utf-8", "replace")))
+    return shorten(apply_carriage_returns(raw.decode("utf-8", "replace")))
 
 
-def _plain(display: Display) -> str:
-    return str(display.data.get("text/plain", ""))
+def _as_text(piece: str | Display) -> str:
+    return piece.rstrip("\n") if isinstance(piece, str) else str(piece.data.get("text/plain", ""))
 
 
-def _as_html(kind: str, piece: Any) -> str:
+def _as_html(kind: str, piece: str | Display) -> str:
     if isinstance(piece, Display):
-        return _rich(piece)
+        return _rich(piece.data)
     colour = ";color:#b3261e" if kind == "err" else ""
-    return f'<pre style="{_PRE}{colour}">{html.escape(_ANSI.sub("", piece.rstrip(chr(10))))}</pre>'
+    text = html.escape(_ANSI.sub("", piece.rstrip("\n")))
+    return f'<pre style="{_PRE}{colour}">{text}</pre>' if piece else ""
 
 
-def _rich(display: Display) -> str:
-    data = display.data
+def _rich(data: Mapping[str, Any]) -> str:
     if "text/html" in data:
         return str(data["text/html"])
     if "image/svg+xml" in data:
@@ -207,10 +194,6 @@ def _rich(display: Display) -> str:
             return f'<img alt="{alt}" src="data:{kind};base64,{text}" style="max-width:100%">'
     text = shorten(str(data.get("text/plain", "")))
     return f'<pre style="{_PRE}">{html.escape(_ANSI.sub("", text))}</pre>' if text else ""
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.split("\n"))
 
 
 def _freeze(data: Any) -> Any:

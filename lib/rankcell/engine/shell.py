@@ -16,7 +16,7 @@ Show = Callable[[dict[str, Any], dict[str, Any], str | None, bool], None]
 class RankShell(InteractiveShell):
     """The shell that `get_ipython()` returns on a rank."""
 
-    recorder: Any = None  # of the rank; `rankcell.span` and its kin look here
+    recorder: Any = None  # of the rank
 
     system = InteractiveShell.system_raw  # stdout is a pipe that is read as it is, no terminal
 

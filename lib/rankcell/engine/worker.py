@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .. import source
 from ..errors import GroupError, RankInputError, SpawnError
 from ..results import Connection, Display, NotSent, RankFailure
-from . import record, report, shell, system
+from . import current, record, report, shell, system
 from .channel import Channel
 from .control import Control
 from .execute import execute
@@ -43,7 +43,7 @@ def prepare() -> None:
     here is memory that the ranks share.
     """
     made = shell.make()
-    made.recorder = record.Recorder()
+    current.recorder = made.recorder = record.Recorder()
     made.recorder.install()
     sys.displayhook = sys.__displayhook__
 
