@@ -18,7 +18,7 @@ import torch
 
 from rankcell import hardware as hw
 from rankcell import schedules
-from rankcell.against import Comparison
+from rankcell.compare.judge import Comparison
 from rankcell.draw import (
     bars,
     charts,

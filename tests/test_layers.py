@@ -11,7 +11,7 @@ LIB = Path(__file__).parent.parent / "lib" / "rankcell"
 # Of each part what it may import of ours; the first ones nothing. In the engine `./x` is another of its modules, SHARED
 # what both sides share.
 ALLOWED = """
-results: models: costs: hardware: source: versions: layouts:
+results: models: costs: hardware: source: versions:
 engine/__init__: engine/channel: engine/system: engine/spans: engine/streams: engine/stdio: engine/shell:
 doctor: engine/devices engine/local engine/match engine/system hardware versions
 figures: engine/world models   cluster: source   parallel: models schedules versions
@@ -22,11 +22,10 @@ rehearsal: costs errors planner results   exercises: cluster source
 progress: exercises   room: engine/system progress
 grade: check engine/forks engine/preload engine/system exercises results schedules source
 command: cluster doctor grade jobs planner room   simulate: results
-errors: results   against: errors layouts results
-twin: engine/trace errors results   check: against errors results
-magics: check cluster doctor draw engine/devices engine/world errors progress results source twin versions
+errors: results   compare: engine/operation errors results   check: compare errors results
+magics: check cluster compare doctor draw engine/devices engine/world errors progress results source versions
 draw: hardware results schedules
-__init__: check draw engine/meter engine/trace engine/world errors magics results
+__init__: check draw compare engine/meter engine/world errors magics results
 engine/messages: results   engine/devices: ./system errors
 engine/match: errors results   engine/diagnose: results SHARED   engine/host: SHARED
 engine/parts: results SHARED   engine/mailbox: ./host ./parts results SHARED
@@ -36,8 +35,7 @@ engine/cell: ./diagnose ./mailbox ./parts errors results SHARED
 engine/verdict: ./cell errors results
 engine/world: ./cell ./devices ./forks ./host ./local ./mailbox ./nodes ./parts ./verdict errors results SHARED
 engine/meter: results   engine/operation: results SHARED
-engine/trace: ./operation layouts results   engine/follow: ./trace results
-engine/record: ./follow ./meter ./operation ./spans ./streams ./trace results SHARED
+engine/record: ./meter ./operation ./spans ./streams results SHARED
 engine/execute: source   engine/report: errors results
 engine/groups: ./operation ./record errors SHARED
 engine/control: ./operation ./record ./worker SHARED

@@ -131,12 +131,10 @@ def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
     of one process. `model` may be a list of modules, or what holds the stages of a pipeline. The steps of any optimizer
     in the block count, or only those of `optimizer`. Numbers stay as they are, bit for bit.
     """
-    recorder = _recorder()
-    if recorder is not None:
-        return recorder.traced(model, optimizer)
-    from .engine.trace import Trace
+    from .compare.trace import Trace, on_rank
 
-    return Trace(model, optimizer)
+    recorder = _recorder()
+    return Trace(model, optimizer) if recorder is None else on_rank(recorder, model, optimizer)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -18,7 +18,7 @@ from .errors import Told
 from .results import Run, name_ranks
 
 if TYPE_CHECKING:
-    from .against import Comparison, Row
+    from .compare.judge import Comparison, Row
 
 ROUNDING = 1e-12  # of the largest number: a difference below it is that of float64 and says nothing
 _SHOWN = 8  # numbers of a value that a verdict spells out
@@ -217,7 +217,7 @@ def against(
     Raises:
         NothingToCompare: the Run or the trace is none, or no name is in both.
     """
-    from .against import compare  # numpy only when it is asked for
+    from .compare.judge import compare  # numpy only when it is asked for
 
     return compare(run, one, mesh=mesh, names=names, rtol=rtol)
 

@@ -108,7 +108,7 @@ class RankMagics(Magics):
                 pull=options.pull or (),
                 timeout=options.timeout,
                 values=options.values,
-                follow=options.against is not None,
+                around="rankcell.compare.follow:Follow" if options.against else "",
                 filename=self._name_of_cell(),
                 on_update=live.update,
             )
@@ -138,14 +138,15 @@ class RankMagics(Magics):
 
     def _compared(self, run: Run, dense: Any, options: Any) -> Run:
         """The run with what one process says of it; the run is kept if it cannot say anything."""
-        from . import check, twin
+        from . import check
+        from .compare import replay
 
         try:
-            verdict = check.against(run, twin.trace(dense, run))
+            verdict = check.against(run, replay.trace(dense, run))
         except ValueError:
             self._keep(run, options)
             raise
-        ranks = tuple(replace(r, trace=twin.without_inputs(r.trace)) for r in run.ranks)
+        ranks = tuple(replace(r, trace=replay.without_inputs(r.trace)) for r in run.ranks)
         return replace(run, ranks=ranks, against=verdict)
 
     def _source(self, cell: str) -> str:
