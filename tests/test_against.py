@@ -9,9 +9,9 @@ from torch import nn
 
 import rankcell
 from rankcell import check
-from rankcell.against import NothingToCompare
-from rankcell.engine.trace import Trace, TraceTooLarge, _sums
-from rankcell.layouts import weights
+from rankcell.compare.judge import NothingToCompare
+from rankcell.compare.trace import Trace, TraceTooLarge, _sums
+from rankcell.compare.traced import weights
 from rankcell.models import generator
 
 COMMON = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rankcell import check
-from rankcell.against import Row
+from rankcell.compare.judge import Row
 from rankcell.results import Event, RankResult, Run
 
 NAN, INF = math.nan, math.inf

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rankcell.against import Comparison, Row
+from rankcell.compare.judge import Comparison, Row
 from rankcell.draw import mesh
 from rankcell.draw.held import held, look
 from rankcell.draw.parts import pale, rank_colour

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rankcell import schedules
-from rankcell.against import Comparison
+from rankcell.compare.judge import Comparison
 from rankcell.draw import (
     bars,
     charts,

@@ -123,8 +123,6 @@ def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
     of one process. `model` may be a list of modules, or what holds the stages of a pipeline. The steps of any optimizer
     in the block count, or only those of `optimizer`. Numbers stay as they are, bit for bit.
     """
-    if current.recorder is not None:
-        return current.recorder.traced(model, optimizer)
     return extensions.find("rankcell.trace")(model, optimizer)
 
 

@@ -15,9 +15,10 @@ TABLE = {
     "%ranks doctor": "doctor:line",
     "%ranks export": "cluster.export:line",
     "%ranks progress": "teaching.progress:line",
-    "--against": "twin:against",  # (run, model) -> the run with what one process says of it
-    "check.against": "against:compare",
-    "rankcell.trace": "engine.trace:Trace",
+    "--against": "compare.replay:against",  # (run, model) -> the run with what one process says of it
+    "--against, on ranks": "compare.follow:Follow",  # around the cell, given the rank's recorder
+    "check.against": "compare.judge:compare",
+    "rankcell.trace": "compare.trace:of",
     "rankcell run": "jobs.command:add_command",  # with attach and explain
     "rankcell export": "cluster.export:add_command",
     "rankcell plan": "planner.command:add_command",

@@ -90,7 +90,7 @@ class RankMagics(Magics):
                 pull=options.pull or (),
                 timeout=options.timeout,
                 values=options.values,
-                follow=model is not None,
+                around=f"rankcell.{extensions.TABLE['--against, on ranks']}" if model is not None else "",
                 filename=self._name_of_cell(),
                 on_update=live.update,
             )

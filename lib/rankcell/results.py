@@ -3,7 +3,6 @@
 It starts nothing, draws nothing and imports nothing of ours.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -113,55 +112,6 @@ class Memory:
     def total(self) -> int:
         """Bytes of all kinds together."""
         return sum(self.by_kind.values())
-
-
-def matrix_of(shape: tuple[int, ...], of_parameter: bool) -> tuple[int, int]:
-    """The rows and columns as which a tensor counts in a trace: of a parameter all dims but the first are columns, else
-    all but the last are rows.
-    """
-    if len(shape) < 2:
-        return math.prod(shape), 1
-    cut = 1 if of_parameter else len(shape) - 1
-    return math.prod(shape[:cut]), math.prod(shape[cut:])
-
-
-@dataclass(frozen=True)
-class Traced:
-    """One tensor that `rankcell.trace` saw: whole where one process keeps it, else as a few sums of its numbers.
-
-    The tensor counts as a matrix, `n` rows by `f` columns: all its dims but the last are rows, of a parameter all but
-    the first are columns. `rows` `(n, 2)` are its products with two vectors of f random weights, `columns` `(2, f)`
-    those with two of n: enough to tell how the tensors of several ranks make up one. `flat` are numbers in a row, from
-    each place in `at`. Arrays are numpy's, of float64.
-    """
-
-    name: str  # of the module or parameter
-    kind: str  # "output", "grad_output", "grad" or "parameter"
-    step: int  # steps of the optimizer before it
-    call: int  # which call of the module it belongs to, from 0
-    part: int  # which tensor of the module's output
-    order: int  # counts what was seen
-    line: int  # of the learner's code, 0 where it is not known
-    shape: tuple[int, ...]
-    dtype: str
-    type: str  # class of the module; of the optimizer for a parameter after its step
-    whole: Any = None
-    rows: Any = None
-    columns: Any = None
-    flat: Any = None
-    at: tuple[int, ...] = ()
-    mask: str = ""  # a digest of where a dropout put zeros
-    before: str = ""  # and of what it was given
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return matrix_of(self.shape, self.kind in ("grad", "parameter"))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is kept."""
-        return sum(a.nbytes for a in (self.whole, self.rows, self.columns, self.flat) if a is not None)
 
 
 @dataclass(frozen=True)
@@ -333,7 +283,9 @@ class RankResult:
     node: str = ""  # the node it ran on, of a world with `--nodes`
     dropped: tuple[Dropped, ...] = ()  # the oldest events in sum: a long run stays small
     memory: tuple[Memory, ...] = ()  # what it held over time, with `rankcell.memory` only
-    trace: tuple[Traced, ...] = ()  # what its model computed, with `rankcell.trace` only
+    trace: tuple[
+        Any, ...
+    ] = ()  # what its model computed, with `rankcell.trace` only: `compare.traced.Traced`
     mismatch: Mismatch | None = None  # a call that did not match, also if the program caught the error
     order: tuple[tuple[int, int], ...] = ()
 

@@ -17,7 +17,7 @@
                      execute    source -> value;  report  exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
                      record     every communication as an  operation;  streams  when a GPU is through with it;
-                                spans, meter, trace, follow  on request
+                                spans, meter  on request; other parts observe through `Recorder.trace` and `Task.around`
 
 Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
 CONTRIBUTING.md follows one cell and one event through these files.

@@ -18,7 +18,6 @@ from ..results import (
     Mismatch,
     NotSent,
     RankFailure,
-    Traced,
 )
 
 LEAVES = "destroy_process_group"  # what a rank stands in that has called it, where it waits for the others
@@ -64,7 +63,9 @@ class Task:
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
     values: bool = False
-    follow: bool = False  # trace the models that the cell calls
+    around: str = (
+        ""  # "module:name" of a context manager that is given the recorder, and the cell runs inside
+    )
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
 
 
@@ -122,7 +123,7 @@ class Outcome:
     wire: tuple[Connection, ...] | None = None
     names: tuple[str, ...] = ()
     memory: tuple[Memory, ...] = ()
-    trace: tuple[Traced, ...] = ()
+    trace: tuple[Any, ...] = ()
     order: tuple[tuple[int, int], ...] = ()  # bytes of stderr, and of stdout, written when they took turns
     notes: tuple[str, ...] = ()  # what the learner should know, although nothing failed
 

@@ -21,7 +21,14 @@ MAX_VALUES = 64  # numbers kept per tensor with `--values`
 HELD_UP = 1.0  # seconds after which a call that should only begin something is taken to stand still
 _KEEPS = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _TORCH = f"{Path(torch.__file__).parent}/"
-_LIBRARY = (_TORCH, "/rankcell/engine/", "/rankcell/jobs/", "/rankcell/rehearsal/", "<frozen")
+_LIBRARY = (
+    _TORCH,
+    "/rankcell/engine/",
+    "/rankcell/compare/",
+    "/rankcell/jobs/",
+    "/rankcell/rehearsal/",
+    "<frozen",
+)
 
 
 class Operation:

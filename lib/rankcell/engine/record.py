@@ -25,9 +25,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..results import Call, Dropped, Event, Memory, Traced, Watched
+from ..results import Call, Dropped, Event, Memory, Watched
 from . import spans, streams
-from .follow import Follow
 from .match import Board, Matcher, Signature, StoreBoard
 from .messages import Wait
 from .meter import Meter
@@ -44,7 +43,6 @@ from .operation import (
     queued,
     ranks_of,
 )
-from .trace import Trace
 
 MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; of older ones only a summary is kept
 MAX_WAITS = 64  # operations in a device's queues of which the notebook is told: the first ones say it all
@@ -152,7 +150,7 @@ class Recorder:
         self._spans: deque[Event] = deque()
         self.memory: tuple[Memory, ...] = ()  # what was measured in this cell
         self._meters: list[Meter] = []  # those that measure now
-        self.trace: tuple[Traced, ...] = ()  # what was traced in this cell
+        self.trace: tuple[Any, ...] = ()  # what observers of models add in this cell: it goes with the result
         self._array: torch.Tensor | None = None  # that `watch` looks at
         self._watching: Operation | None = None  # the last operation seen by it
         self._by_work: dict[int, Operation] = {}
@@ -358,26 +356,6 @@ class Recorder:
             if meter in self._meters:
                 self._meters.remove(meter)
             self.memory += meter.samples
-
-    @contextlib.contextmanager
-    def traced(self, model: Any, optimizer: Any = None) -> Iterator[Trace]:
-        """Trace what `model` computes while the block runs, and send it with the cell's result, also if it fails."""
-        trace = Trace(model, optimizer, whole=False)
-        try:
-            with trace:
-                yield trace
-        finally:
-            self.trace += tuple(trace.entries)
-
-    @contextlib.contextmanager
-    def follow(self) -> Iterator[None]:
-        """Trace whatever models are called while the block runs, and keep what they are given."""
-        followed = Follow()
-        try:
-            with followed:
-                yield
-        finally:
-            self.trace += tuple(followed.entries)
 
     @contextlib.contextmanager
     def watch(self, array: torch.Tensor) -> Iterator[None]:

@@ -5,6 +5,7 @@ exception of the learner's is caught in `run`, to report it.
 """
 
 import builtins
+import importlib
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 import types
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import cloudpickle
@@ -300,8 +301,13 @@ class Rank:
             function, args, kwargs = call
             self._lend_names(function)
             return function(*args, **kwargs)
-        with self.recorder.follow() if task.follow else nullcontext():
+        with self._around(task.around):
             return execute(task.source, task.filename, self.names)
+
+    def _around(self, name: str) -> AbstractContextManager[Any]:
+        """What the cell runs inside: other parts put their observers there."""
+        module, _, found = name.partition(":")
+        return getattr(importlib.import_module(module), found)(self.recorder) if name else nullcontext()
 
     def _lend_names(self, value: Any) -> None:
         """Let a function from the notebook use `rank`, `world_size`, `device`, `torch` and `dist` as a cell

@@ -203,7 +203,7 @@ class Ranks:
         pull: Sequence[str] = (),
         timeout: float | None = None,
         values: bool = False,
-        follow: bool = False,
+        around: str = "",
         filename: str = "<cell>",
         on_update: OnUpdate | None = None,
     ) -> Run:
@@ -218,7 +218,7 @@ class Ranks:
             timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes
                 progress.
             values: record the contents of every communication's tensors (their first 64 numbers).
-            follow: trace the models that are called, and what they are given.
+            around: "module:name" of a context manager inside which each rank runs the cell, given its recorder.
             on_update: called while the cell runs, with the run so far (its newest lines) and a line that says
                 what the ranks do.
 
@@ -246,7 +246,7 @@ class Ranks:
                 values,
                 filename,
                 cell=name,
-                follow=follow,
+                around=around,
                 forget_counts=forget,
             )
             self.cells += 1
@@ -553,7 +553,7 @@ def _task(
     filename: str,
     *,
     cell: str,
-    follow: bool,
+    around: str,
     forget_counts: bool,
 ) -> Task:
     source, call = "", b""
@@ -581,7 +581,7 @@ def _task(
         push=pushed,
         pull=tuple(pull),
         values=values,
-        follow=follow,
+        around=around,
         forget_counts=forget_counts,
     )
 

@@ -10,20 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from . import against as comparison
-from .errors import UserFacingError
-from .results import RankResult, Run, Traced
+from ..errors import UserFacingError
+from ..results import RankResult, Run
+from . import judge
+from .traced import Traced
 
 _INSTEAD = "Compare by hand: `with rankcell.trace(dense) as one: ...`, and `check.against(run, one)`."
 
 
-class NoTwin(UserFacingError, ValueError):
+class CannotReplay(UserFacingError, ValueError):
     """What the ranks did cannot be done again by one process on its own."""
 
 
 def against(run: Run, dense: Any) -> Run:
     """The run of a cell with `--against`, and with it what one process says of it."""
-    verdict = comparison.compare(run, trace(dense, run))
+    verdict = judge.compare(run, trace(dense, run))
     return replace(
         run, ranks=tuple(replace(r, trace=without_inputs(r.trace)) for r in run.ranks), against=verdict
     )
@@ -33,18 +34,18 @@ def trace(dense: Any, run: Run) -> Any:
     """The trace of `dense`, forward and backward, with what the models of the ranks were given together.
 
     Raises:
-        NoTwin: the cell called no model, or called it more than once, or was given what makes up no batch.
+        CannotReplay: the cell called no model, or called it more than once, or was given what makes up no batch.
     """
     import torch
 
-    from .engine.trace import Trace
+    from .trace import Trace
 
     ran = list(run.ran)
     calls = {r.rank: max((e.call for e in r.trace if e.kind == "input"), default=-1) + 1 for r in ran}
     if not any(calls.values()):
-        raise NoTwin("The cell called no module with parameters, so there is nothing to compare.")
+        raise CannotReplay("The cell called no module with parameters, so there is nothing to compare.")
     if any(count != 1 for count in calls.values()):
-        raise NoTwin(
+        raise CannotReplay(
             f"--against compares one forward and backward, and the ranks called their model "
             f"{sorted(calls.values())} times. {_INSTEAD}"
         )
@@ -82,7 +83,7 @@ def _joined(arrays: list[np.ndarray]) -> np.ndarray:
     if len(arrays) == 1:
         return arrays[0]
     if any(a.ndim == 0 or a.shape[1:] != arrays[0].shape[1:] for a in arrays):
-        raise NoTwin(
+        raise CannotReplay(
             f"The ranks gave their models tensors of shapes {[tuple(a.shape) for a in arrays]}, which are no samples "
             f"of one batch. {_INSTEAD}"
         )
@@ -115,7 +116,7 @@ def _gradient(part: int, output: Any, kinds: list[RankResult], ran: list[RankRes
             if len(dims) == 1 and all(array is not None for array in each):
                 whole = np.concatenate([array for array in each if array is not None], axis=dims[0])
     if whole.shape != tuple(output.shape):
-        raise NoTwin(
+        raise CannotReplay(
             f"The gradients that reached the ranks' outputs make up shape {whole.shape}, and one process has an "
             f"output of shape {tuple(output.shape)}. {_INSTEAD}"
         )

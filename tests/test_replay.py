@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rankcell import errors, twin
+from rankcell import errors
+from rankcell.compare import replay
 from rankcell.models import GPT
 
 
@@ -67,7 +68,7 @@ def test_a_cell_is_judged(dense, source, says):
     ],
 )
 def test_what_one_process_cannot_do_again(dense, source, says):
-    with pytest.raises(twin.NoTwin, match=says):
+    with pytest.raises(replay.CannotReplay, match=says):
         ranks(dense, source)
 
 

@@ -1,17 +1,19 @@
 """How the tensors of several ranks make up one: found from their numbers, without being told.
 
 `Reference` is the tensor of one process, a matrix of N rows and F columns; a `Piece` is what a rank has of it, as sums
-(see `results.Traced`). Every question has the same form: for which rows and columns of the reference, and which factor
+(see `traced.Traced`). Every question has the same form: for which rows and columns of the reference, and which factor
 k, do the sums of the piece come out? Several pieces that fit nowhere may still add up: they are partial sums. It knows
-no modules and no words; `against` does.
+no modules and no words; `judge` does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import combinations, product
 
 import numpy as np
+
+from .traced import NOT_FINITE, weights
 
 Map = np.ndarray  # indices into the reference's rows or columns
 
@@ -24,17 +26,6 @@ SLACK = (
 )
 EXACT = 1e-3  # the share of a limit by which rows may differ that were computed alike
 MOST_PAIRS = 1 << 23  # rows times rows that are compared at once
-NOT_FINITE = (
-    7e7,
-    5e7,
-    -5e7,
-)  # what stands for NaN, infinity and minus infinity, so that sums can be compared
-
-
-@cache
-def weights(n: int) -> np.ndarray:
-    """`(n, 2)` random numbers, the same for everybody."""
-    return np.random.Generator(np.random.PCG64(n)).standard_normal((n, 2))
 
 
 def typical(matrix: np.ndarray) -> float:

@@ -3,12 +3,13 @@
 Hooks look and change nothing, and are gone after the block. In the notebook's one process tensors are kept whole: they
 are what others are compared with. On a rank of a tensor of n rows and f columns 2 (n + f) numbers stay: its products
 with random vectors that everybody can make again. Sums of tensors, multiples and parts of them show in those products,
-so `against` finds from them how ranks share a tensor. This module compares nothing.
+so `layouts` finds from them how ranks share a tensor. This module compares nothing.
 """
 
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,9 +23,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ..layouts import NOT_FINITE, weights
-from ..results import Traced, matrix_of
-from .operation import kind_of
+from ..engine import current
+from ..engine.operation import kind_of
+from .traced import NOT_FINITE, Traced, matrix_of, weights
 
 LIMIT = 1 << 30  # bytes that one process keeps at most
 WHOLE = 4096  # numbers of a parameter that a rank sends as they are
@@ -276,6 +277,24 @@ class Trace:
         # a copy: what is computed in place afterwards must not change it
         whole = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
         return {"whole": whole.to("cpu", copy=True).numpy()}
+
+
+def of(model: Any, optimizer: Any = None) -> AbstractContextManager[Trace]:
+    """`rankcell.trace`: on a rank what is traced goes with the cell's result."""
+    return (
+        Trace(model, optimizer) if current.recorder is None else on_rank(current.recorder, model, optimizer)
+    )
+
+
+@contextmanager
+def on_rank(recorder: Any, model: Any, optimizer: Any = None) -> Iterator[Trace]:
+    """Trace `model` while the block runs; the entries go with the cell's result, also if it fails."""
+    trace = Trace(model, optimizer, whole=False)
+    try:
+        with trace:
+            yield trace
+    finally:
+        recorder.trace += tuple(trace.entries)
 
 
 def _sums(tensor: Tensor, of_parameter: bool) -> dict[str, Any]:

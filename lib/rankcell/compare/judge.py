@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UserFacingError
+from ..results import Run, name_ranks
 from . import layouts
-from .errors import UserFacingError
 from .layouts import Fit, Piece, Reference
-from .results import Run, Traced, name_ranks
+from .traced import NOT_FINITE, Traced
 
 NOISE = 0.1  # times the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -345,7 +346,7 @@ class _Judge:
         was = _matrix(old)
         if was.shape != reference.matrix.shape:
             return reference, list(pieces)
-        change = reference.matrix - np.nan_to_num(was, True, *layouts.NOT_FINITE)
+        change = reference.matrix - np.nan_to_num(was, True, *NOT_FINITE)
         rounding = layouts.ROUNDING.get(old[0].dtype, 0.0) * layouts.typical(was) / self.tolerance
         slack = None
         gradient = self.dense.get(("grad", name, step - 1, 0))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..results import Traced
 from .trace import Trace
+from .traced import Traced
 
 LIMIT = 64 << 20  # bytes of inputs and of gradients that travel to the notebook
 
@@ -20,7 +20,8 @@ LIMIT = 64 << 20  # bytes of inputs and of gradients that travel to the notebook
 class Follow:
     """While the block runs, traces each module with parameters that is called from outside of any other."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder  # of the rank: what is traced goes with the cell's result
         self.entries: list[Traced] = []
         self._traces: list[Trace] = []
         self._roots: dict[int, int] = {}  # module -> its calls so far
@@ -41,6 +42,7 @@ class Follow:
         self._stack.__exit__(kind, error, traceback)
         for trace in self._traces:
             self.entries += trace.entries
+        self._recorder.trace += tuple(self.entries)
 
     def _called(self, module: nn.Module, given: tuple) -> None:
         if torch._C._current_graph_task_id() != -1:

@@ -1,0 +1,11 @@
+"""Which tensor of a parallel run went wrong first: what several ranks computed, against what one process does.
+
+    traced      one tensor as it is kept: whole in one process, as a few sums on a rank
+    trace       hooks that keep what a model computes;  follow  the same for whatever models a cell calls
+    layouts     how the ranks' tensors make up one, found from their numbers
+    judge       which tensor is to blame;  wording  what is said of it
+    replay      one process does what the ranks did, for `%%ranks --against`
+
+On a rank a trace puts its entries into `recorder.trace`, and they come with the cell's result; the core knows no more
+of this part. It does not run anything on ranks, and it knows no strategy: layouts are found, not told.
+"""
