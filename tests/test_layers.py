@@ -20,7 +20,7 @@ jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/ma
     engine/operation engine/record engine/report engine/streams engine/system errors results
 rehearsal: costs errors planner results   exercises: cluster source
 progress: exercises   room: engine/system progress
-grade: check engine/forks engine/preload engine/system exercises results schedules source
+grade: check engine/system exercises results schedules source
 command: cluster doctor grade jobs planner room   simulate: results
 errors: results   against: errors layouts results
 twin: engine/trace errors results   check: against errors results
@@ -30,11 +30,11 @@ __init__: check draw engine/meter engine/trace engine/world errors magics result
 engine/messages: results   engine/devices: ./system errors
 engine/match: errors results   engine/diagnose: results SHARED   engine/host: SHARED
 engine/parts: results SHARED   engine/mailbox: ./host ./parts results SHARED
-engine/forks: errors SHARED   engine/local: ./forks errors rehearsal SHARED
-engine/nodes: errors SHARED   engine/agent: ./forks ./local errors SHARED
+engine/launch: ./preloaded ./worker errors SHARED   engine/local: ./launch errors rehearsal SHARED
+engine/nodes: errors SHARED   engine/agent: ./launch ./local errors SHARED
 engine/cell: ./diagnose ./mailbox ./parts errors results SHARED
 engine/verdict: ./cell errors results
-engine/world: ./cell ./devices ./forks ./host ./local ./mailbox ./nodes ./parts ./verdict errors results SHARED
+engine/world: ./cell ./devices ./host ./launch ./local ./mailbox ./nodes ./parts ./verdict errors results SHARED
 engine/meter: results   engine/operation: results SHARED
 engine/trace: ./operation layouts results   engine/follow: ./trace results
 engine/record: ./follow ./meter ./operation ./spans ./streams ./trace results SHARED
@@ -43,7 +43,7 @@ engine/groups: ./operation ./record errors SHARED
 engine/control: ./operation ./record ./worker SHARED
 engine/worker: ./control ./execute ./groups ./meter ./operation ./record ./report ./shell ./stdio errors rehearsal
     results source SHARED
-engine/preload: ./worker versions SHARED
+engine/preloaded: ./worker versions SHARED
 """
 SHARED = "./messages ./channel ./system ./match"
 

@@ -10,8 +10,6 @@ import contextlib
 import gc
 import os
 import re
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -210,17 +208,11 @@ class RankMagics(Magics):
 
     def _wait_for_torch(self, world_size: int) -> None:
         """The first world of a notebook has to wait until torch is imported: say so, as a slow disk takes a minute."""
-        live, begin = _Live(), time.monotonic()
+        live = _Live()
         what = f"starting {world_size} ranks: torch is being imported, once for all of this notebook"
-        here = threading.Thread(target=_import_torch, name="rankcell import", daemon=True)
-        here.start()  # as the fork server does: this process needs it for what the ranks send
         try:
             world.warm_up(lambda seconds: live.show("", "", f"{what} ({seconds:.0f} s)"))
-            while here.is_alive():
-                here.join(1.0)
-                live.show("", "", f"{what} ({time.monotonic() - begin:.0f} s)")
         finally:
-            here.join()
             live.end()
 
     def _tell(self, ranks: world.Ranks) -> None:

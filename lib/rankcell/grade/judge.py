@@ -8,11 +8,9 @@ modules of rankcell is put back before its checks run, but code that is written 
 
 import builtins
 import contextlib
-import gc
 import json
 import os
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +19,6 @@ from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 
 from .. import check, source
-from ..engine import forks, preload
 from ..results import Run
 from ..schedules import actions_of, idle_share
 
@@ -59,7 +56,6 @@ class _Heard:
 def run(order: Mapping[str, Any], pipe: int) -> None:
     """Judge the answer of `order`, tell it to `pipe`, and end the process."""
     process = os.getpid()
-    _start_ranks_from_here(pipe)
     heard = _Heard()
     sys.stdout = sys.stderr = heard  # type: ignore[assignment]
     HistoryManager.enabled = False  # type: ignore[assignment]
@@ -94,19 +90,6 @@ def run(order: Mapping[str, Any], pipe: int) -> None:
     measured = {} if error or skipped else _measured(order, runs, last)
     _tell(pipe, what="over", passed=not error, where=where, error=error, skipped=skipped, measured=measured)
     os._exit(0)
-
-
-def _start_ranks_from_here(pipe: int) -> None:
-    """Fork the process that ranks are forked from: torch is here already."""
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        os.close(pipe)
-        ours.close()
-        preload.main(theirs.detach())
-    theirs.close()
-    gc.enable()  # the process for ranks has switched it off
-    forks.server.adopt(pid, ours)
 
 
 def _error_of(shell: InteractiveShell, code: str) -> str:

@@ -64,8 +64,9 @@ def main(fd: int) -> None:
 
 
 def _import_everything() -> None:
-    """What lessons import, so that a fork has it: `preload` first, which prepares torch for being forked."""
-    from ..engine import preload  # noqa: F401 - sets what torch reads when it is imported
+    """What lessons import, so that a fork has it; with one thread, as a fork of a process with more is not safe."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
+    import torch.distributed  # noqa: F401
 
     for package in ("draw", "parallel", "planner"):
         module = importlib.import_module(f"rankcell.{package}")
