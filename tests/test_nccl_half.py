@@ -13,7 +13,7 @@ import pytest
 import nccl_stand_in
 import rankcell
 from rankcell import Deadlock
-from rankcell.engine import devices, forks
+from rankcell.engine import devices, launch
 from rankcell.errors import RanksInterrupted
 from test_failures import HANGS, fails, works
 
@@ -27,13 +27,11 @@ def four(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANKCELL_STAND_IN", str(folder / "meet"))
         patch.setattr(sys, "path", [*sys.path, nccl_stand_in.install(folder)])
-        patch.setattr(forks, "server", forks.ForkServer())
+        patch.setattr(launch, "server", launch.forkserver.ForkServer())
         patch.setattr(devices, "choose", lambda *_: devices.Choice("cpu", nccl_stand_in.NAME, "a stand-in"))
-        try:
-            with rankcell.Ranks(4) as ranks:
-                yield ranks
-        finally:
-            forks.server.close()
+        with rankcell.Ranks(4) as ranks:
+            yield ranks
+        launch.server._stop()
 
 
 def test_send_first_is_found_between_connected_pairs(four):

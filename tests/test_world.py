@@ -1,10 +1,13 @@
 """Ranks are real processes with names that persist; what they say and return comes back by rank."""
 
+import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 
 import rankcell
 from rankcell import errors
-from rankcell.engine import forks, system
+from rankcell.engine import launch, system
 from rankcell.results import NotSent
 
 
@@ -144,12 +147,38 @@ def test_nothing_listens_beyond_this_machine(four):
     assert Path(four._host.address_for(0)).stat().st_mode & 0o077 == 0  # the store is no other user's
 
 
-def test_who_waits_for_torch_hears_each_second_of_it(monkeypatch):
-    """Of a process that ends before it has imported torch `fork` says what it said."""
-    waits, forking, heard = forks.ForkServer(), forks.ForkServer(), []
-    monkeypatch.setattr(forks, "_CODE", "import sys, time; time.sleep(1.5); sys.exit('no torch here')")
-    waits.wait(heard.append)
+def test_who_waits_for_torch_hears_each_second(monkeypatch):
+    """Of torch that cannot be imported the next start says why."""
+    heard = []
+    monkeypatch.setattr(launch, "server", launch.forkserver.ForkServer())
+    monkeypatch.setattr(
+        launch, "_start", lambda *_: time.sleep(1.5) or importlib.import_module("no_torch_here")
+    )
+    launch.wait(heard.append)
     assert heard and heard == sorted(heard) and heard[0] >= 1
-    with pytest.raises(errors.StartError, match=r"(?s)ended \(exit code 1\)\.\nno torch here"):
-        forking.fork([(None, [])])
-    waits.close(), forking.close()
+    with pytest.raises(
+        errors.StartError, match=r"cannot be imported \(No module named 'no_torch_here'\)\. Does"
+    ):
+        rankcell.Ranks(1)
+
+
+def test_spawn_starts_ranks_as_mp_spawn_does():
+    with rankcell.Ranks(2, start="spawn") as ranks:
+        assert ranks.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == [2.0, 2.0]
+        with pytest.raises(errors.RankError, match=r"rank 1 of 2 left with exit code 7 \(os._exit\)"):
+            ranks.run("import os\nif rank == 1: os._exit(7)\ndist.barrier()")
+        assert ranks.run("rank").values == [0, 1]
+    with pytest.raises(ValueError, match=r"take one of forkserver, spawn\.$"):
+        rankcell.Ranks(2, start="fork")
+
+
+def test_starting_ranks_leaves_multiprocessing_as_it_was(four):
+    """Also inside of ranks, where a worker is a fork and has the names of the cell."""
+    code = (
+        "import multiprocessing as mp\nmp.get_context('{0}').Pool(2).map(abs, [-1, 2]), mp.get_start_method()"
+    )
+    assert multiprocessing.get_start_method(allow_none=True) is None
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        assert not pool.apply(sys.modules.__contains__, ["torch"])  # it is not ours
+    for method in ("fork", "forkserver", "spawn"):
+        assert four.run(code.format(method), only=[0, 1]).values == [([1, 2], "fork")] * 2

@@ -12,8 +12,6 @@ import gc
 import inspect
 import os
 import re
-import threading
-import time
 import types
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -176,17 +174,11 @@ class RankMagics(Magics):
 
     def _wait_for_torch(self, world_size: int) -> None:
         """The first world of a notebook has to wait until torch is imported: say so, as a slow disk takes a minute."""
-        live, begin = _Live(), time.monotonic()
+        live = _Live()
         what = f"starting {_count(world_size)}: torch is being imported, once for all of this notebook"
-        here = threading.Thread(target=_import_torch, name="rankcell import", daemon=True)
-        here.start()  # as the fork server does: this process needs it for what the ranks send
         try:
             world.warm_up(lambda seconds: live.show("", "", f"{what} ({seconds:.0f} s)"))
-            while here.is_alive():
-                here.join(1.0)
-                live.show("", "", f"{what} ({time.monotonic() - begin:.0f} s)")
         finally:
-            here.join()
             live.end()
 
     def _keep(self, run: Run, options: Any) -> Run:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import errors
-from . import channel, forks, system
+from . import channel, launch, system
 from .local import Local, room
 from .messages import Clock, Ended, Hello, Order, Started
 
@@ -55,8 +55,8 @@ class Agent:
 
     def _pass_on(self) -> None:
         assert self.ranks is not None
-        for happening in self.ranks.pump(0.0):
-            self._talk.post(happening)
+        for event in self.ranks.pump(0.0):
+            self._talk.post(event)
 
     def _do(self, order: Order) -> None:
         if order.what == "world":
@@ -81,7 +81,7 @@ class Agent:
 def main(arguments: Sequence[str]) -> NoReturn:
     """The life of an agent: connect, serve, end all ranks."""
     told = json.loads(Path(arguments[0]).read_text())
-    forks.server.warm_up()  # imports torch in the background, while we connect
+    launch.warm_up()  # imports torch in the background, while we connect
     sock = _connect(told["addresses"], told["port"], bytes.fromhex(told["key"]))
     system.keep_alive(sock, reads_always=False)
     talk = channel.Channel(sock)

@@ -88,7 +88,7 @@ class Control:
         phase = rank.phase
         rank.stdio.flush_from_another_thread()
         return look(
-            rank.recorder, rank.birth.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident}
+            rank.recorder, rank.config.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident}
         )
 
     def threads(self, *, busy: bool) -> bool:

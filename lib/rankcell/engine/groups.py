@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..errors import GroupError
 from . import system
 from .match import Signature
-from .messages import LEAVES, Birth
+from .messages import LEAVES, StartRank
 from .operation import Operation, caller, clock, forget_groups
 from .record import Recorder
 
@@ -152,7 +152,7 @@ def _forget_meshes() -> None:
 class Groups(GroupCalls):
     """The default process group of one rank, and what the learner's code makes beside it."""
 
-    def __init__(self, birth: Birth, recorder: Recorder, say: Callable[[str], None]) -> None:
+    def __init__(self, birth: StartRank, recorder: Recorder, say: Callable[[str], None]) -> None:
         super().__init__(recorder, birth.rank, birth.world_size)
         self._birth, self._say = birth, say
         self.patience = PATIENCE if birth.enqueues else None

@@ -6,7 +6,7 @@ A host starts, feeds, hears and ends processes. It does not know what a cell is:
 from collections.abc import Sequence
 from typing import Protocol
 
-from .messages import Birth, Happening
+from .messages import HostEvent, StartRank
 
 
 class Host(Protocol):
@@ -17,7 +17,6 @@ class Host(Protocol):
         """Rank -> process id (on its node)."""
         ...
 
-    @property
     @property
     def notes(self) -> list[str]:
         """What the learner should know about this place."""
@@ -39,12 +38,12 @@ class Host(Protocol):
         """Seconds by which the clock of the rank's machine is ahead of ours."""
         ...
 
-    def start(self, births: Sequence[Birth]) -> None:
-        """Start a process for each of `births`; its `Ready` says that it has joined."""
+    def start(self, orders: Sequence[StartRank]) -> None:
+        """Start a process for each of `orders`; its `Ready` says that it has joined."""
         ...
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the main threads of `ranks`, without waiting. Of one that is gone, `Gone` tells."""
+        """Give a packed message to the main threads of `ranks`, without waiting."""
         ...
 
     def ask(self, ranks: Sequence[int], message: bytes) -> None:
@@ -52,14 +51,14 @@ class Host(Protocol):
         ...
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` at once; `Gone` follows."""
+        """End the processes of `ranks` at once; `ProcessExited` follows."""
         ...
 
     def end(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks`, and hear nothing of them any more."""
         ...
 
-    def pump(self, timeout: float) -> list[Happening]:
+    def pump(self, timeout: float) -> list[HostEvent]:
         """What has come from the ranks, after waiting at most `timeout` seconds for something."""
         ...
 

@@ -10,18 +10,17 @@ import os
 import selectors
 import shutil
 import signal
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from .. import errors
 from ..rehearsal.cluster import Cluster
-from . import forks, system
+from . import launch, system
 from .channel import Channel, pair
 from .match import Board
-from .messages import CRASHED, Answered, Birth, Gone, Happening, Output, Said
+from .messages import CRASHED, Answered, HostEvent, Output, ProcessExited, StartRank, WorkerMessage
 
 MEMORY_PER_RANK = 40 << 20  # bytes; measured: 20-60 MB (PSS) for an idle rank
 FILES_PER_RANK = 8  # descriptors that the notebook's process needs
@@ -32,16 +31,12 @@ def room() -> tuple[int, str]:
     """How many ranks this machine can hold, and the sentence that says why."""
     memory = system.available_memory()
     files = system.open_file_limit()
-    by_memory = memory // MEMORY_PER_RANK if memory is not None else MOST
+    by_memory = memory // MEMORY_PER_RANK
     by_files = max(0, files - 200) // FILES_PER_RANK
-    have = (
-        f"{memory / 2**30:.1f} GiB of memory are free"
-        if memory is not None
-        else "how much is free is unknown"
-    )
     most = min(by_memory, by_files, MOST)
     why = (
-        f"a rank takes about {MEMORY_PER_RANK >> 20} MiB and {FILES_PER_RANK} open files; {have}, and {files:,} "
+        f"a rank takes about {MEMORY_PER_RANK >> 20} MiB and {FILES_PER_RANK} open files; {memory / 2**30:.1f} "
+        f"GiB of memory are free, and {files:,} "
         f"files may be open. It has room for {most} ranks."
     )
     if by_files < by_memory:
@@ -54,17 +49,25 @@ class _Member:
     """What this process holds of one rank."""
 
     rank: int
-    pid: int
     work: Channel
     control: Channel
     stdout: int
     stderr: int
-    gone: bool = False
+    process: BaseProcess = field(init=False)
+    ended: bool = False
 
     @property
-    def listened(self) -> tuple[Channel | int, ...]:
-        """All that may have something to say."""
-        return self.work, self.control, self.stdout, self.stderr
+    def sources(self) -> dict[str, Channel | int]:
+        """All that may have something to say, by kind."""
+        pipes: dict[str, Channel | int] = {"out": self.stdout, "err": self.stderr}
+        return pipes | {"work": self.work, "control": self.control, "end": self.process.sentinel}
+
+    def close(self) -> None:
+        """Close our ends."""
+        self.work.close()
+        self.control.close()
+        os.close(self.stdout)
+        os.close(self.stderr)
 
 
 class Local:
@@ -74,6 +77,7 @@ class Local:
         world_size: ranks of the whole world, which share the memory that finds calls that do not match.
         backend: what the ranks talk over; "gloo" wants an interface.
         environment: what the ranks find in theirs beside this process's.
+        method: how their processes are started, one of `launch.METHODS`.
         interface: the network interface of gloo; the loopback by default.
 
     Raises:
@@ -85,10 +89,11 @@ class Local:
         world_size: int,
         backend: str,
         environment: Mapping[str, str] | None = None,
+        method: str = "forkserver",
         *,
         interface: str = system.LOOPBACK,
     ) -> None:
-        self._backend, self._interface = backend, interface
+        self._backend, self._interface, self._method = backend, interface, method
         self._environment = dict(environment or {})
         self._members: dict[int, _Member] = {}
         asked = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -101,12 +106,11 @@ class Local:
         self._folder = ""
         self.notes = [note] if note else []
         self._selector = selectors.DefaultSelector()
-        self._listen_to_server()
 
     @property
     def pids(self) -> dict[int, int]:
         """Rank -> process id."""
-        return {rank: m.pid for rank, m in self._members.items()}
+        return {rank: m.process.pid or 0 for rank, m in self._members.items()}
 
     def fileno(self) -> int:
         """A descriptor that is readable when a rank has something to say."""
@@ -123,11 +127,10 @@ class Local:
         """
         if not self._folder:
             try:
-                self._folder = tempfile.mkdtemp(prefix="rankcell-")
+                self._folder = launch.make_folder()
             except OSError as error:
                 raise _nothing_can_be_written(error) from None
-            forks.server.remove_at_end(self._folder)
-        Path(self._folder).mkdir(mode=0o700, exist_ok=True)
+        Path(self._folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._folder
 
     def reachable(self, rank: int) -> bool:
@@ -138,15 +141,15 @@ class Local:
         """Seconds by which the clock of the rank's machine is ahead of ours."""
         return 0.0
 
-    def start(self, births: Sequence[Birth]) -> None:
-        """Start a process for each of `births`; its `Ready` says that it has joined."""
+    def start(self, orders: Sequence[StartRank]) -> None:
+        """Start a process for each of `orders`; its `Ready` says that it has joined."""
         environment = {**os.environ, **self._environment}
         if self._backend == "gloo":
             environment.setdefault("GLOO_SOCKET_IFNAME", self._interface)
-        ours: list[_Member] = []
-        orders: list[tuple[Birth, list[int]]] = []
+        members: list[_Member] = []
+        asked: list[tuple[StartRank, list[int]]] = []
         try:
-            for birth in births:
+            for order in orders:
                 work, work_theirs = pair()
                 control, control_theirs = pair()
                 out_read, out_write = os.pipe()
@@ -154,13 +157,15 @@ class Local:
                 system.enlarge_pipe(out_read)
                 os.set_blocking(out_read, False)
                 os.set_blocking(err_read, False)
-                ours.append(_Member(birth.rank, 0, work, control, out_read, err_read))
+                members.append(_Member(order.rank, work, control, out_read, err_read))
                 theirs = [work_theirs.detach(), control_theirs.detach(), out_write, err_write]
-                orders.append((replace(birth, environment=environment), theirs))
-            pids = forks.server.fork([(birth, [*theirs, self._board]) for birth, theirs in orders])
+                asked.append((replace(order, environment=environment), theirs))
+            processes = launch.start(
+                [(order, [*theirs, self._board]) for order, theirs in asked], self._method
+            )
         except BaseException as error:
-            for member in ours:
-                self._forget(member)
+            for member in members:
+                member.close()
             if isinstance(error, OSError):
                 raise errors.StartError(
                     f"ranks could not be started: {error.strerror}. If files of this process are open by the "
@@ -168,24 +173,17 @@ class Local:
                 ) from None
             raise
         finally:
-            for _, theirs in orders:
+            for _, theirs in asked:
                 for fd in theirs:
                     os.close(fd)
-        self._listen_to_server()
-        for member, pid in zip(ours, pids, strict=True):
-            member.pid = pid
+        for member, process in zip(members, processes, strict=True):
+            member.process = process
             self._members[member.rank] = member
-            listened: tuple[tuple[Channel | int, str], ...] = (
-                (member.work, "work"),
-                (member.control, "control"),
-                (member.stdout, "out"),
-                (member.stderr, "err"),
-            )
-            for end, kind in listened:
-                self._selector.register(end, selectors.EVENT_READ, (member, kind))
+            for kind, source in member.sources.items():
+                self._selector.register(source, selectors.EVENT_READ, (member, kind))
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the main threads of `ranks`. Of one that is gone, `Gone` tells."""
+        """Give a packed message to the main threads of `ranks`. Of one that is gone, `ProcessExited` tells."""
         for rank in ranks:
             if rank in self._members:
                 self._post(self._members[rank], "work", message)
@@ -197,19 +195,18 @@ class Local:
                 self._post(self._members[rank], "control", message)
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` at once; `Gone` follows."""
-        forks.server.kill([self._members[rank].pid for rank in ranks if rank in self._members])
+        """End the processes of `ranks` at once; `ProcessExited` follows."""
+        for rank in ranks:
+            if rank in self._members:
+                launch.end(self._members[rank].process)
 
     def end(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks`, and hear nothing of them any more."""
         members = [self._members.pop(rank) for rank in ranks if rank in self._members]
-        forks.server.kill([m.pid for m in members if not m.gone])
+        for member in members:
+            launch.end(member.process)
         for member in members:
             self._forget(member)
-        deadline = time.monotonic() + 2.0
-        for member in members:
-            if not member.gone:
-                forks.server.exit_code(member.pid, wait=max(0.0, deadline - time.monotonic()))
 
     def stop(self) -> None:
         """End all ranks. Safe to call twice."""
@@ -220,84 +217,71 @@ class Local:
             self._selector.close()
             if self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
-                forks.server.forget_folder(self._folder)
 
     def forget_store(self, generation: int) -> None:
         """Remove the store of an older generation of process groups, which nobody reads any more."""
         with contextlib.suppress(FileNotFoundError):
             (Path(self._folder) / str(generation)).unlink()
 
-    def pump(self, timeout: float) -> list[Happening]:
+    def pump(self, timeout: float) -> list[HostEvent]:
         """What has come from the ranks, after waiting at most `timeout` seconds for something."""
-        found: list[Happening] = []
-        for key, ready in self._selector.select(timeout):
-            if key.data is None:
-                self._bury(found)
-                continue
+        found: list[HostEvent] = []
+        selected = self._selector.select(timeout)
+        for key, ready in selected:
             member: _Member = key.data[0]
             kind: str = key.data[1]
-            if self._members.get(member.rank) is not member or member.gone:
+            if self._members.get(member.rank) is not member or member.ended:
                 continue
             if ready & selectors.EVENT_WRITE:
                 self._push(member, kind)
             if not ready & selectors.EVENT_READ:
                 continue
-            if kind == "work":
+            if kind == "end":
+                self._exited(member, found)
+            elif kind == "work":
                 self._take_work(member, found)
             elif kind == "control":
                 try:
                     found += [Answered(member.rank, m) for m in member.control.poll_packed()]
                 except (EOFError, OSError):
-                    self._deaf(member.control)
+                    self._unregister(member.control)
             else:
                 self._read(member, kind, found, turns=16)  # then give the others a turn
+        if not selected:  # what a rank has forked may hold open all that would tell of its end
+            for member in list(self._members.values()):
+                if not member.ended and member.process.exitcode is not None:
+                    self._exited(member, found)
         return found
 
-    def _listen_to_server(self) -> None:
-        """Hear of ends also when a rank's own child holds its socket open; the server may be a new one."""
-        known = [key for key in self._selector.get_map().values() if key.data is None]
-        fd = forks.server.fileno()
-        if fd >= 0 and not (known and known[0].fd == fd):
-            for key in known:
-                self._selector.unregister(key.fd)
-            self._selector.register(fd, selectors.EVENT_READ, None)
-
-    def _bury(self, found: list[Happening]) -> None:
-        for member in list(self._members.values()):
-            if not member.gone and (code := forks.server.exit_code(member.pid)) is not None:
-                self._gone(member, code, found)
-        if forks.server.fileno() < 0:
-            for key in [key for key in self._selector.get_map().values() if key.data is None]:
-                self._selector.unregister(key.fd)
-
-    def _gone(self, member: _Member, code: int | None, found: list[Happening]) -> None:
+    def _exited(self, member: _Member, found: list[HostEvent]) -> None:
         """The process of a rank has ended: what it said before comes first."""
         with contextlib.suppress(EOFError, OSError):
             messages = member.work.poll_packed()
             self._drain(member, found)
-            found += [Said(member.rank, m) for m in messages]
+            found += [WorkerMessage(member.rank, m) for m in messages]
         self._drain(member, found)
-        member.gone = True
-        for fd in member.listened:
-            self._deaf(fd)
-        found.append(Gone(member.rank, how_it_ended(code)))
+        member.ended = True
+        launch.end(member.process)  # what it has left behind
+        for source in member.sources.values():
+            self._unregister(source)
+        member.process.join(10.0)  # on a busy machine the process that knows how it ended may be seconds late
+        found.append(ProcessExited(member.rank, how_it_ended(member.process.exitcode)))
 
-    def _take_work(self, member: _Member, found: list[Happening]) -> None:
+    def _take_work(self, member: _Member, found: list[HostEvent]) -> None:
         try:
             messages = member.work.poll_packed()
         except (EOFError, OSError):
-            # on a busy machine the process that knows how it ended may be seconds late
-            self._gone(member, forks.server.exit_code(member.pid, wait=10.0), found)
+            self._exited(member, found)
             return
         # what the rank wrote before its message already lies in the pipes
         self._drain(member, found)
-        found += [Said(member.rank, m) for m in messages]
+        found += [WorkerMessage(member.rank, m) for m in messages]
 
-    def _drain(self, member: _Member, found: list[Happening]) -> None:
+    def _drain(self, member: _Member, found: list[HostEvent]) -> None:
         self._read(member, "out", found)
         self._read(member, "err", found)
 
-    def _read(self, member: _Member, kind: str, found: list[Happening], *, turns: int = 64) -> None:
+    def _read(self, member: _Member, kind: str, found: list[HostEvent], *, turns: int = 64) -> None:
         """What lies in a pipe. A pipe holds 1 MiB at most, unless somebody goes on writing."""
         fd = member.stdout if kind == "out" else member.stderr
         for _ in range(turns):
@@ -306,13 +290,13 @@ class Local:
             except BlockingIOError:
                 return
             if not data:
-                self._deaf(fd)
+                self._unregister(fd)
                 return
             found.append(Output(member.rank, kind, data))
 
     def _post(self, member: _Member, kind: str, message: bytes) -> None:
         channel = member.work if kind == "work" else member.control
-        with contextlib.suppress(OSError, KeyError, ValueError):  # it is gone, as `Gone` will say
+        with contextlib.suppress(OSError, KeyError, ValueError):  # it is gone, as `ProcessExited` will say
             channel.post(message)
             if channel.unsent:  # it does not read: the rest goes when it does, and nobody waits for that
                 both = selectors.EVENT_READ | selectors.EVENT_WRITE
@@ -325,18 +309,18 @@ class Local:
             if not channel.unsent:
                 self._selector.modify(channel, selectors.EVENT_READ, (member, kind))
 
-    def _deaf(self, fd: Channel | int) -> None:
+    def _unregister(self, fd: Channel | int) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(fd)
 
     def _forget(self, member: _Member) -> None:
-        """Stop listening to a rank and close our ends."""
-        for fd in member.listened:
-            self._deaf(fd)
-        member.work.close()
-        member.control.close()
-        os.close(member.stdout)
-        os.close(member.stderr)
+        """Stop listening to a rank that is being ended, and give back what it took."""
+        for source in member.sources.values():
+            self._unregister(source)
+        member.close()
+        member.process.join(2.0)
+        with contextlib.suppress(ValueError):  # it does not end: the system holds it
+            member.process.close()
 
 
 class Rehearsing(Local):

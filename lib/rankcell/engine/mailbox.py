@@ -11,7 +11,18 @@ from typing import Any
 
 from ..results import RankFailure
 from .host import Host
-from .messages import Answer, Answered, Done, Failed, Gone, Output, Question, Ready, Said, Shown
+from .messages import (
+    Answer,
+    Answered,
+    Done,
+    Failed,
+    Output,
+    ProcessExited,
+    Question,
+    Ready,
+    Shown,
+    WorkerMessage,
+)
 from .parts import Part
 
 
@@ -30,19 +41,19 @@ class Mailbox:
 
     def pump(self, timeout: float) -> None:
         """Take in whatever has arrived, waiting at most `timeout` seconds for something."""
-        for happening in self.host.pump(timeout):
-            part = self.parts.get(happening.rank)
-            if isinstance(happening, Output):
+        for event in self.host.pump(timeout):
+            part = self.parts.get(event.rank)
+            if isinstance(event, Output):
                 if part is not None:
-                    (part.stdout if happening.stream == "out" else part.stderr).extend(happening.data)
-            elif isinstance(happening, Said):
-                self._take(happening.rank, part, pickle.loads(happening.message))
-            elif isinstance(happening, Answered):
-                answer: Answer = pickle.loads(happening.message)
+                    (part.stdout if event.stream == "out" else part.stderr).extend(event.data)
+            elif isinstance(event, WorkerMessage):
+                self._take(event.rank, part, pickle.loads(event.message))
+            elif isinstance(event, Answered):
+                answer: Answer = pickle.loads(event.message)
                 if answer.number in self._answers:
-                    self._answers[answer.number][happening.rank] = answer.value
-            elif isinstance(happening, Gone):
-                self.lose(happening.rank, happening.how)
+                    self._answers[answer.number][event.rank] = answer.value
+            elif isinstance(event, ProcessExited):
+                self.lose(event.rank, event.how)
 
     def _take(self, rank: int, part: Part | None, message: Ready | Failed | Shown | Done) -> None:
         if isinstance(message, Ready):

@@ -20,13 +20,16 @@ from ..results import (
     RankFailure,
 )
 
+FOLDER = (
+    "RANKCELL_FOLDER"  # in its environment the fork server finds what to remove when the notebook is gone
+)
 LEAVES = "destroy_process_group"  # what a rank stands in that has called it, where it waits for the others
 
 # --- to a rank's main thread ---
 
 
 @dataclass(frozen=True)
-class Birth:
+class StartRank:
     """What a rank must know to start."""
 
     rank: int
@@ -212,7 +215,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Said:
+class WorkerMessage:
     """A packed message of a rank's main thread."""
 
     rank: int
@@ -228,14 +231,14 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Gone:
+class ProcessExited:
     """The process of a rank has ended."""
 
     rank: int
     how: str  # in words, to follow "rank 2"
 
 
-Happening = Output | Said | Answered | Gone
+HostEvent = Output | WorkerMessage | Answered | ProcessExited
 CRASHED = 70  # exit code of a rank whose own code raised, not the learner's (EX_SOFTWARE of sysexits.h)
 
 # --- between the notebook and the agent of a node (nodes.py, agent.py) ---

@@ -30,7 +30,7 @@ from typing import Any
 
 from .. import errors
 from . import channel, system
-from .messages import Birth, Clock, Ended, Gone, Happening, Hello, Order, Started
+from .messages import Clock, Ended, Hello, HostEvent, Order, ProcessExited, Started, StartRank
 
 START_TIMEOUT = 120.0  # seconds for the agents to connect: Slurm may have to wait for the nodes
 CLOCKS_AGREE_FOR = 10.0  # seconds after which the clocks are compared anew
@@ -88,7 +88,7 @@ class Nodes:
         # ranks whose end was ordered: what they said before they ended is not heard any more
         self._ending: Counter[int] = Counter()
         self._pids: dict[int, int] = {}
-        self._lost: list[Happening] = []
+        self._lost: list[HostEvent] = []
         self._store: Any = None
         self.notes: list[str] = []
         self._compared = 0.0
@@ -144,14 +144,14 @@ class Nodes:
         for node in self._nodes:
             self._tell(node, Order("world", (world_size, backend, dict(environment))))
 
-    def start(self, births: Sequence[Birth]) -> None:
-        """Start a process for each of `births`; its `Ready` says that it has joined."""
-        for node, mine in self._by_node(births, key=lambda b: b.rank):
+    def start(self, orders: Sequence[StartRank]) -> None:
+        """Start a process for each of `orders`; its `Ready` says that it has joined."""
+        for node, mine in self._by_node(orders, key=lambda b: b.rank):
             node.starting = True
             self._tell(node, Order("start", (mine,)))
 
     def send(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the main threads of `ranks`. Of one that is gone, `Gone` tells."""
+        """Give a packed message to the main threads of `ranks`. Of one that is gone, `ProcessExited` tells."""
         for node, mine in self._by_node(ranks):
             node.told += len(message) * len(mine)
             self._tell(node, Order("send", (mine, message)))
@@ -162,7 +162,7 @@ class Nodes:
             self._tell(node, Order("ask", (mine, message)))
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` at once; `Gone` follows."""
+        """End the processes of `ranks` at once; `ProcessExited` follows."""
         for node, mine in self._by_node(ranks):
             self._tell(node, Order("kill", (mine,)))
 
@@ -173,9 +173,9 @@ class Nodes:
                 self._ending.update(mine)
                 self._tell(node, Order("end", (mine,)))
 
-    def pump(self, timeout: float) -> list[Happening]:
+    def pump(self, timeout: float) -> list[HostEvent]:
         """What has come from the ranks, after waiting at most `timeout` seconds for something."""
-        found: list[Happening] = []
+        found: list[HostEvent] = []
         for key, ready in self._selector.select(0.0 if self._lost else timeout):
             node = key.data
             try:
@@ -195,7 +195,7 @@ class Nodes:
         self._lost = []
         return found
 
-    def _take(self, node: _Node, message: Any, found: list[Happening]) -> None:
+    def _take(self, node: _Node, message: Any, found: list[HostEvent]) -> None:
         if isinstance(message, Clock):
             if message.asked == node.asked:
                 node.asked, node.taken = None, node.told_before
@@ -360,7 +360,9 @@ class Nodes:
         step = self._srun.returncode is not None
         how = "where the job step has ended" if step else "which no longer answers (switched off, or cut off)"
         first = self._nodes.index(node) * self._per_node
-        self._lost += [Gone(r, f"was on {node.name}, {how}") for r in range(first, first + self._per_node)]
+        self._lost += [
+            ProcessExited(r, f"was on {node.name}, {how}") for r in range(first, first + self._per_node)
+        ]
 
 
 def _check(world_size: int, nodes: int) -> int:

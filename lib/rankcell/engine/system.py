@@ -1,14 +1,15 @@
 """What only some operating systems offer, each behind one function with an honest fallback.
 
-Linux has /proc, prctl, larger pipes and per-thread CPU clocks. Elsewhere these functions answer None, an
-empty list or do nothing, and their callers say what they cannot know.
+Linux has /proc, prctl, larger pipes and per-thread CPU clocks. Elsewhere these functions answer None, an empty list or
+do nothing, and their callers say what they cannot know. What psutil tells of every system is asked from psutil.
 """
 
 import contextlib
 import ctypes
 import os
+import re
 import resource
-import selectors
+import select
 import signal
 import socket
 import struct
@@ -16,13 +17,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import psutil
 
 LINUX = sys.platform.startswith("linux")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _F_SETPIPE_SZ = 1031  # linux/fcntl.h
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 LOOPBACK = "lo" if LINUX else "lo0"
 
 
@@ -75,109 +77,43 @@ def shared_file(nbytes: int) -> tuple[int, str]:
 def process_memory(pid: int) -> int | None:
     """Bytes of memory of process `pid` (PSS: shared pages counted in parts); None where unknown."""
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
+        return getattr(psutil.Process(pid).memory_full_info(), "pss", None)
+    except psutil.Error:
         return None
-    return None
 
 
-def available_memory() -> int | None:
-    """Bytes of memory that new processes can have: the least of what the machine has free and of what the
-    cgroups and the Slurm job of this process still allow; None where unknown.
-    """
-    found = [
-        left
-        for left in (_memory_free(), _memory_left_in_cgroups(), _memory_left_in_job())
-        if left is not None
-    ]
-    return min(found, default=None)
+def available_memory() -> int:
+    """Bytes of memory that new processes can have: what is free, and what the cgroups of this process still allow."""
+    left = [psutil.virtual_memory().available]
+    for folder in _cgroups():
+        with contextlib.suppress(OSError, ValueError):  # there is no limit, or "max"
+            limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+            droppable = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+            left.append(max(0, limit - used + int(droppable[1] if droppable else 0)))  # pages of files can go
+    return min(left)
 
 
 def available_cores() -> int:
-    """How many processors this process may use: by its affinity, its cgroups and its Slurm job."""
+    """How many processors this process may use: by its affinity and its cgroups."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     for folder in _cgroups():
-        quota, period = _words(folder / "cpu.max", 2) or (
-            *(_words(folder / "cpu.cfs_quota_us", 1) or ("max",)),
-            *(_words(folder / "cpu.cfs_period_us", 1) or ("100000",)),
-        )
-        if quota.isdecimal():
-            cores = min(cores, int(quota) / int(period))
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            cores = min(cores, quota / period)
     return max(1, int(cores))
 
 
-def _memory_free() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
-
-
-def _memory_left_in_cgroups() -> int | None:
-    """What the limits of this process's cgroups leave; pages of files that can be dropped count as free."""
-    least = None
-    for folder in _cgroups():
-        limit = _words(folder / "memory.max", 1) or _words(folder / "memory.limit_in_bytes", 1)
-        used = _words(folder / "memory.current", 1) or _words(folder / "memory.usage_in_bytes", 1)
-        if not limit or not used or not limit[0].isdecimal() or int(limit[0]) >= 1 << 60:
-            continue
-        droppable = 0
-        with contextlib.suppress(OSError):
-            for line in (folder / "memory.stat").read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name in ("inactive_file", "total_inactive_file"):
-                    droppable = max(droppable, int(value))
-        left = max(0, int(limit[0]) - int(used[0]) + droppable)
-        least = left if least is None else min(least, left)
-    return least
-
-
-def _memory_left_in_job() -> int | None:
-    """What `sbatch --mem` gave to this node's part of the job, less what this process has taken already.
-
-    Slurm says it in the environment (man sbatch, OUTPUT ENVIRONMENT VARIABLES), and does not always enforce it.
-    """
-    whole = os.environ.get("SLURM_MEM_PER_NODE", "")
-    each, cores = os.environ.get("SLURM_MEM_PER_CPU", ""), os.environ.get("SLURM_CPUS_ON_NODE", "")
-    if whole.isdecimal():
-        limit = int(whole) << 20
-    elif each.isdecimal() and cores.isdecimal():
-        limit = int(each) * int(cores) << 20
-    else:
-        return None
-    return max(0, limit - (process_memory(os.getpid()) or 0)) if limit else None
-
-
 def _cgroups() -> list[Path]:
-    """The folders of this process's cgroups, with all that they lie in (Linux); empty elsewhere."""
-    found: list[Path] = []
+    """The folders of this process's cgroup (version 2), with all that it lies in (Linux); empty elsewhere."""
+    root = Path("/sys/fs/cgroup")
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        path = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
     except OSError:
-        return found
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for name in controllers.split(","):
-            root = Path("/sys/fs/cgroup") / name
-            # in a container the path may be that of the host: then the root is what is ours
-            folder = root / path.lstrip("/")
-            found += [f for f in (folder, *folder.parents) if f.is_relative_to(root) and f.is_dir()]
-    return list(dict.fromkeys(found))
-
-
-def _words(path: Path, count: int) -> tuple[str, ...] | None:
-    """The first `count` words of a small file; None if there are fewer, or it cannot be read."""
-    try:
-        words = path.read_text().split()
-    except OSError:
-        return None
-    return tuple(words[:count]) if len(words) >= count else None
+        return []
+    # in a container the path may be that of the host: then the root is what is ours
+    folder = root / path[1] if path else root
+    return [f for f in (folder, *folder.parents) if f.is_relative_to(root)]
 
 
 def open_file_limit() -> int:
@@ -211,12 +147,12 @@ def restore_memory_limits(limits: dict[int, tuple[int, int]]) -> None:
 
 
 def process_cpu_seconds(pid: int) -> float:
-    """CPU seconds that a process of this machine has used (Linux); 0 where unknown."""
+    """CPU seconds that a process of this machine has used; 0 where unknown."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
+        used = psutil.Process(pid).cpu_times()
+    except psutil.Error:
         return 0.0
+    return used.user + used.system
 
 
 def thread_cpu_seconds(ident: int) -> float | None:
@@ -266,26 +202,20 @@ def keep_alive(sock: socket.socket, *, reads_always: bool) -> None:
 
 
 def _interfaces() -> dict[str, str]:
-    """Network interface -> its IPv4 address (Linux); empty elsewhere."""
-    found: dict[str, str] = {}
-    if not LINUX:
-        return found
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(s, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no address
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+    """Network interface that is up -> its IPv4 address."""
+    up = psutil.net_if_stats()
+    return {
+        name: entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and name in up and up[name].isup
+    }
 
 
 def interface_problem(name: str | None) -> str:
     """Why gloo cannot talk over the network interface `name` (the loopback if None), or ""."""
     found = _interfaces()
-    if not LINUX or (name or LOOPBACK) in found:
+    if (name or LOOPBACK) in found:
         return ""
     have = ", ".join(found) or "none"
     if name is not None:
@@ -316,37 +246,30 @@ def interface_of(address: str) -> str | None:
     return next((name for name, a in _interfaces().items() if a == address), None)
 
 
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Inode and descriptor of every socket of this process (Linux)."""
+    for link in list(Path("/proc/self/fd").iterdir()) if LINUX else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = str(link.readlink())
+            if target.startswith("socket:["):
+                yield int(target[8:-1]), int(link.name)
+
+
 def tcp_connections() -> dict[int, int]:
     """Inode -> descriptor of every connected TCP socket of this process; empty where /proc is missing."""
     found: dict[int, int] = {}
-    if not LINUX:
-        return found
-    for link in list(Path("/proc/self/fd").iterdir()):
-        fd = int(link.name)
-        try:
-            target = str(link.readlink())
-            if not target.startswith("socket:["):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as s:
-                if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
-                    s.getpeername()
-                    found[int(target[8:-1])] = fd
-        except OSError:  # closed meanwhile, or not connected
-            continue
+    for number, fd in list(_sockets()):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:  # closed, or not connected
+            if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
+                s.getpeername()
+                found[number] = fd
     return found
 
 
 def held_elsewhere(sockets: Iterable[socket.socket]) -> set[int]:
-    """Inodes of the TCP connections for which this process has descriptors besides those of `sockets`."""
+    """Inodes of the connections for which this process has descriptors besides those of `sockets`."""
     ours = {s.fileno() for s in sockets}
-    found = set()
-    if LINUX:
-        for link in list(Path("/proc/self/fd").iterdir()):
-            with contextlib.suppress(OSError):
-                target = str(link.readlink())
-                if int(link.name) not in ours and target.startswith("socket:["):
-                    found.add(int(target[8:-1]))
-    return found
+    return {number for number, fd in _sockets() if fd not in ours}
 
 
 def inode(s: socket.socket) -> int:
@@ -357,12 +280,10 @@ def inode(s: socket.socket) -> int:
 def duplicate(inodes: set[int]) -> list[socket.socket]:
     """Sockets of our own for those TCP connections of this process, to ask them and to shut them down."""
     found = []
-    for inode, fd in tcp_connections().items():
-        if inode in inodes:
-            try:
+    for number, fd in tcp_connections().items():
+        if number in inodes:
+            with contextlib.suppress(OSError):  # closed meanwhile
                 found.append(socket.socket(fileno=os.dup(fd)))
-            except OSError:  # closed meanwhile
-                continue
     return found
 
 
@@ -373,10 +294,8 @@ def shut_down(sockets: Iterable[socket.socket]) -> None:
     timeout do not free it at all.
     """
     for s in sockets:
-        try:
+        with contextlib.suppress(OSError):  # the other end was faster
             s.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end was faster
-            continue
 
 
 def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[str, str], tuple[int, int]] | None:
@@ -407,6 +326,4 @@ def _end(name: tuple[str, int]) -> str:
 
 def wait_readable(fd: int, timeout: float) -> bool:
     """Whether there is something to read at `fd`, after at most `timeout` seconds."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        return bool(selector.select(timeout))
+    return bool(select.select([fd], [], [], timeout)[0])

@@ -30,7 +30,7 @@ from .control import Control
 from .execute import execute
 from .groups import Groups
 from .match import Board
-from .messages import Birth, Done, Failed, Join, Outcome, Ready, Shown, Task
+from .messages import Done, Failed, Join, Outcome, Ready, Shown, StartRank, Task
 from .meter import Meter
 from .operation import caller, clock
 from .stdio import Stdio
@@ -49,18 +49,20 @@ def prepare() -> None:
     sys.displayhook = sys.__displayhook__
 
 
-def main(birth: Birth, work: int, control: int, stdout: int, stderr: int, board: int) -> None:
+def main(config: StartRank, work: int, control: int, stdout: int, stderr: int, board: int) -> None:
     """The life of a rank, in a fork of the process that imported torch, to the end of its channel."""
     system.die_with_parent()
     os.setpgid(0, 0)  # what a cell starts is in this group, and ends with it
-    Rank(birth, Channel(socket.socket(fileno=work)), control, Stdio(stdout, stderr), board).serve()
+    Rank(config, Channel(socket.socket(fileno=work)), control, Stdio(stdout, stderr), board).serve()
 
 
 class Rank:
     """One rank: its names, its process groups, its two channels."""
 
-    def __init__(self, birth: Birth, work: Channel, control_fd: int, stdio: Stdio, board_fd: int) -> None:
-        self.birth = birth
+    def __init__(
+        self, config: StartRank, work: Channel, control_fd: int, stdio: Stdio, board_fd: int
+    ) -> None:
+        self.config = config
         self.work = work
         self.stdio = stdio
         self.running = False
@@ -84,15 +86,15 @@ class Rank:
 
     def _meet_others(self, control_fd: int, board_fd: int) -> None:
         """Make what the notebook and the other ranks are met with: recorder, groups, control thread."""
-        birth, self.recorder = self.birth, self.shell.recorder
-        if birth.on:  # nobody else is there
-            self.recorder.belong(birth.rank, None, enqueues=frozenset())
+        config, self.recorder = self.config, self.shell.recorder
+        if config.on:  # nobody else is there
+            self.recorder.belong(config.rank, None, enqueues=frozenset())
             self._set_stage()
         else:
-            board = Board(board_fd, birth.rank, birth.world_size)
-            self.recorder.belong(birth.rank, board, enqueues=birth.enqueues)
+            board = Board(board_fd, config.rank, config.world_size)
+            self.recorder.belong(config.rank, board, enqueues=config.enqueues)
         os.close(board_fd)
-        self.groups = Groups(birth, self.recorder, self._notes.append)
+        self.groups = Groups(config, self.recorder, self._notes.append)
         self.control = Control(self, Channel(socket.socket(fileno=control_fd)))
 
     def _set_stage(self) -> None:
@@ -100,34 +102,34 @@ class Rank:
         from ..rehearsal.cluster import Cluster
         from ..rehearsal.stage import Rehearsal
 
-        self.stage = Rehearsal(Cluster.parse(self.birth.on, self.birth.world_size), self.recorder, caller)
+        self.stage = Rehearsal(Cluster.parse(self.config.on, self.config.world_size), self.recorder, caller)
         self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
 
     def _set_up_environment(self) -> None:
-        settle(self.birth)
+        settle(self.config)
         torch.set_num_threads(1)
         self._take_signals()
-        threading.current_thread().name = f"rank {self.birth.rank}"
+        threading.current_thread().name = f"rank {self.config.rank}"
 
     def _take_signals(self) -> None:
         signal.signal(signal.SIGINT, self._on_interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _first_names(self) -> dict[str, Any]:
-        birth = self.birth
-        if birth.device == "cuda":
-            torch.cuda.set_device(birth.local_rank % torch.cuda.device_count())
+        config = self.config
+        if config.device == "cuda":
+            torch.cuda.set_device(config.local_rank % torch.cuda.device_count())
             device = torch.device("cuda", torch.cuda.current_device())
-            if birth.memory_fraction is not None:
-                torch.cuda.set_per_process_memory_fraction(birth.memory_fraction)
+            if config.memory_fraction is not None:
+                torch.cuda.set_per_process_memory_fraction(config.memory_fraction)
         else:
             device = torch.device("cpu")
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         names = module.__dict__
         names.update(
-            rank=birth.rank,
-            world_size=birth.world_size,
+            rank=config.rank,
+            world_size=config.world_size,
             device=device,
             torch=torch,
             dist=dist,
@@ -145,7 +147,7 @@ class Rank:
         """Answer the notebook until it is gone."""
         self.groups.install()
         self.control.thread.start()
-        self._join(self.birth.generation)
+        self._join(self.config.generation)
         self.phase = "idle"
         while True:
             try:
@@ -276,7 +278,7 @@ class Rank:
         for name, ours in self._lent.items():
             if name not in self.names:
                 self.names[name] = ours  # `del rank`, or `%reset`
-        for name, ours in (("rank", self.birth.rank), ("world_size", self.birth.world_size)):
+        for name, ours in (("rank", self.config.rank), ("world_size", self.config.world_size)):
             given = self.names[name]
             if type(given) is not int or given != ours:
                 self.names[name] = ours
@@ -357,25 +359,25 @@ class Rank:
             raise KeyboardInterrupt
 
 
-def settle(birth: Birth) -> None:
+def settle(config: StartRank) -> None:
     """Give the process the environment, the folder and the import path of a rank, and what stands in for a terminal."""
     os.environ.clear()
-    os.environ.update(birth.environment)
-    address = "127.0.0.1" if birth.store.startswith("/") else birth.store.rpartition(":")[0]
+    os.environ.update(config.environment)
+    address = "127.0.0.1" if config.store.startswith("/") else config.store.rpartition(":")[0]
     os.environ.update(
-        RANK=str(birth.rank),
-        WORLD_SIZE=str(birth.world_size),
-        LOCAL_RANK=str(birth.local_rank),
-        LOCAL_WORLD_SIZE=str(birth.local_world_size),
+        RANK=str(config.rank),
+        WORLD_SIZE=str(config.world_size),
+        LOCAL_RANK=str(config.local_rank),
+        LOCAL_WORLD_SIZE=str(config.local_world_size),
         MASTER_ADDR=address,
-        MASTER_PORT=str(birth.port),
+        MASTER_PORT=str(config.port),
     )
-    if birth.device == "cpu":
+    if config.device == "cpu":
         # where no device is named torch takes a GPU that it sees: in fully_shard, in a mesh
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if os.path.isdir(birth.folder):  # noqa: PTH112
-        os.chdir(birth.folder)
-    sys.path[:] = list(birth.path)
+    if os.path.isdir(config.folder):  # noqa: PTH112
+        os.chdir(config.folder)
+    sys.path[:] = list(config.path)
     sys.argv = [""]
     _replace_what_needs_a_terminal()
 

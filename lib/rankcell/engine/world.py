@@ -20,12 +20,12 @@ import cloudpickle
 
 from .. import errors
 from ..results import Run, name_ranks
-from . import devices, forks, system
+from . import devices, launch, system
 from .cell import Cell, Ending, OnUpdate, World, deferred_interrupt
 from .host import Host
 from .local import Local, Rehearsing, room
 from .mailbox import Mailbox
-from .messages import Birth, Join, Task
+from .messages import Join, StartRank, Task
 from .nodes import Nodes
 from .parts import Part
 from .verdict import conclude
@@ -49,6 +49,7 @@ class Ranks:
             have a GPU of its own, else cpu. `devices.choose` says which backend that means.
         nodes: spread the ranks over so many nodes of the Slurm allocation that this process runs in, in
             blocks of equal size; None: all on this machine.
+        start: how the processes are started: "forkserver", or "spawn", as `torch.multiprocessing.spawn` does it.
         on: a cluster such as "128xh100x8": one rank, `as_rank`, rehearses a job of `world_size` ranks there,
             without the others and without computing.
 
@@ -63,13 +64,18 @@ class Ranks:
         *,
         device: str = "auto",
         nodes: int | None = None,
+        start: str = "forkserver",
         on: str = "",
         as_rank: int = 0,
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
+        if start not in launch.METHODS:
+            raise ValueError(
+                f"start={start!r} is no way to start ranks: take one of {', '.join(launch.METHODS)}."
+            )
         self.world_size = world_size
-        self.nodes = nodes
+        self.nodes, self._method = nodes, start
         self.here: Sequence[int] = range(world_size)  # the ranks that are processes
         self._on = on
         self._host: Host
@@ -314,7 +320,7 @@ class Ranks:
             self._choice = replace(self._choice, better=f"{problem}. {self._choice.better}")
         # what the learner has set himself stays
         environment = {k: v for k, v in self._choice.environment.items() if k not in os.environ}
-        return Local(self.world_size, self.backend, environment | self._mps.environment)
+        return Local(self.world_size, self.backend, environment | self._mps.environment, self._method)
 
     def _do_with_less(self, error: errors.StartError) -> None:
         """Ranks that share a GPU could not be started with the best choice: take the next one, and say so."""
@@ -338,13 +344,13 @@ class Ranks:
             folder = os.getcwd()  # noqa: PTH109
         except FileNotFoundError:  # it was removed
             folder = ""
-        births = []
+        orders = []
         for rank in ranks:
             self._mailbox.joined[rank] = -1
             self._mailbox.problems.pop(rank, None)
             local_rank, per_node, node = self._host.place_of(rank)
-            births.append(
-                Birth(
+            orders.append(
+                StartRank(
                     rank=rank,
                     world_size=self.world_size,
                     device=self.device,
@@ -362,7 +368,7 @@ class Ranks:
                 )
             )
         self._mailbox.parts = {r: Part(runs=False) for r in range(self.world_size)}
-        self._host.start(births)
+        self._host.start(orders)
 
     def _await_ready(self, ranks: Sequence[int], timeout: float) -> None:
         """Wait until `ranks` have joined the process group of this generation."""
@@ -538,9 +544,9 @@ def warm_up(on_wait: Callable[[float], None] | None = None) -> None:
     second how many seconds that has taken so far.
     """
     if on_wait is None:
-        forks.server.warm_up()
+        launch.warm_up()
     else:
-        forks.server.wait(on_wait)
+        launch.wait(on_wait)
 
 
 def _task(

@@ -1,0 +1,242 @@
+"""Starts ranks, by `torch.multiprocessing.start_processes`, and ends them with all that they have started.
+
+With the start method "forkserver" a rank is a fork of a process that has imported torch (`preloaded.py`), which takes
+milliseconds; "spawn" is what `torch.multiprocessing.spawn` does: each rank is a new Python that imports torch itself.
+
+The fork server is an object of the standard library's own class, beside the one that `multiprocessing` keeps for
+everybody: the learner's own use of `multiprocessing`, whichever start method, neither disturbs it nor inherits
+anything from it. Private reaches into the standard library: `start_processes` asks the module
+`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`_ours`), and
+the "alive" descriptor is closed in ranks and in forks of the notebook, as it would keep the server up (`_let_go`).
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, reduction
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import errors
+from .messages import CRASHED, FOLDER, StartRank
+
+METHODS = ("forkserver", "spawn")
+server = forkserver.ForkServer()
+_lock = threading.RLock()
+_folder = ""  # only this user can enter it; each world has a folder of its own in there
+
+
+def warm_up() -> None:
+    """Start the fork server, if it does not run; it imports torch while the notebook goes on."""
+    with _lock, _undisturbed():
+        server.set_forkserver_preload(["rankcell.engine.preloaded"])
+        with _environment():
+            server.ensure_running()
+
+
+def wait(on_wait: Callable[[float], None]) -> None:
+    """Return when torch is imported here and in the fork server, or cannot be, which `start` explains.
+
+    `on_wait` hears each second how many seconds that has taken so far.
+    """
+    warm_up()
+    began, done = time.monotonic(), threading.Event()
+
+    def first() -> None:
+        try:
+            _start(_nothing, (), "forkserver").join()  # the server answers when it has imported torch
+        except Exception:  # noqa: BLE001 - `start` fails in the same way, and says so
+            return
+        finally:
+            done.set()
+
+    threading.Thread(target=first, daemon=True).start()
+    while not done.wait(1.0):
+        on_wait(time.monotonic() - began)
+
+
+def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> list[BaseProcess]:
+    """Start a rank for each order, which gets copies of the descriptors beside it.
+
+    Raises:
+        StartError: torch cannot be imported, or the system gives no more processes.
+    """
+    started: list[BaseProcess] = []
+    try:
+        for order, descriptors in orders:
+            started.append(_start(run_rank, (order, *map(_Descriptor, descriptors)), method))
+    except ImportError as error:
+        raise errors.StartError(
+            f"ranks could not be started: torch cannot be imported ({error}). Does `import torch` work in a fresh "
+            f"Python of this environment?"
+        ) from None
+    except (EOFError, ConnectionError, BlockingIOError, ChildProcessError) as error:
+        for process in started:
+            end(process)
+        raise errors.StartError(
+            f"the system gave {len(started)} of {len(orders)} processes ({type(error).__name__}): the limit of "
+            f"processes is reached (`ulimit -u`), or memory is. Start fewer ranks, or end other processes."
+        ) from None
+    except BaseException:
+        for process in started:
+            end(process)
+        raise
+    return started
+
+
+def end(process: BaseProcess) -> None:
+    """End a rank at once, and what it has started, also if it has ended itself."""
+    for kill in (os.killpg, os.kill):  # a rank that has just been started leads no process group yet
+        if kill is os.killpg or process.exitcode is None:
+            with contextlib.suppress(OSError):
+                kill(process.pid or 0, signal.SIGKILL)
+
+
+def make_folder() -> str:
+    """A new folder that only this user can enter, so that nobody else can take part in the ranks' rendezvous.
+
+    It is gone when this process is, in whatever way that ends.
+    """
+    return tempfile.mkdtemp(prefix="world-", dir=_parent_folder())
+
+
+def run_rank(_: int, order: StartRank, *descriptors: int) -> NoReturn:
+    """In the new process: be a rank until the notebook is gone, and never come back."""
+    _let_go(forkserver._forkserver)  # type: ignore[attr-defined]
+    from . import preloaded, worker  # noqa: F401 - only a spawned rank imports `preloaded` here
+
+    code = 0
+    try:
+        worker.main(order, *descriptors)
+    except SystemExit:
+        code = 1
+    except BaseException:  # noqa: BLE001 - told to the notebook, which reads it
+        traceback.print_exc()
+        code = CRASHED
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+class _Descriptor:
+    """A descriptor that travels to a process which is being started; there it is a number again."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _detach, (reduction.DupFd(self._fd),)
+
+
+def _detach(duplicate: Any) -> int:
+    return duplicate.detach()
+
+
+def _nothing(_: int) -> None:
+    """What the first process of a fork server does."""
+
+
+def _start(function: Callable[..., None], arguments: tuple[Any, ...], method: str) -> BaseProcess:
+    from torch.multiprocessing import start_processes
+
+    with _lock:
+        if method == "forkserver":
+            warm_up()
+        with _undisturbed(), _ours():
+            (process,) = start_processes(function, arguments, join=False, start_method=method).processes
+    return process
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[None]:
+    """Processes come from our fork server."""
+    theirs, forkserver.connect_to_new_process = (
+        forkserver.connect_to_new_process,
+        server.connect_to_new_process,
+    )
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = theirs
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """What `multiprocessing` looks at when it starts a process is not the learner's, and stays as the learner has it.
+
+    A new process would run the notebook's main module once more, which in a script without
+    `if __name__ == "__main__"` starts ranks; it wants to know the current folder, which may be removed; and it settles
+    the default start method.
+    """
+    main, method = sys.modules["__main__"], multiprocessing.get_start_method(allow_none=True)
+    removed = None if _here() else os.open(".", os.O_RDONLY)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    if removed is not None:
+        os.chdir("/")
+    try:
+        yield
+    finally:
+        if removed is not None:
+            os.fchdir(removed)
+            os.close(removed)
+        sys.modules["__main__"] = main
+        multiprocessing.set_start_method(method, force=True)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """What the fork server finds in its environment and in `sys.path`.
+
+    A file in the learner's folder that is called like a module of the standard library is for the ranks to import, not
+    for torch. The last entry is for a package of ours that lies in that folder only.
+    """
+    path, environment = list(sys.path), dict(os.environ)
+    sys.path[:] = [p for p in path if p and str(Path(p).absolute()) != _here()]
+    sys.path.append(str(Path(__file__).absolute().parents[2]))
+    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
+    with contextlib.suppress(OSError):  # nothing can be written: `make_folder` says so
+        os.environ[FOLDER] = _parent_folder()
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _here() -> str:
+    """The current folder; "" if it was removed."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return ""
+
+
+def _parent_folder() -> str:
+    global _folder
+    if not _folder:
+        _folder = tempfile.mkdtemp(prefix="rankcell-")
+        atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+    Path(_folder).mkdir(mode=0o700, exist_ok=True)  # it may have been cleaned away
+    return _folder
+
+
+def _let_go(known: forkserver.ForkServer) -> None:
+    """Forget a fork server that another process has started, and do not keep it up."""
+    if (fd := known._forkserver_alive_fd) is not None:  # type: ignore[attr-defined]
+        os.close(fd)
+        known._forkserver_alive_fd = known._forkserver_pid = None  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=lambda: _let_go(server))
