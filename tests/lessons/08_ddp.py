@@ -1,40 +1,34 @@
 """What the notebook 08_ddp says is right, and wrong answers to its exercises; tests/judge.py runs them."""
 
-# after: splits
-assert [row for mine in held for row in range(*mine["x"][0])] == list(range(8)), (
-    "every row of x is on one rank"
-)
-
 # after: numbers
+assert (round(sent / 1e9), held) == (49, 112e9), "7 billion: sent, and held: more than an H100 has"
 assert [costs.bytes_sent("all_reduce", 1, n) for n in (2, 8)] == [1, 1.75], "how often gradients are sent"
-assert [row[2:4] for row in rows][2] == ("49 GB", "112 GB"), (
-    "7 billion: sent, and held: more than an H100 has"
+
+# after: hand
+assert all(torch.equal(a, b) for of_rank in weights for a, b in zip(of_rank, weights[0], strict=True)), (
+    "to the last bit"
 )
 
-# after: local-gradients
-losses = [loss for loss, _ in before.values]
-assert len(set(losses)) == 4, "four ranks, four losses"
-whole_x, whole_y = models.regression(1024)
-whole = torch.nn.functional.mse_loss(models.MLP(6, 32, 3)(whole_x[:64]), whole_y[:64]).item()
-assert abs(sum(losses) / 4 - whole) < 1e-4, "their mean is the loss of all 64 samples"
+# after: hand
+# %%ranks 4 --push train,nothing,x,y
+from rankcell import models
 
-# after: average
-assert [e.op for e in run.ranks[0].events] == ["all_reduce"] * 4, "one all-reduce for each tensor"
-final = run.ranks[0].events[-1]
-assert (final.nbytes, costs.bytes_sent("all_reduce", final.nbytes, 4)) == (12, 18), (
-    "the bias, 12 bytes: 18 are sent"
-)
+moved = train(nothing, average, rank, world_size, device)[-1] - models.MLP(6, 32, 3, seed=rank, device=device).down.bias
+every = [torch.empty_like(moved) for _ in range(world_size)]
+dist.all_gather(every, moved.detach())
+assert all(torch.allclose(other, every[0], atol=1e-6) for other in every), "apart, all move by the same amounts"
 
-# after: one-process-bias
-biases, apart_biases = ([[bias for _, bias in h] for h in histories] for histories in (together, apart))
-assert all(b == biases[0] for b in biases), "the same bias on all ranks in every step"
-assert abs(biases[0][-1] - alone.down.bias[0].item()) < 1e-6, "the bias of one process"
-first, last = ([history[step][0] for history in together] for step in (0, -1))
-assert len({*first}) == len({*last}) == 4 and max(last) < min(first), "four losses, which fall"
-moved = [[bias - of_rank[0] for bias in of_rank] for of_rank in apart_biases]
-assert len({b[0] for b in apart_biases}) == 4, "apart, the four biases start apart"
-check.close_to(moved[1:], [moved[0]] * 3, atol=1e-6, name="apart, all move by the same amounts")
-assert sum(h[-1][0] for h in apart) > 2 * sum(last), "apart they end at more than twice the loss"
+# after: hand
+assert len({models.MLP(6, 32, 3, seed=r).down.bias[0].item() for r in range(4)}) == 4, "four models at the start"
+
+# after: no-average
+assert len({tuple(bias.tolist()) for bias in run.values}) == 4, "four models, and no error"
+
+# after: tokens-to-hide
+assert [round(0.4 * 989e12 / b, -1) for b in (450e9, 50e9, 12.5e9)] == [880, 7910, 31650], "as the cell prints"
+
+# after: real-number
+assert costs.bytes_sent("all_reduce", 2**34, 8) == 1.75 * 2**34 and abs(predicted / 62.6e-3 - 1.067) < 1e-3
 
 # after: bucket-sweep
 calls = [e.nbytes for e in sweep.ranks[0].events if e.op == "all_reduce"]
@@ -50,38 +44,10 @@ a, b = call
 check.close_to(predicted, {size: a * 2**24 / size + b * 2**24 for size in measured}, rtol=1e-9)
 check.close_to([predicted[size] for size in ends], [measured[size] for size in ends], rtol=1e-9)
 
-# after: bucket-strips
-order = ["last norm", "block 3", "block 2", "block 1", "block 0", "embeddings"]
-assert list(parts) == order and len(list(gpt.parameters())) == 68, "the last block comes first"
-ends = [sum(n for _, n in in_order[: i + 1]) for i in range(2)]
-two_blocks, three_blocks = (sum([*parts.values()][:n]) for n in (3, 4))
-assert two_blocks - parts["block 2"] < ends[0] < two_blocks < ends[1] < three_blocks, (
-    "where buckets 0 and 1 end"
+# after: overlap-timeline
+assert len([e for e in shown if e.op == "all_reduce" or e.op.startswith("backward ")]) == 4 * (8 + 4), (
+    "eight layers and four buckets on each rank"
 )
-
-# after: ex1-timeline
-assert len(mine) == 4 * (8 + 4), "eight layers and four buckets on each rank"
-
-# after: ten-steps
-again = gpt()  # the same ten steps, written out once more
-optimizer = torch.optim.AdamW(again.parameters(), lr=1e-3)
-for inputs, targets in models.batches(models.encode(models.text()), 10, size=16, length=16):
-    again.zero_grad()
-    models.cross_entropy(again(inputs), targets).backward()
-    optimizer.step()
-check.equals_dense(dense, [p.detach() for p in again.parameters()], atol=1e-9)
-
-# after: three-ways
-compared = check.against(run, one)
-assert {row.step for row in compared.rows} == {*range(11)}, "the start and ten steps"
-
-# after: clocked-table
-assert [calls[name] for name in list(steps)[:4]] == [0, 8, 1, 4], "all-reduces of a step"
-assert steps == {name: max(mine[name] for mine in fastest) for name in steps}, "of the slowest rank"
-buckets = [e.nbytes for e in events if e.op == "all_reduce" and last.start <= e.start < last.end]
-assert name == "torch" and max(buckets) < 2 * 2**22, "torch's buckets are of about 4 MiB, too"
-assert min(steps.values()) >= 4 * 0.08, "no step is faster than its backward"
-assert all(row[3] == format_seconds(steps[row[0]] - steps["no average"]) for row in rows), "beyond no average"
 
 # after: sampler
 a, b, c = epochs = list(run.values[0])
@@ -93,11 +59,6 @@ for e in epochs:
     order = [v[e][k] for k in range(3) for v in run.values]
     assert sorted(order[:10]) == list(range(10)) and order[10:] == order[:2], "ten, and the first two again"
 
-# after: cards
-for e in (a, c):
-    theirs = {f"rank {r}: {i}" for r, v in enumerate(run.values) for i in v[e]}
-    assert {name for name, _ in cuts[e]} == theirs, "each sample has the colour of its rank"
-
 # after: no-sync
 calls = [[e.op for e in of.ranks[0].events].count("all_reduce") for of in (every_time, once)]
 assert calls == [4, 1], "all-reduces without and with no_sync"
@@ -105,37 +66,6 @@ alone = models.MLP(6, 32, 3)
 torch.nn.functional.mse_loss(alone(x[:128]), y[:128]).backward()  # four ranks, 32 samples each
 for of in (every_time, once):
     check.equals_dense(of.values[0], alone.down.bias.grad, atol=1e-6)
-
-# after: crossings
-said = dict(zip(links, [2200, 2500, 19_800, 79_000], strict=True))
-check.close_to(tokens_to_hide, said, rtol=0.015, name="tokens per GPU, as the text says")
-check.close_to(
-    {name: 4096 * s / backward[4096] for name, s in sends.items()}, tokens_to_hide, name="the lines cross"
-)
-assert abs(0.4 * tokens_to_hide["1 NDR card"] - 7_900) < 79, "at 40 % of the peak, over one card"
-
-# after: hidden-share
-assert [len(layers), len(sent)] == [16, 16], "four layers and four buckets on each rank"
-seen = all_of_it = kept = 0  # the same the other way round: what is left after the backward
-for calls in zip(*([e for e in sent if e.rank == r] for r in range(4)), strict=True):
-    over = [max(s.end for s in layers if s.rank == e.rank) for e in calls]
-    begun = max(e.start for e in calls)
-    seen += sum(max(0.0, e.end - max(end, begun)) for e, end in zip(calls, over, strict=True))
-    all_of_it += sum(max(0.0, e.end - begun) for e in calls)
-    kept += any(e.end >= end for e, end in zip(calls, over, strict=True))
-assert abs(share - (1 - seen / all_of_it)) < 1e-6 and done == 4 - kept
-
-# after: speed-up
-for n, t in seconds[0].items():
-    assert t > 0.32 / n, "no step is faster than it computes"
-    assert abs(speedup[n] - seconds[0][1] / t) < 1e-9
-sizes = {
-    n: [e.nbytes for e in scaled.ranks[0].events if e.op == "all_reduce" and len(e.ranks) == n]
-    for n in (2, 4)
-}
-assert {n: sum(of) for n, of in sizes.items()} == {n: 4 * 2 * 4 * (1024 * 1024 + 1024) for n in (2, 4)}, (
-    "two layers"
-)
 
 # after: learning-rates
 none, slow, scaled = ([loss for _, loss in points] for points in curves.values())
@@ -167,7 +97,55 @@ for used, spare in found + static:
     assert spare is None, "the spare head gets no gradient"
     check.equals_dense(used, used_head.bias.grad, atol=1e-6)
 
-# wrong: ex1-solution: everything at the end: one call, after the backward | four all-reduces in a backward
+# wrong: hand: sums and does not divide | numbers differ
+# %%ranks 4 --push train,x,y --pull weights -o run
+def same_start(model):
+    for p in model.parameters():
+        dist.broadcast(p.detach(), src=0)
+
+
+def average(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+weights = train(same_start, average, rank, world_size, device)
+
+# wrong: hand: a seed, when the model is already there | all ranks start from rank 0's weights
+# %%ranks 4 --push train,x,y --pull weights -o run
+def same_start(model):
+    torch.manual_seed(0)
+
+
+def average(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world_size
+
+
+weights = train(same_start, average, rank, world_size, device)
+
+# right: hand: one broadcast and one all-reduce of all tensors laid side by side
+# %%ranks 4 --push train,x,y --pull weights -o run
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+
+def same_start(model):
+    flat = parameters_to_vector(model.parameters()).detach()
+    dist.broadcast(flat, src=0)
+    vector_to_parameters(flat, model.parameters())
+
+
+def average(model):
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.all_reduce(flat)
+    for p, mean in zip(model.parameters(), (flat / world_size).split([p.numel() for p in model.parameters()])):
+        p.grad = mean.view_as(p)
+
+
+weights = train(same_start, average, rank, world_size, device)
+
+# wrong: bucketer: everything at the end: one call, after the backward | four all-reduces in a backward
 # %%ranks 4
 def ready(self, p):
     self.complete.add(p)
@@ -179,7 +157,7 @@ def finish(self):
     for p, mean in zip(parameters, (flat / world_size).split([p.numel() for p in parameters]), strict=True):
         p.grad.copy_(mean.view_as(p))
 
-# wrong: ex1-solution: four buckets, but only after the backward | three buckets leave before the backward of layer 0
+# wrong: bucketer: four buckets, but only after the backward | three buckets leave before the backward of layer 0
 # %%ranks 4
 def ready(self, p):
     self.complete.add(p)
@@ -194,15 +172,17 @@ def finish(self):
             p.grad.copy_(mean.view_as(p))
     self.under_way, self.complete = [], set()
 
-# wrong: ex2-solution: forgets set_epoch: every epoch has the same order | the loop calls `set_epoch`
+# wrong: script: forgets set_epoch: every epoch has the same order | the loop calls `set_epoch`
 # %%ranks 4 -o run
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-model = DDP(MLP(6, 32, 3, seed=rank, device=device))
+x, y = x.to(device), y.to(device)
+
+model = DistributedDataParallel(MLP(6, 32, 3, seed=rank, device=device))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 sampler = DistributedSampler(TensorDataset(x, y))
-loader = DataLoader(sampler.dataset, batch_size=64, sampler=sampler)
-print(f"{len(loader)} batches of {loader.batch_size}")
+loader = DataLoader(sampler.dataset, batch_size=16, sampler=sampler)
 noted = []
 for epoch in range(3):
     for inputs, targets in loader:
@@ -212,15 +192,17 @@ for epoch in range(3):
     noted.append(model.module.down.bias[0].item())
 noted
 
-# wrong: ex2-solution: forgets zero_grad | the loop calls `zero_grad`
+# wrong: script: forgets zero_grad | the loop calls `zero_grad`
 # %%ranks 4 -o run
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-model = DDP(MLP(6, 32, 3, seed=rank, device=device))
+x, y = x.to(device), y.to(device)
+
+model = DistributedDataParallel(MLP(6, 32, 3, seed=rank, device=device))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 sampler = DistributedSampler(TensorDataset(x, y))
-loader = DataLoader(sampler.dataset, batch_size=64, sampler=sampler)
-print(f"{len(loader)} batches of {loader.batch_size}")
+loader = DataLoader(sampler.dataset, batch_size=16, sampler=sampler)
 noted = []
 for epoch in range(3):
     sampler.set_epoch(epoch)
@@ -230,28 +212,28 @@ for epoch in range(3):
     noted.append(model.module.down.bias[0].item())
 noted
 
-# wrong: ex3-solution: the mean of means | yours is the mean of the four means
+# wrong: uneven: the mean of means | yours is the mean of the four means
 # %%ranks 4 -o run
 mine = torch.arange(rank, 10, world_size)
-model = DDP(MLP(6, 32, 3, device=device))
+model = DistributedDataParallel(MLP(6, 32, 3, device=device))
 mse_loss(model(x[mine]), y[mine]).backward()
 len(mine), model.module.down.bias.grad
 
-# wrong: ex3-solution: every rank takes all ten, and the average changes nothing | 3, 3, 2 and 2 rows on the ranks
+# wrong: uneven: every rank takes all ten, and the average changes nothing | 3, 3, 2 and 2 rows on the ranks
 # %%ranks 4 -o run
 mine = torch.arange(10)
-model = DDP(MLP(6, 32, 3, device=device))
+model = DistributedDataParallel(MLP(6, 32, 3, device=device))
 mse_loss(model(x[mine]), y[mine]).backward()
 len(mine), model.module.down.bias.grad
 
-# wrong: ex3-solution: forgets the world size | DDP divides by the world size
+# wrong: uneven: forgets the world size | DDP divides by the world size
 # %%ranks 4 -o run
 mine = torch.arange(rank, 10, world_size)
-model = DDP(MLP(6, 32, 3, device=device))
+model = DistributedDataParallel(MLP(6, 32, 3, device=device))
 (mse_loss(model(x[mine]), y[mine]) * len(mine) / 10).backward()
 len(mine), model.module.down.bias.grad
 
-# wrong: ex4-solution: the first tensor is left out | four all-reduces in each of ten steps
+# wrong: bugs: the first tensor is left out | four all-reduces in each of ten steps
 # %%ranks 4 --pull weights,mine -o run
 model = MLP(6, 32, 3, device=device, dtype=torch.float64)
 parameters = list(model.parameters())
@@ -266,7 +248,7 @@ for step in range(10):
     optimizer.step()
 weights = [p.detach() for p in parameters]
 
-# wrong: ex4-solution: nobody zeroes the gradients | numbers differ
+# wrong: bugs: nobody zeroes the gradients | numbers differ
 # %%ranks 4 --pull weights,mine -o run
 model = MLP(6, 32, 3, device=device, dtype=torch.float64)
 parameters = list(model.parameters())
@@ -280,7 +262,7 @@ for step in range(10):
     optimizer.step()
 weights = [p.detach() for p in parameters]
 
-# wrong: ex5-solution: the mean of the ranks' means | the loss of 10 rows, by rank
+# wrong: held-out: the mean of the ranks' means | the loss of 10 rows, by rank
 # %%ranks 4
 def held_out(model, x, y):
     with torch.no_grad():
@@ -289,7 +271,7 @@ def held_out(model, x, y):
     dist.all_reduce(both)
     return (both[0] / both[1]).item()
 
-# wrong: ex5-solution: every rank gathers and computes all rows | each computed once
+# wrong: held-out: every rank gathers and computes all rows | each computed once
 # %%ranks 4
 def held_out(model, x, y):
     parts = [None] * world_size
@@ -298,7 +280,7 @@ def held_out(model, x, y):
     with torch.no_grad():
         return mse_loss(model(x), y).item()
 
-# wrong: ex6-solution: divides by four, and still never synchronizes | no rank started an all-reduce
+# wrong: accumulate: divides by four, and still never synchronizes | no rank started an all-reduce
 # %%ranks 4 --pull weights,sizes -o run
 model = DistributedDataParallel(MLP(6, 32, 3, seed=rank, device=device, dtype=torch.float64))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -315,7 +297,7 @@ for step in range(5):
         optimizer.step()
 weights = [p.detach() for p in model.parameters()]
 
-# wrong: ex6-solution: synchronizes all four parts | one all-reduce in each of five steps
+# wrong: accumulate: synchronizes all four parts | one all-reduce in each of five steps
 # %%ranks 4 --pull weights,sizes -o run
 model = DistributedDataParallel(MLP(6, 32, 3, seed=rank, device=device, dtype=torch.float64))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -330,7 +312,7 @@ for step in range(5):
         optimizer.step()
 weights = [p.detach() for p in model.parameters()]
 
-# right: ex5-solution: under inference mode, with squares of its own
+# right: held-out: under inference mode, with squares of its own
 # %%ranks 4
 @torch.inference_mode()
 def held_out(model, x, y):
@@ -339,15 +321,17 @@ def held_out(model, x, y):
     total, count = both.tolist()
     return total / count
 
-# right: ex2-solution: broadcasts and averages by hand
+# right: script: broadcasts and averages by hand
 # %%ranks 4 -o run
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
+
+x, y = x.to(device), y.to(device)
 
 model = MLP(6, 32, 3, seed=0, device=device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 sampler = DistributedSampler(TensorDataset(x, y))
-loader = DataLoader(sampler.dataset, batch_size=64, sampler=sampler)
-print(f"rank {rank}: {len(loader)} batches of size {loader.batch_size}")
+loader = DataLoader(sampler.dataset, batch_size=16, sampler=sampler)
 noted = []
 for epoch in range(3):
     sampler.set_epoch(epoch)
