@@ -61,6 +61,8 @@ sgd.state_dict() -> ShardedOptimizer saves no states: each rank has a part. Use 
 collects them.
 p.data = p.data.double(); p.grad = None; sgd.step() -> A parameter is no longer where ShardedOptimizer put it. Move or \
 cast the model first, then make the optimizer.
+checkpoint(FSDP(nn.Linear(4, 4)), ones(1, 4, requires_grad=True), use_reentrant=False).sum().backward() -> A \
+checkpoint around the whole of FSDP would compute it again inside of its backward. Put checkpoints inside of the module.
 
 tp.ColumnParallelLinear.from_linear(nn.Linear(4, 5)) -> 5 (output features of a column-parallel layer) cannot be \
 shared evenly by 4 ranks. Choose a multiple of 4, or a group whose size divides 5.

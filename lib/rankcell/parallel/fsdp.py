@@ -124,6 +124,11 @@ class FSDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
+        if _in_backward():
+            raise RuntimeError(
+                f"A checkpoint around the whole of {type(self).__name__} would compute it again inside of its "
+                f"backward. Put checkpoints inside of the module."
+            )
         self._will_finish = False  # a backward that raised did not finish
         for unit in self._all_units:
             unit.free(outdated=True)  # the optimizer may have changed the shards
