@@ -109,7 +109,7 @@ def test_weights_and_gradients_equal_one_process(four, two, size, name, dtype, c
         torch.testing.assert_close(found, values[0], atol=0, rtol=0)
 
 
-def test_parameters_and_buffers_start_as_those_of_rank_0(four):
+def test_all_start_with_the_state_of_rank_0(four):
     def start():
         rank = dist.get_rank()
         module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
@@ -168,7 +168,7 @@ def test_who_uses_a_parameter_may_differ(four):
     assert four.run(run).values == [expected] * 4
 
 
-def test_no_sync_sends_nothing_and_the_next_backward_the_sum(four):
+def test_backward_after_no_sync_averages_the_sum(four):
     def grads(how):
         model = DDP(Branches())
         with model.no_sync():
@@ -226,7 +226,7 @@ def test_buffers_are_rank_0_s_after_each_backward(four):
 # What it issues
 
 
-def test_issues_one_all_reduce_per_bucket_during_the_backward(four):
+def test_backward_issues_one_all_reduce_per_bucket(four):
     def step():
         torch.manual_seed(0)
         layers = [nn.Linear(64, 64, bias=False) for _ in range(6)]  # 16 KiB each
