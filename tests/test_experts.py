@@ -60,7 +60,7 @@ def token_by_token(m, x):
 
 
 @pytest.mark.parametrize(("k", "factor"), [(1, None), (2, None), (1, 1.0), (2, 0.75), (3, 0.5)])
-def test_the_mixture_is_what_it_says_token_by_token(k, factor):
+def test_mixture_equals_a_loop_over_tokens(k, factor):
     m, x = mixture(k=k, capacity_factor=factor), data(0, [23])[0][0].requires_grad_()
     plain, dropped, balance = token_by_token(m, x)
     inputs = [x, *m.parameters()]

@@ -198,7 +198,7 @@ def test_all_begin_as_rank_0(four):
         torch.testing.assert_close(state, values[0], rtol=0, atol=0)
 
 
-def test_a_model_on_the_meta_device_is_never_whole(four):
+def test_meta_model_is_never_whole(four):
     def run():
         make = lambda: nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])
         dense, x = models.initialise(make()), rows(0).float().repeat(1, 1, 6)[..., :32]
@@ -246,7 +246,7 @@ def watch(kind):
     return seen, after, shares
 
 
-def test_fsdp_holds_two_units_and_a_quarter_of_the_rest(four):
+def test_fsdp_holds_two_units_and_its_shards(four):
     for seen, after, shares in four.run(watch, args=(FSDP,)).values:
         for phase, i, whole, left in seen:
             ahead = i + 1 if phase == "forward" else i - 1

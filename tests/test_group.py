@@ -36,7 +36,7 @@ def test_tensors_of_one_dtype_travel_together(four):
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_a_norm_over_two_groups_is_that_of_one_process(four, max_norm):
+def test_norm_over_two_groups_equals_one_process(four, max_norm):
     """A vector of eight in four parts, over pairs and then across them; a number that all hold counts once."""
 
     def run(max_norm):

@@ -34,7 +34,7 @@ def parameters(model):
      (lambda **o: models.LlamaBlock(16, 4, 2, 24, **o), (1, 3, 16)),
      (lambda **o: models.SwiGLU(16, 24, **o), (1, 3, 16))],
 )  # fmt: skip
-def test_weights_depend_on_the_seed_and_their_name_only(build, shape):
+def test_weights_depend_on_seed_and_name_only(build, shape):
     part = build(dtype=torch.float64)
     again = models.initialise(build(dtype=torch.float64, seed=7))
     with torch.device("meta"):
@@ -49,7 +49,7 @@ def test_weights_depend_on_the_seed_and_their_name_only(build, shape):
         models.initialise(torch.nn.ModuleDict({"inner": torch.nn.Conv1d(1, 1, 1, device="meta")}))
 
 
-def test_weights_are_scaled_by_fan_in_and_a_part_has_those_of_the_whole():
+def test_weights_scale_by_fan_in_in_every_part():
     model = MLP(400, 900, 100)
     spread = [p.std().item() for p in (model.up.weight, model.down.weight, model.up.bias)]
     assert spread == pytest.approx([1 / 20, 1 / 30, 0.02], rel=0.1) and model.up.bias.abs().min() > 0
@@ -78,7 +78,7 @@ def test_gpt_is_its_stages_in_a_row():
     assert torch.equal(shifted, model.embed(tokens)[:, 3:5])
 
 
-def test_attention_is_what_torch_computes_and_a_tied_head_is_the_embedding():
+def test_attention_equals_torchs_and_heads_are_tied():
     model = GPT(**DIMS)
     attention, x = model.blocks[0].attention, torch.randn(2, 5, 16, generator=models.generator(0, "x"))
     query, key, value = (attention.heads(f(x)) for f in (attention.query, attention.key, attention.value))
@@ -180,7 +180,7 @@ def test_text_is_small_and_plain():
     assert models.decode(models.encode(text)) == text
 
 
-def test_batches_depend_on_seed_and_step_and_are_shared_by_ranks():
+def test_batches_depend_on_seed_and_step_only():
     tokens = torch.arange(500)
     x, y = models.batch(tokens, 7, size=8, length=10)
     assert x.shape == (8, 10) and torch.equal(x + 1, y) and x.is_contiguous() and y.is_contiguous()

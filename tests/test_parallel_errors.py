@@ -61,6 +61,8 @@ sgd.state_dict() -> ShardedOptimizer saves no states: each rank has a part. Use 
 collects them.
 p.data = p.data.double(); p.grad = None; sgd.step() -> A parameter is no longer where ShardedOptimizer put it. Move or \
 cast the model first, then make the optimizer.
+checkpoint(FSDP(nn.Linear(4, 4)), ones(1, 4, requires_grad=True), use_reentrant=False).sum().backward() -> A \
+checkpoint around the whole of FSDP would compute it again inside of its backward. Put checkpoints inside of the module.
 
 tp.ColumnParallelLinear.from_linear(nn.Linear(4, 5)) -> 5 (output features of a column-parallel layer) cannot be \
 shared evenly by 4 ranks. Choose a multiple of 4, or a group whose size divides 5.
@@ -72,8 +74,6 @@ tp.reduce_scatter(ones(3, 5), 0) -> 3 (dim 0 of a tensor of shape (3, 5)) cannot
 tensor_parallel(gpt())(zero.repeat(1, 9)) -> 9 tokens are more than the context of 8. Cut the sequence.
 tensor_parallel(models.Attention(24, 12, n_kv_heads=3)) -> 3 key/value heads cannot be shared by 4 ranks: neither \
 number divides the other. Choose a group whose size divides 3, or is a multiple of it.
-tp.ColumnParallelLinear.from_linear(nn.Linear(4, 4), sequence_parallel=True)(ones(4)) -> A tensor of shape (4,) \
-has no dim -2 that ranks could share. Sequence parallelism shares the dim before the last: give it (length, features) or
 tp.RowParallelLinear.from_linear(nn.Linear(8, 4))(ones(1, 8)) -> This row-parallel layer expects 2 input features on \
 each of 4 ranks and got 8. Give it the output of a column-parallel layer.
 entropy(ones(1, 4), zero - 1, vocab=16) -> There is no target -1 in a vocabulary of 16 (0 to 15). Look at where

@@ -83,7 +83,7 @@ def test_loss_gradients_and_weights_equal_the_dense_run(four, name, size, m, lay
     assert {key for value in run.values for key in value[2]} == set(gpt(layers, **how).state_dict())
 
 
-def test_stages_are_the_models_own_parts_under_their_names():
+def test_stages_keep_parameters_and_names():
     model = gpt(n_layers=5)
     stages = split_gpt(model, 2)
     names = [set(stage.state_dict()) for stage in stages]
@@ -110,7 +110,7 @@ def test_gradients_add_up_over_steps_of_other_lengths(four):
     assert max(four.run(run).values) < 1e-9
 
 
-def test_each_boundary_carries_each_micro_batch_once_each_way(four):
+def test_each_boundary_carries_each_micro_batch_once(four):
     def run():
         pipe = pipeline(gpt(tied=False), schedules.one_f_one_b(4, 6))
         pipe.step(*models.batch(TOKENS, 0, size=6, length=LENGTH))
@@ -138,7 +138,7 @@ class Watch:
         self.seen.append((self.name, any(p.grad is not None for p in self.pipe.parameters())))
 
 
-def test_weights_get_their_gradients_in_w_and_not_in_i(four):
+def test_weight_gradients_come_in_w_only(four):
     def run():
         seen, plan = [], schedules.zero_bubble(4, 3)
         pipe = Pipeline([deep(s) for s in range(4)], plan, F.mse_loss, between=(6,),
@@ -203,6 +203,6 @@ def unusual(kind, make):
 
 
 @pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble])
-def test_unusual_stages_get_the_gradients_of_the_dense_run(four, make):
+def test_unusual_stages_equal_the_dense_run(four, make):
     for kind in STAGES:
         assert max(four.run(unusual, args=(kind, make)).values) < 1e-12, kind

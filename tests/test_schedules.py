@@ -69,7 +69,7 @@ def test_bubbles_and_peaks_are_those_of_the_formulas():
         assert s.length(events) - m * 2.9 == pytest.approx((p - 1) * 1.1)
 
 
-def test_a_v_idles_only_before_the_first_forward_and_after_the_last_gradient():
+def test_v_schedules_idle_only_at_the_ends():
     for name, make in s.V_SCHEDULES.items():
         for p in range(1, 7):
             for m in (2 * p, 2 * p + 1, 5 * p):
@@ -81,7 +81,7 @@ def test_a_v_idles_only_before_the_first_forward_and_after_the_last_gradient():
             assert max(s.peak_in_flight(make(p, 1))) == 2  # one micro-batch is on both ways at the last rank
 
 
-def test_torch_accepts_the_schedules_and_has_the_same_lists():
+def test_schedules_equal_those_of_torch():
     v_kinds = {"ZB-V": theirs.ScheduleZBVZeroBubble, "DualPipeV": theirs.ScheduleDualPipeV}
     for name, make in MAKERS.items():
         for p, m in ((1, 1), (2, 4), (3, 4), (4, 8), (4, 13)):
@@ -127,7 +127,7 @@ Move what the others wait for before what cannot start yet."""
      ([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]], STUCK),
      ([["0B0", "0F0"]], "The schedule never ends:\n  rank 0 is at 0B0 and waits for 0F0 of rank 0")],
 )  # fmt: skip
-def test_a_wrong_schedule_is_refused_with_the_action_marked(lists, says):
+def test_wrong_schedule_is_refused_with_action_marked(lists, says):
     plan = s.schedule("mine", lists)
     with pytest.raises(s.ScheduleError) as error:
         s.validate(plan)
@@ -142,7 +142,7 @@ def test_a_mix_of_whole_and_halved_backwards_runs():
     assert (empty.n_ranks, empty.n_stages, empty.chunks) == (2, 0, 0)
 
 
-def test_a_measured_step_can_be_planned_again_from_its_own_times():
+def test_measured_step_is_predicted_from_its_own_times():
     for plan in (s.gpipe(3, 4), s.one_f_one_b(4, 6), s.interleaved(2, 5, 2), s.zero_bubble(3, 5)):
         events = s.predict(plan, forward=1.0, backward=1.7, send=0.125)
         last = max(events, key=lambda e: e.end)

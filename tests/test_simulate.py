@@ -74,7 +74,7 @@ def test_wait_stream_orders_both_ways():
     assert orders == [(1, 2, 1, 1), (1, 3, 1, 1), (1, 4, 1, 1), (2, 1, 3, 10), (3, 1, 3, 10)]
 
 
-def test_an_async_all_reduce_overlaps_what_follows_until_wait():
+def test_async_all_reduce_overlaps_until_wait():
     gpu = device(link_rate=100e9)
     gpu.matmul(seconds=2 * MS, writes="g")
     work = gpu.all_reduce("g", 300_000_000, async_op=True)
@@ -95,7 +95,7 @@ def test_an_async_all_reduce_overlaps_what_follows_until_wait():
     assert str(race).endswith("Put default.wait_stream(nccl) before the second.")
 
 
-def test_a_race_is_found_even_where_the_times_came_out_right():
+def test_race_is_found_whatever_the_times():
     gpu = device()
     gpu.kernel("make X", 5 * MS, writes="X")
     with gpu.use(gpu.stream("side")):
@@ -115,7 +115,7 @@ def test_a_race_is_found_even_where_the_times_came_out_right():
     assert "Here the second even ran first." in str(gpu.races[0])
 
 
-def test_reading_together_is_no_race_and_writing_together_is():
+def test_only_concurrent_writes_are_races():
     gpu = device()
     gpu.kernel("a", 1 * MS, reads=("X", "R"), writes="Y")
     with gpu.use(gpu.stream("side")):
@@ -159,7 +159,7 @@ def reuse(*, recorded=None, wait=False):
     return gpu
 
 
-def test_memory_reused_before_a_side_stream_is_done_is_a_race():
+def test_early_reuse_of_memory_is_a_race():
     (race,) = reuse().races
     assert race.reused and str(race) == (
         "Memory reused too early: W was given the memory of Z, which was freed while copy D2H on side may "
@@ -169,7 +169,7 @@ def test_memory_reused_before_a_side_stream_is_done_is_a_race():
     assert reuse(recorded="default").races[0].reused  # the stream that owns the memory: nothing new
 
 
-def test_record_stream_takes_other_memory_and_a_wait_takes_time():
+def test_record_stream_prevents_reuse_without_a_wait():
     kept, waited = reuse(recorded="side"), reuse(wait=True)
     assert kept.races == waited.races == ()
     assert [t[2:] for gpu in (kept, waited) for t in times(gpu) if t[0] == "make W"] == [(1, 2), (10, 11)]
@@ -179,7 +179,7 @@ def test_record_stream_takes_other_memory_and_a_wait_takes_time():
     assert kept.races == () and kept._blocks["V"][0] != kept._blocks["W"][0] and kept._freed == []
 
 
-def test_memory_of_another_size_or_stream_is_not_reused():
+def test_memory_is_reused_by_size_and_stream():
     gpu = device()
     gpu.empty("A", 64)
     gpu.free("A")
@@ -204,7 +204,7 @@ def test_what_a_device_cannot_do_is_said(call, says):
         call(device())
 
 
-def test_time_in_which_two_of_a_kind_run_counts_once():
+def test_overlapping_events_of_a_kind_count_once():
     parts = [(0.0, 5.0), (1.0, 2.0), (4.0, 6.0)]  # a short one inside a long one does not end it
     three = [Event(k, "a", *part, kind="compute") for k, part in enumerate(parts)]
     events = [*three, Event(0, "all_reduce", 3.0, 9.0)]

@@ -186,7 +186,7 @@ def test_states_go_in_and_out_and_checkpoints(two):
     assert_all_close(two.run(run), atol=0)
 
 
-def test_dropout_is_the_ranks_own_and_shared_where_all_hold_the_same(two):
+def test_dropout_masks_differ_only_on_divided_activations(two):
     def run():
         torch.manual_seed(0)
         own = ParallelDropout(0.5)
@@ -200,7 +200,7 @@ def test_dropout_is_the_ranks_own_and_shared_where_all_hold_the_same(two):
     assert torch.equal(out0, out1) and untouched
 
 
-def test_sequence_parallel_keeps_a_part_of_what_a_block_saves(two):
+def test_sequence_parallel_divides_saved_activations(two):
     def run(sequence):
         block = tensor_parallel(
             models.GPT(9, 32, n_heads=4, n_layers=1).blocks[0], sequence_parallel=sequence

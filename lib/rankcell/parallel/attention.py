@@ -345,7 +345,7 @@ def bytes_sent(method: str, block: int, world_size: int, *, kv_block: int | None
 
     `block` is the bytes of one rank's queries: batch * heads * length / W * d_head * bytes per number.
     `kv_block` is that of its keys, and of its values, by default the same; with fewer key/value heads it is
-    smaller; where an all-to-all has fewer of those than ranks, give the bytes of one head per rank.
+    smaller, but at least one head per rank for an all-to-all.
 
         bytes_sent("ring", 100, 4)               # {"forward": 600, "backward": 1400}
         bytes_sent("ring", 100, 4, kv_block=25)  # {"forward": 150, "backward": 350}

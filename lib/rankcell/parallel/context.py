@@ -25,23 +25,12 @@ from .attention import (
     positions,
     ring_attention,
     split,
-)
+)  # fmt: skip
 
 __all__ = [
-    "LAYOUTS",
-    "ContextAttention",
-    "ContextParallel",
-    "OnlineSoftmax",
-    "all_to_all_attention",
-    "block_backward",
-    "bytes_sent",
-    "pieces",
-    "positions",
-    "ring_attention",
-    "share_of_mean",
-    "split",
-    "sum_gradients",
-]
+    "LAYOUTS", "ContextAttention", "ContextParallel", "OnlineSoftmax", "all_to_all_attention", "block_backward",
+    "bytes_sent", "pieces", "positions", "ring_attention", "share_of_mean", "split", "sum_gradients",
+]  # fmt: skip
 
 # Losses and gradients
 

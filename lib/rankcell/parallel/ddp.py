@@ -82,7 +82,8 @@ class Bucket:
 class DDP(nn.Module):
     """`module` on every rank of a group, kept equal by averaging gradients during each backward.
 
-    Parameters and buffers start as those of the group's first rank. After `loss.backward()` every gradient is
+    Parameters and buffers start as those of the group's first rank, which gives the others its buffers with
+    the gradients of each backward, too. After `loss.backward()` every gradient is
     the mean over the ranks: of a loss that is a mean, and equal batches, that is the gradient of the global
     batch. Keep the wrapper while the module trains: once it is gone (`DDP(module)(x)`), nobody averages.
 
@@ -91,7 +92,6 @@ class DDP(nn.Module):
         bucket_size_mb: gradients travel together, in buckets that are full as soon as they hold this many MiB
             (2^20 bytes). 0 means each gradient by itself, None all of one dtype together.
         process_group: the ranks that share the model, by default all.
-        broadcast_buffers: with the gradients of each backward, give all ranks the first rank's buffers.
 
     >>> model = DDP(MLP(6, 32, 3))
     >>> loss = F.mse_loss(model(x), y)  # x, y: this rank's part of the batch
@@ -106,10 +106,9 @@ class DDP(nn.Module):
         bucket_size_mb: float | None = 25.0,
         *,
         process_group: dist.ProcessGroup | None = None,
-        broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
-        self.module, self.broadcast_buffers, self.process_group = module, broadcast_buffers, process_group
+        self.module, self.process_group = module, process_group
         _, self.world_size = group.place(process_group, "DDP", use="wrap the module")
         self._synchronizes = True
         self._changed = False  # a gradient may have changed since the last average
@@ -148,9 +147,8 @@ class DDP(nn.Module):
         self._launch()
         for bucket in self.buckets:
             bucket.finish(self.world_size)
-        if self.broadcast_buffers:
-            # `.data`: another backward may still need what autograd saved of them
-            group.broadcast_together([b.data for b in self.module.buffers()], self.process_group)
+        # `.data`: another backward may still need what autograd saved of them
+        group.broadcast_together([b.data for b in self.module.buffers()], self.process_group)
         self._reset()
         self._changed = False
 

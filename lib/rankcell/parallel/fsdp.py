@@ -9,7 +9,7 @@ optimizers that look at a whole matrix (Muon, L-BFGS), checkpoints with `use_ree
 some ranks use and others do not. torch's `fully_shard` has most of that.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,10 @@ class FSDP(nn.Module):
     """ZeRO stage 3: `module`, of which each rank keeps 1/W, and a whole unit only while it computes with it.
 
     Forward: all-gather a unit's parameters, compute, free them. Backward: all-gather them again, compute,
-    free them, reduce-scatter the gradients. The next unit is gathered while one computes.
+    free them, reduce-scatter the gradients. The next unit is gathered while one computes. Units are the
+    entries of ModuleLists and Sequentials, or the children where there are none. What is in no unit, and
+    weights tied across units, form one of their own, whole from the beginning of forward to the end of
+    backward.
 
         model = FSDP(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after wrapping: it sees the shards
@@ -70,10 +73,6 @@ class FSDP(nn.Module):
     Args:
         module: any module; it is changed in place.
         process_group: the ranks to share with; all by default.
-        units: submodules to gather one after the other, none inside another one. Default: the entries of its
-            ModuleLists and Sequentials, or its children where there are none. What is in no unit forms one of
-            its own, whole from the beginning of forward to the end of backward; so do weights tied across
-            units.
         shard_vectors: shard parameters with one dim, too.
         initialise: for a model on the meta device, which is never whole on any rank: fills the weights of a
             unit, `initialise(name, unit)`, with the name "" for what is in no unit.
@@ -87,7 +86,6 @@ class FSDP(nn.Module):
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | None = None,
-        units: Iterable[nn.Module] | None = None,
         shard_vectors: bool = False,
         initialise: Callable[[str, nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
@@ -95,7 +93,7 @@ class FSDP(nn.Module):
         super().__init__()
         self.module, self.process_group = module, process_group
         self.rank, self.world_size = group.place(process_group, type(self).__name__)
-        modules = list(_default_units(module) if units is None else units)
+        modules = _units(module)
         names, (owned, places) = {m: name for name, m in module.named_modules()}, _owned(module, modules)
         built = []
         for part in (module, *modules):  # the root's first: `initialise` finds the others on the meta device
@@ -124,6 +122,11 @@ class FSDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
+        if _in_backward():
+            raise RuntimeError(
+                f"A checkpoint around the whole of {type(self).__name__} would compute it again inside of its "
+                f"backward. Put checkpoints inside of the module."
+            )
         self._will_finish = False  # a backward that raised did not finish
         for unit in self._all_units:
             unit.free(outdated=True)  # the optimizer may have changed the shards
@@ -315,7 +318,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _default_units(module: nn.Module) -> list[nn.Module]:
+def _units(module: nn.Module) -> list[nn.Module]:
     """Entries of the outermost ModuleLists and Sequentials, else the children, that have parameters."""
 
     def entries(part: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from .. import models
 from ..schedules import one_f_one_b
@@ -87,7 +86,7 @@ class MeshParallel:
             self.pipeline = Pipeline(
                 split_gpt(mine, degree),
                 one_f_one_b(degree, n_microbatches or 2 * degree),
-                lambda logits, targets: self._weight * _cross_entropy(logits, targets),
+                lambda logits, targets: self._weight * models.cross_entropy(logits, targets),
                 between=lambda _, tokens: (len(tokens), tokens.shape[1] // share, width),
                 process_group=self.groups["pp"],
             )
@@ -141,7 +140,7 @@ class MeshParallel:
         call = self.fsdp or module
         if isinstance(module, transformer.ParallelDecoder):
             return call(inputs, targets)  # no rank holds all logits
-        return _cross_entropy(call(inputs), targets)
+        return models.cross_entropy(call(inputs), targets)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The norm of all gradients of the whole model, the same on all ranks; they are scaled down if it is
@@ -267,8 +266,3 @@ class MeshParallel:
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """The place of each parameter in an optimizer's own states."""
     return {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over tokens of -log(probability of the target), in nats."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -71,6 +71,8 @@ class Pipeline:
         self.stages = self._own(stages)
         first = next(self.parameters(), torch.empty(0))
         self.dtype, self.device = first.dtype, first.device
+        # Posted early, a message moves as soon as it is there. Only gloo allows it: see `_Route.messages`.
+        self.ahead = 2 if dist.get_backend(self.group) == "gloo" else 0
         self.peak = 0  # micro-batches whose activations this rank held at most in the last step
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -210,9 +212,12 @@ class _Execution:
     # Messages
 
     def _post_receives(self, action: Action) -> None:
-        """Post the receive of each message that is earlier in the order of all ranks than this action."""
+        """Post the receive of each message that is earlier in the order of all ranks than this action, and of
+        a few later ones where the backend allows it.
+        """
         pipeline, route = self.pipeline, self.route
-        while self.coming and route.key(self.coming[0]) < route.key(action):
+        turn, rank = route.key(action)
+        while self.coming and route.key(self.coming[0]) < (turn + pipeline.ahead, rank):
             producer = self.coming.popleft()
             boundary = producer.stage + (producer.kind == "F")  # the later of the two stages
             shape = pipeline.shape(boundary, self.inputs[producer.microbatch])

@@ -67,7 +67,7 @@ class Group:
 
     def all_gather(self, x: Tensor, dim: int, total: int | None = None) -> Tensor:
         """The parts of all ranks in a row along `dim`; `total` is their sum where they are not equal."""
-        dim = _checked(dim, x)
+        dim = dim % x.dim()
         total = total or x.shape[dim] * self.size
         longest = -(-total // self.size)
         if x.shape[dim] < longest:  # all ranks must send equally much
@@ -87,7 +87,7 @@ class Group:
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> tuple[Any, Tensor]:
         """A reduce-scatter on its way, and the tensor that holds its result once it was waited for."""
-        dim = _checked(dim, x)
+        dim = dim % x.dim()
         self.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         mine = torch.empty_like(parts[0])
@@ -105,16 +105,6 @@ class Group:
 
 ProcessGroup = dist.ProcessGroup | Group | None
 Move = Callable[[Tensor], Tensor]
-
-
-def _checked(dim: int, x: Tensor) -> int:
-    """`dim` counted from the front, if `x` has it."""
-    if not -x.dim() <= dim < x.dim():
-        raise IndexError(
-            f"A tensor of shape {tuple(x.shape)} has no dim {dim} that ranks could share. "
-            f"Sequence parallelism shares the dim before the last: give it (length, features) or more."
-        )
-    return dim % x.dim()
 
 
 # Six functions in three pairs: the backward of each is the forward of the other one

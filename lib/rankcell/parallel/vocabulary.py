@@ -108,4 +108,5 @@ def vocab_parallel_cross_entropy(
             f"{logits.shape[-1]}. Give it its part."
         )
     _check_tokens(targets, vocab, "target")
-    return _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), vocab, group).mean()
+    losses = _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), vocab, group)
+    return losses.sum() / losses.numel()

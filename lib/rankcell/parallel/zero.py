@@ -101,10 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter, view, (where, in_shard) in zip(parameters, views, places, strict=True):
             view.copy_(parameter)
             parameter.data = view
-            mine = shard[in_shard]
-            if view.dim() == 0 and len(mine):
-                mine = mine.view(())  # so that the optimizer's states have its shape
-            self._parts[parameter] = view, where, nn.Parameter(mine)
+            self._parts[parameter] = view, where, nn.Parameter(shard[in_shard])
         self._flats.append((flat, layout))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -121,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "A parameter is no longer where ShardedOptimizer put it. Move or cast the model first, "
                     "then make the optimizer."
                 )
-            part.grad = None if parameter.grad is None else parameter.grad.reshape(-1)[where].view_as(part)
+            part.grad = None if parameter.grad is None else parameter.grad.reshape(-1)[where]
         self.local.step()
         for _, _, part in self._parts.values():
             part.grad = None  # a view would keep the whole gradient alive
