@@ -164,7 +164,10 @@ class Runner:
                         record, phase="still", why=f"still at {where}, for {record.idle or 0:.0f} s"
                     )
             reports.append(record)
-        found = verdict.judge(reports) or verdict.unclear(
+        found = verdict.judge(reports)
+        if found is None and any(now - known.moved < self._limit for known in living.values()):
+            return None  # they wait, but something goes on, such as the first connections on a busy machine
+        found = found or verdict.unclear(
             reports,
             f"nothing has moved for {self._limit:.0f} s.",
             "Everybody has come to the operation that it stands in: what does not end is the transfer itself. Look "
