@@ -157,7 +157,7 @@ def test_attach_to_processes_that_hang(tmp_path):
     try:
         for rank in ranks:
             assert rank.stdout.readline() == b"here\n"
-            while "    wait (" not in attach.stack_of(rank.pid):
+            while "wait (" not in attach.stack_of(rank.pid):
                 time.sleep(0.05)
         pids = [str(r.pid) for r in ranks]
         done = started([*RANKCELL, "attach", *pids], tmp_path)

@@ -10,7 +10,8 @@
     mismatch, divergence    whose calls do not match; which rank called something else: by their last operations
     verdict     records -> who is to blame, in words; a pure function, with engine/diagnose and errors
 
-Whatever the source is, it becomes a `records.RankRecord` for each rank, and `verdict.judge` reads those. It is no
-profiler, and no monitor of jobs that go on: a rank that computes is never blamed. It draws nothing; `explain.read`
-gives the run that `rankcell.draw` takes. Dumps of torch's flight recorder are for torch's own `torchfrtrace`.
+Whatever the source is, it becomes a `records.RankRecord` for each rank; `verdict.judge` reads those that number their
+operations, `explain` compares mere stacks. It is no profiler, and no monitor of jobs that go on: a rank that computes
+is never blamed. It draws nothing; `explain.read` gives the run that `rankcell.draw` takes. Dumps of torch's flight
+recorder are for torch's own `torchfrtrace`.
 """

@@ -78,7 +78,9 @@ def of_threads(rank: int, threads: Sequence[stacks.ThreadStack]) -> RankRecord:
 def _operation(frames: Sequence[Frame]) -> str | None:
     """The function of torch.distributed that the program stands in."""
     last = max((n for n, f in enumerate(frames) if stacks.is_own(f.filename)), default=-1)
-    inside = [f.name for f in frames[last + 1 :] if "/torch/distributed/" in f"/{f.filename}"]
+    inside = [
+        f.name.rpartition(".")[2] for f in frames[last + 1 :] if "/torch/distributed/" in f"/{f.filename}"
+    ]
     return next((name for name in inside if name not in ("wrapper", "__call__")), None)
 
 

@@ -46,7 +46,7 @@ class _ProgramsStore(StoreBoard):
 class _PatientGroups(GroupCalls):
     def new_group(self, *args: Any, **kwargs: Any) -> Any:
         group = super().new_group(*args, **kwargs)
-        self.recorder.impatient.clear()  # who waits in vain waits in vain, also where a timeout will end it
+        self.recorder.impatient.clear()  # a hang is reported even where a timeout would end it
         return group
 
 

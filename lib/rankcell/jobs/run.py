@@ -132,7 +132,7 @@ class Runner:
         found = verdict.judge(here)
         if found is None:
             self._proved = None
-            return self._stalled(now)
+            return self._stalled(here, now)
         if self._proved is None or self._proved[1] != _standing(here):
             self._proved = now, _standing(here)
         if now - self._proved[0] < PROVED:
@@ -141,7 +141,7 @@ class Runner:
         again = verdict.judge(reports) if _standing(reports) == self._proved[1] else None
         return None if again is None else (again, reports)
 
-    def _stalled(self, now: float) -> _Found | None:
+    def _stalled(self, here: Sequence[RankRecord], now: float) -> _Found | None:
         """The verdict when no rank has called anything for as long as the limit says, and none computes."""
         living = self._job.living
         if not living or any(now - known.called < self._limit for known in living.values()):
@@ -150,8 +150,10 @@ class Runner:
         if stands != set(living):
             self._note_slow({r: k.record for r, k in living.items() if r not in stands})
             return None
-        reports = []
-        for record in self._job.reports():
+        seen, reports = self._job.reports(), []
+        if _standing(seen) != _standing(here):  # somebody has moved since it last said what it does
+            return None
+        for record in seen:
             if record.rank not in self._job.ranks:
                 record = replace(record, phase="absent", why="has not come to init_process_group")
             elif record.phase == "running":
@@ -162,7 +164,10 @@ class Runner:
                         record, phase="still", why=f"still at {where}, for {record.idle or 0:.0f} s"
                     )
             reports.append(record)
-        found = verdict.judge(reports) or verdict.unclear(
+        found = verdict.judge(reports)
+        if found is None and any(now - known.moved < self._limit for known in living.values()):
+            return None  # they wait, but something goes on, such as the first connections on a busy machine
+        found = found or verdict.unclear(
             reports,
             f"nothing has moved for {self._limit:.0f} s.",
             "Everybody has come to the operation that it stands in: what does not end is the transfer itself. Look "
