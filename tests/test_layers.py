@@ -28,21 +28,22 @@ magics: check cluster doctor draw engine/devices engine/world errors progress re
 draw: hardware results schedules
 __init__: check draw engine/meter engine/trace engine/world errors magics results
 engine/messages: results   engine/devices: ./system errors
-engine/match: errors results   engine/diagnose: results SHARED   engine/host: SHARED
-engine/parts: results SHARED   engine/mailbox: ./host ./parts results SHARED
-engine/launch: ./preloaded ./worker errors SHARED   engine/local: ./launch errors rehearsal SHARED
-engine/nodes: errors SHARED   engine/agent: ./launch ./local errors SHARED
-engine/cell: ./diagnose ./mailbox ./parts errors results SHARED
-engine/verdict: ./cell errors results
-engine/world: ./cell ./devices ./host ./launch ./local ./mailbox ./nodes ./parts ./verdict errors results SHARED
+engine/match: errors results   engine/diagnose: results SHARED
+engine/launch: ./preloaded ./worker errors SHARED   engine/local: ./launch errors SHARED
+engine/nodes: ./devices errors SHARED   engine/agent: ./launch ./local errors SHARED
+engine/host: ./devices ./local ./nodes errors rehearsal SHARED
+engine/received: results SHARED   engine/workers: ./host ./received errors results SHARED
+engine/cell: ./diagnose ./received ./workers errors results SHARED
+engine/world: ./cell ./host ./launch ./workers errors results SHARED
 engine/meter: results   engine/operation: results SHARED
 engine/trace: ./operation layouts results   engine/follow: ./trace results
 engine/record: ./follow ./meter ./operation ./spans ./streams ./trace results SHARED
 engine/execute: source   engine/report: errors results
 engine/groups: ./operation ./record errors SHARED
 engine/control: ./operation ./record ./worker SHARED
-engine/worker: ./control ./execute ./groups ./meter ./operation ./record ./report ./shell ./stdio errors rehearsal
-    results source SHARED
+engine/environment: ./report errors source SHARED
+engine/worker: ./control ./environment ./execute ./groups ./meter ./operation ./record ./report ./shell ./stdio errors
+    rehearsal results SHARED
 engine/preloaded: ./worker versions SHARED
 """
 SHARED = "./messages ./channel ./system ./match"

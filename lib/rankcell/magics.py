@@ -181,6 +181,8 @@ class RankMagics(Magics):
                 raise
             except ValueError as error:
                 raise errors.OptionError(str(error)) from None
+        if options.start == "spawn":
+            kind += " spawn"
         key = (world_size, kind, nodes)
         ranks = self.worlds.get(key)
         if ranks is not None and ranks.alive:
@@ -191,7 +193,12 @@ class RankMagics(Magics):
                 self._wait_for_torch(world_size)
             try:
                 ranks = world.Ranks(
-                    world_size, device=device, nodes=nodes, on=on, as_rank=options.as_rank or 0
+                    world_size,
+                    device=device,
+                    nodes=nodes,
+                    start=options.start,
+                    on=on,
+                    as_rank=options.as_rank or 0,
                 )
             except ValueError as error:
                 if not on:

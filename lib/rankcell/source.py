@@ -111,6 +111,14 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
             "help": "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in",
         },
     ),
+    (
+        ("--start",),
+        {
+            "choices": ("forkserver", "spawn"),
+            "default": "forkserver",
+            "help": "how ranks are started: from a process that has torch, or as torch.multiprocessing.spawn does",
+        },
+    ),
     (("--fresh",), {"action": "store_true", "help": "start new ranks first: no names from earlier cells"}),
     (
         ("--against",),
