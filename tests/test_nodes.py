@@ -205,21 +205,12 @@ def test_nodes_that_cannot_be_had_say_how_to_get_them(monkeypatch, tmp_path, ask
     for name, value in ({"HOME": tmp_path, "PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables).items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises((errors.AllocationError, errors.WorldSizeError)) as caught:
-        nodes.Nodes(*asked)
+        nodes.Nodes(*asked, "auto")
     assert text in str(caught.value) and not list(tmp_path.glob(".rankcell/*"))
 
 
-def test_a_silent_node_is_lost_and_a_busy_one_is_not():
-    node = partial(nodes._Node, "node1", None, "", 0, (4, ""), asked=0.0)
-    found = [node(heard=0.0, **more).lost(nodes.SILENT + 1) for more in ({}, {"starting": True})]
-    assert found == [True, False] and not node(heard=0.0).lost(nodes.SILENT - 1)
-    # 1 GB is on its way to the ranks: the answer stands in line behind it
-    assert not node(heard=0.0, told=10**9).lost(100.0) and node(heard=0.0, told=10**9, taken=10**9).lost(
-        100.0
-    )
-    assert not node(heard=99.0).lost(
-        100.0
-    )  # a part of a large value has just come; the answer comes after it
-    told, sent = node(heard=0.0), time.monotonic() - 2.0
+def test_a_clock_is_off_by_half_the_way_at_most():
+    node = partial(nodes._Node, "node1", None, "", 0, (4, ""))
+    told, sent = node(), time.monotonic() - 2.0
     nodes._agree(told, sent=sent, theirs=100.0)  # read in the middle, as far as anybody can tell
     assert told.doubt >= 1.0 and told.offset == pytest.approx(100.0 - sent - told.doubt)

@@ -581,7 +581,7 @@ def test_output_between_two_cells_is_shown_with_the_next(two):
     )
     two.run("threading.Timer(0.1, go.set).start()", only=[0])
     two.run("rank", only=[1])  # what rank 0 says during a cell of others is kept too
-    wait_for(lambda: (two._mailbox.pump(0.05), two._mailbox.parts[0].stdout)[1])
+    wait_for(lambda: (two._workers.pump(0.05), two._workers.received[0].stdout)[1])
     run = two.run("from IPython.display import HTML, display\nprint('now'); display(HTML('x'))", only=[0])
     assert run.ranks[0].stdout == "late\nnow\n" and run.ranks[0].displays[0].stdout_offset == 9
 
@@ -652,7 +652,7 @@ def test_a_stop_does_not_wait_for_a_cell_in_another_thread():
 
     thread = threading.Thread(target=cell, daemon=True)
     thread.start()
-    wait_for(lambda: ranks._mailbox.parts and any(p.runs for p in ranks._mailbox.parts.values()))
+    wait_for(lambda: ranks._workers.received and any(p.runs for p in ranks._workers.received.values()))
     start = time.monotonic()
     ranks.stop()
     assert time.monotonic() - start < 20

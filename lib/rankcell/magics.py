@@ -153,6 +153,8 @@ class RankMagics(Magics):
         if nodes is None and not on:
             with _as_option_error():
                 kind = devices.choose(size, options.device, devices.look(mps=False)).device
+        if options.start == "spawn":
+            kind += " spawn"
         ranks = self.worlds.get((size, kind, nodes))
         if ranks is not None and ranks.alive:
             if options.fresh:
@@ -161,7 +163,9 @@ class RankMagics(Magics):
         if nodes is None and not on:
             self._wait_for_torch(size)
         with _as_option_error() if on else contextlib.nullcontext():
-            ranks = world.Ranks(size, device=options.device, nodes=nodes, on=on, as_rank=as_rank)
+            ranks = world.Ranks(
+                size, device=options.device, nodes=nodes, start=options.start, on=on, as_rank=as_rank
+            )
         self.worlds[size, kind, nodes] = ranks
         talk = "rank talks" if size == 1 else "ranks talk"
         ranks.notes.append(ranks.device_note if on else f"{size} {talk} over {ranks.device_note}.")

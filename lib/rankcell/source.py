@@ -81,6 +81,8 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         "cpu, cuda (ranks share what GPUs there are), or auto (a GPU for each rank, else the CPU)"}),
     (("--nodes",), {"type": _whole("number of nodes", "--nodes 2", 1), "metavar": "NODES", "help":
         "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in"}),
+    (("--start",), {"choices": ("forkserver", "spawn"), "default": "forkserver", "help":
+        "how ranks are started: from a process that has torch, or as torch.multiprocessing.spawn does"}),
     (("--fresh",), {"action": "store_true", "help": "start new ranks first: no names from earlier cells"}),
     (("--against",), {"type": _name, "metavar": "MODEL", "help":
         "compare the cell's one forward and backward with those of this model, in one process"}),

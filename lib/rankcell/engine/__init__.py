@@ -4,16 +4,15 @@
                      channel    whole messages over a socket
                      system     what only some operating systems offer
                      match      calls that must be alike on several ranks
-    notebook side    world      start ranks, run cells, repair, stop
-                     cell       one cell: send, poll, diagnose, free
-                     verdict    what becomes of a cell that is over: a Run, or an error
+    notebook side    world      run cells, repair, stop
+                     cell       one cell: send, poll, diagnose, free, and what went wrong first
                      diagnose   who waits for whom, and what is to blame: a pure function
-                     mailbox    takes in what ranks say;  parts  what that becomes: a RankResult
-                     host       what a world needs of a place:  local  this machine,  nodes  a Slurm allocation
-                     forks      the process that ranks are forked from, and  agent  the same on a node
+                     workers    the processes of a world;  received  what has come from each: a RankResult
+                     host       where they live:  local  this machine,  nodes  a Slurm allocation (agent: on a node)
+                     launch     starts ranks, by torch.multiprocessing
                      devices    CPU or GPU, which backend, and why
-    rank side        preload    imports torch, forks
-                     worker     names, cells;  control  the thread that answers meanwhile
+    rank side        preloaded  what is imported before ranks are forked
+                     worker     runs cells;  environment  what they find;  control  the thread that answers meanwhile
                      execute    source -> value;  report  exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
                      record     every communication as an  operation;  streams  when a GPU is through with it;

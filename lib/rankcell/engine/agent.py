@@ -73,7 +73,7 @@ class Agent:
                 self._talk.post(Started(self.ranks.pids))
         else:
             assert self.ranks is not None
-            getattr(self.ranks, order.what)(*order.arguments)
+            getattr(self.ranks, order.what)(*order.arguments, **order.options)
             if order.what == "end":
                 self._talk.post(Ended(tuple(order.arguments[0])))
 

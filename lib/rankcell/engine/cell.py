@@ -1,4 +1,5 @@
-"""On the notebook's side: one cell, from the moment the ranks have it to the moment nobody runs it any more.
+"""On the notebook's side: one cell, from the moment the ranks have it to its `Run`, or the error that says what went
+wrong first.
 
 It listens, asks now and then what the ranks do, proves a deadlock (`diagnose.py`), and gets everybody out of a
 cell that cannot end, took too long, or was interrupted. What then must be repaired is for the world to do.
@@ -10,16 +11,16 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import errors
-from ..results import Run, name_ranks
+from ..results import NotSent, Run, name_ranks
 from . import diagnose, system
-from .mailbox import Mailbox
-from .messages import Status, Task
-from .parts import Part, unpack
+from .messages import RankState, Status, Task
+from .received import unpack
+from .workers import Workers
 
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
@@ -33,23 +34,17 @@ SPINS = 0.5  # seconds of computing meanwhile that show that it does get one
 OnUpdate = Callable[[Run, str], None]
 
 
-@dataclass(frozen=True)
-class World:
-    """What a cell must know of the world that it runs in."""
-
-    size: int
-    device: str
-    backend: str
+Cause = errors.RankError | errors.RanksInterrupted  # why a cell was ended
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a cell ended."""
+    """How a cell ended: with a run, and an error if something went wrong."""
 
     run: Run
-    cause: errors.RankError | errors.RanksInterrupted | None = None  # why we ended it, if the ranks did not
+    error: Cause | errors.PullError | None
+    states: Mapping[int, RankState]  # of the ranks that came back
     lost: tuple[int, ...] = ()  # ranks whose processes have ended
-    unmatched: str | None = None  # a sentence, if some ranks called more than others
     broken: bool = False  # connections were closed, or ranks are out of step: they must join anew
     left: tuple[int, ...] = ()  # ranks that have destroyed their process group
 
@@ -60,38 +55,27 @@ class Cell:
     Args:
         source: the source, or the name of the function, for the `Run`.
         timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes progress.
-        counts: how often each rank had called each operation when the cell began.
-        with_threads: ranks on which threads of earlier cells are still there.
         on_update: called while the cell runs, with the run so far and a line that says what the ranks do.
     """
 
     def __init__(
         self,
-        mailbox: Mailbox,
-        world: World,
+        workers: Workers,
         task: Task,
         members: Sequence[int],
         *,
         source: str,
         timeout: float | None,
-        counts: Mapping[int, Mapping[Any, int]],
-        with_threads: Collection[int],
         on_update: OnUpdate | None,
     ) -> None:
-        self._mailbox, self._world, self._task, self._members = mailbox, world, task, members
-        self._source, self._timeout, self._counts, self._on_update = source, timeout, counts, on_update
-        self._with_threads = with_threads
+        self._workers, self._task, self._members = workers, task, members
+        self._source, self._timeout, self._on_update = source, timeout, on_update
         self._last: dict[int, Status] = {}  # what each rank answered last
         self._states: list[diagnose.State] = []  # at the last look
 
     def run(self, interrupted: Callable[[], bool]) -> Ending:
         """Give the task to the ranks, and wait until it is over on all of them, or until `interrupted`."""
-        mailbox = self._mailbox
-        before = mailbox.parts
-        mailbox.parts = {r: Part(runs=r in self._members) for r in range(self._world.size)}
-        for rank, part in before.items():
-            mailbox.parts[rank].inherit(part)
-        mailbox.began, mailbox.cell = time.monotonic(), self._task.cell
+        self._workers.next_cell(self._task.cell, self._members)
         self._send()
         cause = self._wait(interrupted)
         if cause is not None:
@@ -100,7 +84,7 @@ class Cell:
 
     def _send(self) -> None:
         """Give the task to the ranks, its beginning as the clock of each one's machine shows it."""
-        host = self._mailbox.host
+        host = self._workers.host
         by_offset: dict[float, list[int]] = {}
         for rank in self._members:
             by_offset.setdefault(host.clock_offset(rank), []).append(rank)
@@ -109,16 +93,16 @@ class Cell:
             host.send(mine, pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
 
     def _over(self) -> bool:
-        return all(p.over for p in self._mailbox.parts.values())
+        return all(p.over for p in self._workers.received.values())
 
-    def _wait(self, interrupted: Callable[[], bool]) -> errors.RankError | errors.RanksInterrupted | None:
+    def _wait(self, interrupted: Callable[[], bool]) -> Cause | None:
         """Wait until the ranks are through, or until there is a reason to end the cell."""
-        began, timeout = self._mailbox.began, self._timeout
+        began, timeout = self._workers.began, self._timeout
         next_poll, seen, proved = began + FIRST_POLL, None, None
         while not self._over():
             now = time.monotonic()
             end = began + timeout if timeout is not None else now + 3600
-            self._mailbox.pump(max(min(next_poll, end) - now, 0.0))
+            self._workers.pump(max(min(next_poll, end) - now, 0.0))
             now = time.monotonic()
             if self._over():
                 break
@@ -145,23 +129,23 @@ class Cell:
                 next_poll = time.monotonic() + (CONFIRM if diagnosis is not None else POLL)
                 if self._on_update is not None:
                     try:
-                        self._on_update(self._so_far(), diagnose.summary(self._states))
+                        self._on_update(self._run(live=True), diagnose.summary(self._states))
                     except Exception:  # noqa: BLE001 - a display that fails must not end the ranks' cell
                         self._on_update = None
         return None
 
     def _look(self) -> None:
         """Find out what every rank is doing now."""
-        parts = self._mailbox.parts
+        received = self._workers.received
         asked = [
-            r
-            for r, p in parts.items()
-            if not p.over or (p.outcome.threads if p.outcome else not p.runs and r in self._with_threads)
+            rank
+            for rank, r in received.items()
+            if not r.over or r.has_threads or (not r.runs and rank in self._workers.with_threads)
         ]
-        answers: dict[int, Status | None] = self._mailbox.ask(asked, "status", wait=0.3)
+        answers: dict[int, Status | None] = self._workers.ask(asked, "status", wait=0.3)
         states = []
-        for rank, part in sorted(parts.items()):
-            before = self._counts.get(rank, {})
+        for rank, part in sorted(received.items()):
+            before = self._workers.counts.get(rank, {})
             status = answers.get(rank)
             if status is not None and part.runs and status.cell != self._task.cell:
                 status = None  # it has not taken the task up: what it says is about the cell before
@@ -169,11 +153,11 @@ class Cell:
                 states.append(_with_threads(diagnose.State(rank, "absent", counts=before), status))
             elif part.lost:
                 states.append(diagnose.State(rank, "lost", counts=before, why=part.lost.message))
-            elif part.outcome is not None:
-                outcome = part.outcome
-                phase, why = ("error", str(outcome.error)) if outcome.error else ("finished", "")
-                state = diagnose.State(rank, phase, counts=outcome.counts, calls=outcome.calls, why=why)
-                if outcome.threads and status is None:
+            elif part.done is not None:
+                left, error = part.done.state, part.done.result.error
+                phase, why = ("error", str(error)) if error else ("finished", "")
+                state = diagnose.State(rank, phase, counts=left.counts, calls=left.calls, why=why)
+                if left.threads and status is None:
                     state = replace(state, other_threads=True)  # it did not answer: nobody knows
                 states.append(_with_threads(state, status))
             elif status is not None:
@@ -188,11 +172,11 @@ class Cell:
         alike: dict[str, list[diagnose.State]] = {}
         for state in self._states:
             if state.phase != "absent":
-                alike.setdefault(diagnose.doing(state, self._world.size), []).append(state)
+                alike.setdefault(diagnose.doing(state, self._workers.world_size), []).append(state)
         rows = [
             (
                 name_ranks([s.rank for s in same]),
-                diagnose.doing(same[0], self._world.size, many=len(same) > 1),
+                diagnose.doing(same[0], self._workers.world_size, many=len(same) > 1),
             )
             for same in alike.values()
         ]
@@ -204,94 +188,143 @@ class Cell:
 
         `wanted`: the learner asked for it, or the time is up. Otherwise the ranks are known to wait in vain.
         """
-        mailbox, parts = self._mailbox, self._mailbox.parts
+        workers, received = self._workers, self._workers.received
         about = "interrupt" if wanted else "free"
-        running = [r for r, p in parts.items() if not p.over]
+        running = [rank for rank, r in received.items() if not r.over]
         for rank in running:
-            parts[rank].freed = True
+            received[rank].freed = True
         began = time.monotonic()
         cpu = {rank: status.cpu for rank, status in self._last.items()}
         used = {rank: self._used(rank) for rank in running}
-        mailbox.ask(running, about, wait=GRACE / 2)
+        workers.ask(running, about, wait=GRACE / 2)
         again = time.monotonic() + GRACE / 4
         silent: Counter[int] = Counter()  # how often a rank did not even answer
-        while running := [r for r, p in parts.items() if not p.over]:
+        while running := [rank for rank, r in received.items() if not r.over]:
             now = time.monotonic()
             if now > began + GRACE:
-                answers: dict[int, Status | None] = mailbox.ask(running, "status", wait=GRACE / 4)
+                answers: dict[int, Status | None] = workers.ask(running, "status", wait=GRACE / 4)
                 silent.update(r for r in running if answers.get(r) is None)
                 late = now > began + PATIENCE
                 # a silent rank that has run meanwhile holds the interpreter; another one may only want a core
                 deaf = {r for r in running if silent[r] > 1 and self._used(r) - used[r] >= SPINS}
-                stubborn = [r for r in running if late or r in deaf or _spins(answers.get(r), cpu.get(r))]
-                self._end(stubborn)
+                self._end([r for r in running if late or r in deaf or _spins(answers.get(r), cpu.get(r))])
             elif now > again:  # a first interrupt may have been swallowed by an `except`
                 again = now + GRACE / 4
-                mailbox.ask(running, about, wait=0.05)
-            mailbox.pump(0.05)
+                workers.ask(running, about, wait=0.05)
+            workers.pump(0.05)
 
     def _used(self, rank: int) -> float:
         """CPU seconds of the rank's process; 0 where it is on another machine."""
-        host = self._mailbox.host
+        host = self._workers.host
         return 0.0 if host.place_of(rank)[2] else system.process_cpu_seconds(host.pids.get(rank, 0))
 
     def _end(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks`, and note that it was our doing."""
-        mailbox = self._mailbox
         if not ranks:
             return
-        mailbox.host.kill(ranks)
-        mailbox.pump(0.0)  # what they wrote until then
+        self._workers.host.kill(ranks)
+        self._workers.pump(0.0)  # what they wrote until then
         for rank in ranks:
-            if mailbox.parts[rank].outcome is None:
-                mailbox.lose(rank, "did not react and was ended")
-                part = mailbox.parts[rank]
-                assert part.lost is not None
-                part.lost = replace(part.lost, message="did not react and was ended", caused_by_abort=True)
+            if self._workers.received[rank].done is None:
+                self._workers.lose(rank, "did not react and was ended", by_us=True)
 
-    def _ending(self, cause: errors.RankError | errors.RanksInterrupted | None) -> Ending:
-        parts = self._mailbox.parts
-        lost = tuple(r for r, p in parts.items() if p.lost)
-        outcomes = {r: p.outcome for r, p in parts.items() if p.outcome is not None}
-        unmatched = None
-        if cause is None and not lost:
-            counts = {r: outcomes[r].counts if r in outcomes else self._counts.get(r, {}) for r in parts}
-            working = [r for r, o in outcomes.items() if o.threads]  # these may have called more since
-            later: dict[int, Status | None] = (
-                self._mailbox.ask(working, "status", wait=0.5) if working else {}
-            )
-            counts |= {r: status.counts for r, status in later.items() if status is not None}
-            unmatched = diagnose.unmatched(counts, self._members)
-        left = tuple(r for r, o in outcomes.items() if not o.group)
+    def _ending(self, cause: Cause | None) -> Ending:
+        received = self._workers.received
+        lost = tuple(rank for rank, r in received.items() if r.lost)
+        states = {rank: r.done.state for rank, r in received.items() if r.done is not None}
+        unmatched = None if cause is not None or lost else self._unmatched(states)
+        left = tuple(rank for rank, state in states.items() if not state.group)
+        run = self._run(live=False)
+        if cause is not None:
+            run = replace(run, standstill=diagnose.standings(self._states))
         broken = (
             cause is not None
             or bool(lost or unmatched or left)
-            or any(o.broken or o.mismatch for o in outcomes.values())
-            or len({o.group for o in outcomes.values()}) > 1
+            or any(state.broken for state in states.values())
+            or any(r.mismatch for r in run.ranks)
+            or len({state.group for state in states.values()}) > 1
         )
-        standstill = diagnose.standings(self._states) if cause is not None else ()
-        return Ending(replace(self._result(), standstill=standstill), cause, lost, unmatched, broken, left)
+        replaced = all(self._workers.host.reachable(rank) for rank in lost)
+        error = what_went_wrong(run, cause, unmatched, self._task.pull, replaced=replaced)
+        return Ending(run, error, states, lost, broken, left)
 
-    def _result(self) -> Run:
-        ran = [p for p in self._mailbox.parts.values() if p.outcome is not None and p.outcome.error is None]
-        pulled = {
-            name: [unpack(p.outcome.pulled[name]) for p in ran if p.outcome is not None]
-            for name in self._task.pull
+    def _unmatched(self, states: Mapping[int, RankState]) -> str | None:
+        """A sentence, if some ranks called more than others."""
+        counts = {
+            rank: states[rank].counts if rank in states else self._workers.counts.get(rank, {})
+            for rank in self._workers.received
         }
-        return self._run(live=False, pulled=pulled)
+        working = [rank for rank, state in states.items() if state.threads]  # may have called more since
+        if working:
+            later: dict[int, Status | None] = self._workers.ask(working, "status", wait=0.5)
+            counts |= {rank: status.counts for rank, status in later.items() if status is not None}
+        return diagnose.unmatched(counts, self._members)
 
-    def _so_far(self) -> Run:
-        return self._run(live=True, pulled={})
+    def _run(self, *, live: bool) -> Run:
+        """The run when the cell is over, or so far."""
+        workers, results, pulled = self._workers, [], {}
+        for rank, received in sorted(workers.received.items()):
+            node = workers.host.place_of(rank)[2]
+            results.append(received.so_far(rank, node) if live else received.result(rank, node))
+        if not live:
+            done = [r.done for r in workers.received.values() if r.done and r.done.result.error is None]
+            pulled = {name: [unpack(d.state.pulled[name]) for d in done] for name in self._task.pull}
+        choice, seconds = workers.host.choice, time.monotonic() - workers.began
+        return Run(self._source, tuple(results), choice.device, choice.backend, seconds, pulled)
 
-    def _run(self, *, live: bool, pulled: Mapping[str, Sequence[Any]]) -> Run:
-        host = self._mailbox.host
-        results = [
-            part.so_far(rank, host.place_of(rank)[2]) if live else part.result(rank, host.place_of(rank)[2])
-            for rank, part in sorted(self._mailbox.parts.items())
-        ]
-        seconds = time.monotonic() - self._mailbox.began
-        world = self._world
-        return Run(self._source, tuple(results), world.device, world.backend, seconds, pulled)
+
+def what_went_wrong(
+    run: Run, cause: Cause | None, unmatched: str | None, pull: Sequence[str], *, replaced: bool
+) -> Cause | errors.PullError | None:
+    """The error of a cell that is over: what went wrong first; None if nothing did.
+
+    Args:
+        cause: why we have ended the cell, if the ranks did not.
+        unmatched: a sentence, if some ranks called more than others.
+        pull: names that the notebook wants.
+        replaced: whether lost ranks can be replaced.
+    """
+    lost = [r for r in run.ran if r.state == "lost" and not (r.error and r.error.caused_by_abort)]
+    raised = [r for r in run.failed if r.error and not r.error.caused_by_abort and r.state == "error"]
+    error: Cause | None = None
+    if isinstance(cause, (errors.RanksInterrupted, errors.RankTimeout)):
+        error = cause
+    elif lost:
+        error = errors.lost_error(run, lost, replaced=replaced)
+    elif any(r.mismatch for r in run.ran) and (cause is not None or raised):
+        error = errors.mismatch_error(run)
+    elif raised:
+        error = errors.rank_error(run)
+    elif cause is not None:
+        error = cause
+    elif unmatched:
+        error = errors.Deadlock(unmatched)
+    elif run.failed:
+        error = errors.rank_error(run)
+    if error is None:
+        return _pull_error(run, pull)
+    error.run = run
+    ended = [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]
+    if ended:
+        were = "was" if len(ended) == 1 else "were"
+        error.add(f"{name_ranks(ended)} did not react and {were} replaced: names defined there are gone.")
+    return error
+
+
+def _pull_error(run: Run, pull: Sequence[str]) -> errors.PullError | None:
+    problems = []
+    for name in pull:
+        reasons: dict[str, list[int]] = {}
+        for result, value in zip(run.ran, run.pulled[name], strict=False):
+            if isinstance(value, NotSent):
+                why = "no such name" if value.reason == "missing" else value.reason
+                reasons.setdefault(why, []).append(result.rank)
+        problems += [f"{name} on {name_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
+    if not problems:
+        return None
+    return errors.PullError(
+        "the cell ran, but not every name could be pulled. " + "; ".join(problems) + ".", run
+    )
 
 
 def _with_threads(state: diagnose.State, status: Status | None) -> diagnose.State:

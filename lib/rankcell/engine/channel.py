@@ -1,8 +1,7 @@
-"""How a notebook and a rank talk: whole messages over a socket that only these two processes hold.
+"""How a notebook and a rank talk: whole messages, as pickles, over a socket that only these two processes hold.
 
-On one machine the socket is an unnamed pair, so no other user can reach it. Between machines it is TCP, and
-both ends prove that they know a key (`authenticate`) before either believes a byte of the other. Messages are
-pickles; a message is only unpickled from a socket whose other end is known.
+On one machine the socket is an unnamed pair, so no other user can reach it. Between machines it is TCP, and both ends
+prove that they know a key (`authenticate`) before either unpickles a byte of the other.
 """
 
 import hashlib
@@ -39,25 +38,18 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Send one picklable message. Raises OSError when the other end is gone."""
-        payload = packed(message)
         with self._sending:
-            if len(payload) < 1 << 16:  # one packet, one wake-up of the reader
-                self.socket.sendall(_HEADER.pack(len(payload)) + payload)
-            else:
-                self.socket.sendall(_HEADER.pack(len(payload)))
-                self.socket.sendall(payload)
+            for part in _parts(message):
+                self.socket.sendall(part)
 
     def post(self, message: Any) -> None:
         """Send one message as far as the other end takes it now; `push` sends the rest.
 
         Raises OSError when the other end is gone.
         """
-        payload = packed(message)
-        header = _HEADER.pack(len(payload))
-        # a small message is one packet, and one wake-up of the reader
-        parts = [header + payload] if len(payload) < 1 << 16 else [header, payload]
+        parts = _parts(message)
         self._unsent += map(memoryview, parts)
-        self.unsent += _HEADER.size + len(payload)
+        self.unsent += sum(map(len, parts))
         self.push()
 
     def push(self) -> None:
@@ -85,14 +77,17 @@ class Channel:
 
     def poll_packed(self) -> list[bytes]:
         """The messages that have arrived, as they were packed: to pass them on, or to unpack them later."""
+        ended, messages = None, []
         try:
             while self._fill(wait=False):
                 pass
-        except EOFError:
-            if not (messages := self._all()):
-                raise
-            return messages
-        return self._all()
+        except EOFError as error:
+            ended = error
+        while (payload := self._take()) is not None:
+            messages.append(payload)
+        if ended and not messages:
+            raise ended
+        return messages
 
     def close(self) -> None:
         """Close this end."""
@@ -121,16 +116,13 @@ class Channel:
         del self._buffer[:end]
         return payload
 
-    def _all(self) -> list[bytes]:
-        messages = []
-        while (payload := self._take()) is not None:
-            messages.append(payload)
-        return messages
 
-
-def packed(message: Any) -> bytes:
+def _parts(message: Any) -> list[bytes]:
     """A message as it travels; one that is packed already stays as it is."""
-    return message if isinstance(message, bytes) else pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    payload = message if isinstance(message, bytes) else pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    header = _HEADER.pack(len(payload))
+    # a small message is one packet, and one wake-up of the reader
+    return [header + payload] if len(payload) < 1 << 16 else [header, payload]
 
 
 def pair() -> tuple[Channel, socket.socket]:
@@ -140,15 +132,13 @@ def pair() -> tuple[Channel, socket.socket]:
 
 
 def authenticate(sock: socket.socket, key: bytes, *, server: bool, timeout: float = 10.0) -> None:
-    """Prove to the other end of `sock` that we know `key`, and have it prove the same.
+    """Prove to the other end of `sock` that we know `key`, and have it prove the same within `timeout` seconds.
 
-    Each end sends random bytes and answers those of the other with their HMAC-SHA256 under the key and its
-    own role, so that no answer can be played back to its sender. Only numbers of fixed length are read: no
-    pickle, no length that the other end chooses. What follows is not encrypted.
+    Each end answers random bytes of the other with their HMAC-SHA256 under the key and its own role, so that no answer
+    can be played back to its sender. Only numbers of fixed length are read. What follows is not encrypted.
 
     Raises:
-        PermissionError: the other end does not know the key. OSError, EOFError: it went away, or said nothing
-        within `timeout` seconds.
+        PermissionError: the other end does not know the key. OSError, EOFError: it went away, or said nothing.
     """
     before = sock.gettimeout()
     sock.settimeout(timeout)

@@ -174,42 +174,25 @@ def complete(text: str, names: dict[str, Any]) -> list[str]:
     `__getattr__`; the parts of a torch module are found where torch keeps them.
     """
     head, dot, start = text.rpartition(".")
-    if not dot:
-        return [n for n in names if n.startswith(start)]
-    first, *rest = head.split(".")
-    if first not in names:
-        return []
-    value = names[first]
-    for part in rest:
-        found, value = _attribute(value, part)
-        if not found:
+    found, value = names, None
+    for part in head.split(".") if dot else ():
+        if part not in found or (found is not names and inspect.isdatadescriptor(found[part])):
             return []
-    if inspect.ismodule(value):
-        known = set(vars(value))
-    else:
-        known = {n for kind in type(value).__mro__ for n in vars(kind)} | set(_own(value))
-        if isinstance(value, type):
-            known |= {n for kind in value.__mro__ for n in vars(kind)}
-    return [f"{head}.{n}" for n in sorted(known) if n.startswith(start)]
+        value = found[part]
+        found = _attributes(value)
+    return [f"{head}{dot}{name}" for name in (sorted(found) if dot else found) if name.startswith(start)]
 
 
-def _own(value: Any) -> dict[str, Any]:
+def _attributes(value: Any) -> dict[str, Any]:
+    """What stands in a value and in its classes, by name."""
+    found: dict[str, Any] = {}
+    classes = [*type(value).__mro__, *(value.__mro__ if isinstance(value, type) else ())]
+    for kind in reversed(classes):
+        found |= vars(kind)
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return {}
-    found = dict(own)
+        return found
     for name in ("_parameters", "_buffers", "_modules"):  # of a torch module
-        if isinstance(own.get(name), dict):
-            found |= own[name]
-    return found
-
-
-def _attribute(value: Any, name: str) -> tuple[bool, Any]:
-    own = vars(value) if inspect.ismodule(value) else _own(value)
-    if name in own:
-        return True, own[name]
-    found = inspect.getattr_static(value, name, complete)
-    if found is complete or inspect.isdatadescriptor(found):
-        return False, None
-    return True, found
+        found |= own[name] if isinstance(own.get(name), dict) else {}
+    return dict(own) if inspect.ismodule(value) else found | own

@@ -51,19 +51,26 @@ def wait(on_wait: Callable[[float], None]) -> None:
     `on_wait` hears each second how many seconds that has taken so far.
     """
     warm_up()
-    began, done = time.monotonic(), threading.Event()
+    began = time.monotonic()
+    importing = threading.Thread(target=_import_torch, daemon=True)
+    importing.start()
+    heard = 0.0
+    while importing.is_alive() or not _has_imported():
+        time.sleep(0.01)
+        if (seconds := time.monotonic() - began) > heard + 1.0:
+            on_wait(heard := seconds)
 
-    def first() -> None:
-        try:
-            _start(_nothing, (), "forkserver").join()  # the server answers when it has imported torch
-        except Exception:  # noqa: BLE001 - `start` fails in the same way, and says so
-            return
-        finally:
-            done.set()
 
-    threading.Thread(target=first, daemon=True).start()
-    while not done.wait(1.0):
-        on_wait(time.monotonic() - began)
+def _import_torch() -> None:
+    with contextlib.suppress(ImportError):  # `start` says so
+        import torch.multiprocessing  # noqa: F401
+
+
+def _has_imported() -> bool:
+    """Whether the fork server has imported torch, or has ended, or cannot say."""
+    pid = server._forkserver_pid  # type: ignore[attr-defined]
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return not _folder or ended is not None or Path(_folder, str(pid)).exists()
 
 
 def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> list[BaseProcess]:
@@ -141,10 +148,6 @@ class _Descriptor:
 
 def _detach(duplicate: Any) -> int:
     return duplicate.detach()
-
-
-def _nothing(_: int) -> None:
-    """What the first process of a fork server does."""
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...], method: str) -> BaseProcess:

@@ -1,8 +1,7 @@
-"""The ranks of a world that live on this machine: processes, their pipes and sockets, their ends.
+"""Ranks that live on this machine: processes, their pipes and sockets, their ends.
 
-Starts a rank, hands messages to it, says what came from it, ends it. It does not know what a cell is: the
-messages stay packed. `Ranks` uses it for a world on one machine, and the agent of a node for its part of a
-world on several (`nodes.py`), which therefore are started, heard and ended in the same way.
+Hosts of a world on one machine are made of it (`host.py`), and the agent of a node uses it for its part of a world on
+several (`agent.py`), so that all ranks are started, heard and ended in the same way.
 """
 
 import contextlib
@@ -16,11 +15,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from .. import errors
-from ..rehearsal.cluster import Cluster
 from . import launch, system
 from .channel import Channel, pair
 from .match import Board
-from .messages import CRASHED, Answered, HostEvent, Output, ProcessExited, StartRank, WorkerMessage
+from .messages import CRASHED, HostEvent, Output, ProcessExited, StartRank, WorkerMessage
 
 MEMORY_PER_RANK = 40 << 20  # bytes; measured: 20-60 MB (PSS) for an idle rank
 FILES_PER_RANK = 8  # descriptors that the notebook's process needs
@@ -121,10 +119,7 @@ class Local:
         return rank, 0, ""
 
     def address_for(self, rank: int) -> str:
-        """The folder of the store, made when it is first asked for, and again if it was cleaned away.
-
-        Only this user can enter it, so that nobody else can take part in the ranks' rendezvous.
-        """
+        """The folder of the store, made when it is first asked for, and again if it was cleaned away."""
         if not self._folder:
             try:
                 self._folder = launch.make_folder()
@@ -142,7 +137,7 @@ class Local:
         return 0.0
 
     def start(self, orders: Sequence[StartRank]) -> None:
-        """Start a process for each of `orders`; its `Ready` says that it has joined."""
+        """Start a process for each of `orders`; its `Joined` tells more."""
         environment = {**os.environ, **self._environment}
         if self._backend == "gloo":
             environment.setdefault("GLOO_SOCKET_IFNAME", self._interface)
@@ -182,17 +177,11 @@ class Local:
             for kind, source in member.sources.items():
                 self._selector.register(source, selectors.EVENT_READ, (member, kind))
 
-    def send(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the main threads of `ranks`. Of one that is gone, `ProcessExited` tells."""
+    def send(self, ranks: Sequence[int], message: bytes, *, control: bool = False) -> None:
+        """Give a packed message to the main threads of `ranks`, or to their control threads, without waiting."""
         for rank in ranks:
             if rank in self._members:
-                self._post(self._members[rank], "work", message)
-
-    def ask(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the control threads of `ranks`."""
-        for rank in ranks:
-            if rank in self._members:
-                self._post(self._members[rank], "control", message)
+                self._post(self._members[rank], "control" if control else "work", message)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks` at once; `ProcessExited` follows."""
@@ -218,10 +207,11 @@ class Local:
             if self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def forget_store(self, generation: int) -> None:
-        """Remove the store of an older generation of process groups, which nobody reads any more."""
+    def prepare_store(self, generation: int) -> None:
+        """Make the folder of the store again if it was cleaned away; nobody reads what is older than one generation."""
+        folder = Path(self.address_for(0))
         with contextlib.suppress(FileNotFoundError):
-            (Path(self._folder) / str(generation)).unlink()
+            (folder / str(generation - 2)).unlink()
 
     def pump(self, timeout: float) -> list[HostEvent]:
         """What has come from the ranks, after waiting at most `timeout` seconds for something."""
@@ -242,7 +232,7 @@ class Local:
                 self._take_work(member, found)
             elif kind == "control":
                 try:
-                    found += [Answered(member.rank, m) for m in member.control.poll_packed()]
+                    found += [WorkerMessage(member.rank, m) for m in member.control.poll_packed()]
                 except (EOFError, OSError):
                     self._unregister(member.control)
             else:
@@ -321,27 +311,6 @@ class Local:
         member.process.join(2.0)
         with contextlib.suppress(ValueError):  # it does not end: the system holds it
             member.process.close()
-
-
-class Rehearsing(Local):
-    """The one process that rehearses `rank` of a job of `world_size` ranks on the cluster `on`.
-
-    Raises:
-        ValueError: there is no such cluster or rank.
-    """
-
-    def __init__(self, world_size: int, on: str, rank: int) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} does not exist among {world_size} ranks: they are 0 to {world_size - 1}."
-            )
-        self.cluster = Cluster.parse(on, world_size)
-        super().__init__(1, "gloo")
-
-    def place_of(self, rank: int) -> tuple[int, int, str]:
-        """Local rank, ranks on the node, and its name."""
-        per_node = self.cluster.per_node
-        return rank % per_node, per_node, self.cluster.node_of(rank)
 
 
 def _nothing_can_be_written(error: OSError) -> errors.StartError:

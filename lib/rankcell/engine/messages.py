@@ -9,16 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..results import (
-    Connection,
-    Display,
-    Dropped,
-    Event,
-    Memory,
-    Mismatch,
-    NotSent,
-    RankFailure,
-)
+from ..results import Display, RankResult
 
 FOLDER = (
     "RANKCELL_FOLDER"  # in its environment the fork server finds what to remove when the notebook is gone
@@ -83,17 +74,11 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The rank has joined the process group of this generation, and waits for a task."""
+class Joined:
+    """The rank has joined the process group of this generation and waits for a task, or could not join."""
 
     generation: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The rank could not join."""
-
-    why: str
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,37 +90,29 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a rank did with a task."""
+class RankState:
+    """In what state a cell has left a rank: what the world must know to go on."""
 
-    cell: str
-    error: RankFailure | None = None
-    value: bytes | NotSent | None = None
-    data: dict[str, Any] = field(default_factory=dict)
     pulled: dict[str, bytes | str] = field(default_factory=dict)
-    seconds: float = 0.0
-    events: tuple[Event, ...] = ()
-    dropped: tuple[Dropped, ...] = ()
     counts: Mapping[Any, int] = field(default_factory=dict)
     calls: int = 0
     broken: bool = False  # a connection was closed, although the rank may have caught the error
     group: str = ""  # the default process group that the rank is in at the end, "" if it has left it
     open: int = 0  # operations that are not over
-    mismatch: Mismatch | None = None  # a call that did not match, even if the program caught the error
     threads: bool = False  # a thread of the learner's is still there, at work or waiting
-    wire: tuple[Connection, ...] | None = None
     names: tuple[str, ...] = ()
-    memory: tuple[Memory, ...] = ()
-    trace: tuple[Any, ...] = ()
-    order: tuple[tuple[int, int], ...] = ()  # bytes of stderr, and of stdout, written when they took turns
     notes: tuple[str, ...] = ()  # what the learner should know, although nothing failed
 
 
 @dataclass(frozen=True)
 class Done:
-    """The rank has finished with its task."""
+    """The rank has finished with a task. In `result` the value is packed, and what was printed and shown is missing,
+    as it comes by itself.
+    """
 
-    outcome: Outcome
+    cell: str
+    result: RankResult
+    state: RankState
 
 
 # --- to and from a rank's control thread ---
@@ -216,15 +193,7 @@ class Output:
 
 @dataclass(frozen=True)
 class WorkerMessage:
-    """A packed message of a rank's main thread."""
-
-    rank: int
-    message: bytes
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A packed `Answer` of a rank's control thread."""
+    """A packed message of a rank."""
 
     rank: int
     message: bytes
@@ -238,7 +207,7 @@ class ProcessExited:
     how: str  # in words, to follow "rank 2"
 
 
-HostEvent = Output | WorkerMessage | Answered | ProcessExited
+HostEvent = Output | WorkerMessage | ProcessExited
 CRASHED = 70  # exit code of a rank whose own code raised, not the learner's (EX_SOFTWARE of sysexits.h)
 
 # --- between the notebook and the agent of a node (nodes.py, agent.py) ---
@@ -259,11 +228,12 @@ class Order:
     """What the notebook tells an agent.
 
     `what` is "world" (once, before the first rank: `Local`'s arguments), "clock" (our time), or a method of
-    `Local` that hands things on: "start", "send", "ask", "kill", "end".
+    `Local` that hands things on: "start", "send", "kill", "end".
     """
 
     what: str
     arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -23,23 +23,19 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .. import errors
-from . import channel, system
+from . import channel, devices, system
 from .messages import Clock, Ended, Hello, HostEvent, Order, ProcessExited, Started, StartRank
 
 START_TIMEOUT = 120.0  # seconds for the agents to connect: Slurm may have to wait for the nodes
 CLOCKS_AGREE_FOR = 10.0  # seconds after which the clocks are compared anew
 DRIFT = 1e-4  # seconds per second by which two clocks may drift apart: twice what cheap quartz does
-QUIET = 0.5  # seconds after which a node that said nothing is asked for its time
-SILENT = 3.5  # seconds without an answer after which a node is lost
-BUSY = 120.0  # the same while it starts ranks, which may first have to import torch
 HELLO = 60.0  # seconds for an agent that has proved itself to say hello: it imports torch first
-SLOW = 5e6  # bytes per second at which a node passes on at least what its ranks are sent
 _FOLDER = ".rankcell"  # in the home directory, which a cluster's nodes share
 
 
@@ -56,33 +52,23 @@ class _Node:
     compared: float = 0.0  # when `offset` was found
     doubt: float = float("inf")  # seconds by which it may have been wrong then
     alive: bool = True
-    heard: float = 0.0  # when it last said something
-    asked: float | None = None  # when it was asked for its time, if it has not answered
-    starting: bool = False  # it starts ranks, and answers nothing meanwhile
-    told: int = 0  # bytes that were sent to its ranks
-    told_before: int = 0  # ... before it was asked
-    taken: int = 0  # ... that it has taken, by its last answer
-
-    def lost(self, now: float) -> bool:
-        """Whether it should have said something by now: it may have much to pass on first, or to send us."""
-        if self.asked is None:
-            return False
-        patience = BUSY if self.starting else SILENT + (self.told - self.taken) / SLOW
-        return now - max(self.asked, self.heard) > patience
 
 
 class Nodes:
     """The ranks of a world on `nodes` nodes of this allocation, `world_size / nodes` on each, in blocks.
 
-    A `host.Host`, as `local.Local` is.
+    A `host.Host`, as `host.ThisMachine` is.
 
     Raises:
         AllocationError: not inside a Slurm allocation, or one with fewer nodes, or srun could not start.
-        WorldSizeError: the ranks cannot be spread evenly, or do not fit.
+        WorldSizeError: the ranks cannot be spread evenly, or do not fit. ValueError: there is no such device.
     """
 
-    def __init__(self, world_size: int, nodes: int) -> None:
+    on = ""
+
+    def __init__(self, world_size: int, nodes: int, device: str) -> None:
         self._per_node = _check(world_size, nodes)
+        self.ranks = range(world_size)
         self._nodes: list[_Node] = []
         self._selector = selectors.DefaultSelector()
         # ranks whose end was ordered: what they said before they ended is not heard any more
@@ -100,14 +86,14 @@ class Nodes:
                     raise errors.WorldSizeError(
                         f"{self._per_node} ranks do not fit on {node.name}: {node.room[1]}"
                     )
+            machine = devices.look(min(n.gpus for n in self._nodes) * nodes, nodes)
+            self.choice = devices.choose(world_size, device, machine)
         except BaseException:
             self.stop()
             raise
-
-    @property
-    def gpus(self) -> int:
-        """How many GPUs every node has at least."""
-        return min(n.gpus for n in self._nodes)
+        for node in self._nodes:
+            world = (world_size, self.choice.backend, dict(self.choice.environment))
+            self._tell(node, Order("world", world))
 
     @property
     def names(self) -> list[str]:
@@ -125,8 +111,19 @@ class Nodes:
 
     def address_for(self, rank: int) -> str:
         """Host and port of the store, as the node of `rank` reaches it."""
-        if self._store is None:
-            self._start_store()
+        if self._store is None:  # held by this process; the ranks of all nodes find each other there
+            import torch.distributed as dist
+
+            listener = socket.create_server(("", 0), backlog=1024)
+            self._port = listener.getsockname()[1]
+            self._store = dist.TCPStore(
+                "127.0.0.1",
+                self._port,
+                None,
+                True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
         return f"{self._nodes[rank // self._per_node].address}:{self._port}"
 
     def reachable(self, rank: int) -> bool:
@@ -139,27 +136,21 @@ class Nodes:
             self._compare_clocks()
         return self._nodes[rank // self._per_node].offset
 
-    def begin(self, world_size: int, backend: str, environment: Mapping[str, str]) -> None:
-        """Say once, before the first rank is started, what the world is like."""
-        for node in self._nodes:
-            self._tell(node, Order("world", (world_size, backend, dict(environment))))
+    def prepare_store(self, generation: int) -> None:
+        """The notebook holds the store, in memory, and it is always there."""
+
+    def fallback(self, error: errors.StartError) -> None:
+        """There is none."""
 
     def start(self, orders: Sequence[StartRank]) -> None:
-        """Start a process for each of `orders`; its `Ready` says that it has joined."""
+        """Start a process for each of `orders`; its `Joined` tells more."""
         for node, mine in self._by_node(orders, key=lambda b: b.rank):
-            node.starting = True
             self._tell(node, Order("start", (mine,)))
 
-    def send(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the main threads of `ranks`. Of one that is gone, `ProcessExited` tells."""
+    def send(self, ranks: Sequence[int], message: bytes, *, control: bool = False) -> None:
+        """Give a packed message to the main threads of `ranks`, or to their control threads, without waiting."""
         for node, mine in self._by_node(ranks):
-            node.told += len(message) * len(mine)
-            self._tell(node, Order("send", (mine, message)))
-
-    def ask(self, ranks: Sequence[int], message: bytes) -> None:
-        """Give a packed message to the control threads of `ranks`."""
-        for node, mine in self._by_node(ranks):
-            self._tell(node, Order("ask", (mine, message)))
+            self._tell(node, Order("send", (mine, message), {"control": control}))
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks` at once; `ProcessExited` follows."""
@@ -186,25 +177,19 @@ class Nodes:
             except (EOFError, OSError):
                 self._lose(node)
                 continue
-            if messages:
-                node.heard = time.monotonic()
             for message in messages:
                 self._take(node, message, found)
-        self._listen_for_life()
         found += self._lost
         self._lost = []
         return found
 
     def _take(self, node: _Node, message: Any, found: list[HostEvent]) -> None:
         if isinstance(message, Clock):
-            if message.asked == node.asked:
-                node.asked, node.taken = None, node.told_before
             _agree(node, sent=message.asked, theirs=message.theirs)
         elif isinstance(message, Ended):
             self._ending.subtract(message.ranks)
         elif isinstance(message, Started):
             self._pids.update(message.pids)
-            node.starting = False
             if message.problem:
                 raise errors.StartError(f"on {node.name}: {message.problem}")
         elif not self._ending[message.rank]:
@@ -229,78 +214,22 @@ class Nodes:
         self._selector.close()
         self._store = None
 
-    def _start_store(self) -> None:
-        """A key-value store, held by this process, at which the ranks of all nodes find each other."""
-        import torch.distributed as dist
-
-        listener = socket.create_server(("", 0), backlog=1024)
-        self._port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            "127.0.0.1", self._port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-
     def _start_agents(self, nodes: int) -> None:
         listener = socket.create_server(("", 0), backlog=max(nodes, 8))
         key = secrets.token_bytes(32)
         path = write_key(key, listener.getsockname()[1])
-        command = [
-            "srun",
-            "--overlap",  # other steps of this allocation (srun nvidia-smi) still find room
-            f"--nodes={nodes}",
-            f"--ntasks={nodes}",
-            "--ntasks-per-node=1",
-            "--cpu-bind=none",  # the ranks of a node share its cores
-            "--kill-on-bad-exit=1",  # an agent that cannot reach us ends the step, with its reason
-            "--no-kill",  # the loss of a node is our message to tell, not the end of the step
-            "--mpi=none",
-            "--export=ALL",
-            "--job-name=rankcell",
-            sys.executable,
-            "-m",
-            "rankcell.engine.agent",
-            str(path),
-        ]
         try:
             self._srun = subprocess.Popen(
-                command,
+                _srun(nodes, path),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # an interrupt of the notebook is for the ranks' cell, not for srun
             )
-            self._accept(listener, key, nodes)
+            self._nodes = _accept(listener, key, nodes, self._srun, self._log)
         finally:
             listener.close()
             path.unlink(missing_ok=True)
-
-    def _accept(self, listener: socket.socket, key: bytes, nodes: int) -> None:
-        listener.settimeout(0.1)
-        deadline = time.monotonic() + START_TIMEOUT
-        found: dict[int, _Node] = {}
-        arrived: queue.Queue[tuple[int, _Node]] = queue.Queue()
-        while len(found) < nodes:
-            if self._srun.poll() is not None or time.monotonic() > deadline:
-                self._log.seek(0)
-                said = self._log.read()[-2000:].decode(errors="replace").strip()
-                ended = (
-                    f"srun ended with code {self._srun.returncode}"
-                    if self._srun.returncode is not None
-                    else f"{len(found)} of {nodes} nodes answered within {START_TIMEOUT:.0f} s"
-                )
-                raise errors.AllocationError(
-                    f"no ranks on {nodes} nodes: {ended}.\n{said}".rstrip()
-                    + "\nTry `!srun --overlap hostname` in the notebook: it must name the nodes of the "
-                    "allocation."
-                )
-            with contextlib.suppress(TimeoutError):
-                sock, _ = listener.accept()
-                # each in a thread of its own: a stranger who says nothing keeps nobody waiting
-                threading.Thread(target=_greet, args=(sock, key, arrived), daemon=True).start()
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    index, node = arrived.get_nowait()
-                    found[index] = node
-        self._nodes = [node for _, node in sorted(found.items())]
         for node in self._nodes:
             for _ in range(5):  # nothing else is under way yet: the answer is the next message
                 node.channel.send(Order("clock", (time.monotonic(),)))
@@ -314,18 +243,6 @@ class Nodes:
         self._compared = time.monotonic()
         for node in self._nodes:
             self._tell(node, Order("clock", (time.monotonic(),)))
-
-    def _listen_for_life(self) -> None:
-        """Ask a node that has been quiet, and lose one that does not answer: a machine without power sends
-        no goodbye.
-        """
-        now = time.monotonic()
-        for node in self._nodes:
-            if node.asked is None and now - node.heard > QUIET:
-                node.asked, node.told_before = now, node.told
-                self._tell(node, Order("clock", (now,)))
-            elif node.lost(now):
-                self._lose(node)
 
     def _by_node(
         self, items: Sequence[Any], key: Callable[[Any], int] = lambda rank: rank
@@ -363,6 +280,58 @@ class Nodes:
         self._lost += [
             ProcessExited(r, f"was on {node.name}, {how}") for r in range(first, first + self._per_node)
         ]
+
+
+def _srun(nodes: int, key: Path) -> list[str]:
+    """The command that starts an agent on each node."""
+    return [
+        "srun",
+        "--overlap",  # other steps of this allocation (srun nvidia-smi) still find room
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",  # the ranks of a node share its cores
+        "--kill-on-bad-exit=1",  # an agent that cannot reach us ends the step, with its reason
+        "--no-kill",  # the loss of a node is our message to tell, not the end of the step
+        "--mpi=none",
+        "--export=ALL",
+        "--job-name=rankcell",
+        sys.executable,
+        "-m",
+        "rankcell.engine.agent",
+        str(key),
+    ]
+
+
+def _accept(
+    listener: socket.socket, key: bytes, nodes: int, srun: "subprocess.Popen[bytes]", log: IO[bytes]
+) -> list[_Node]:
+    """The agents that have connected, when all have."""
+    listener.settimeout(0.1)
+    deadline = time.monotonic() + START_TIMEOUT
+    found: dict[int, _Node] = {}
+    arrived: queue.Queue[tuple[int, _Node]] = queue.Queue()
+    while len(found) < nodes:
+        if srun.poll() is not None or time.monotonic() > deadline:
+            log.seek(0)
+            said = log.read()[-2000:].decode(errors="replace").strip()
+            ended = (
+                f"srun ended with code {srun.returncode}"
+                if srun.returncode is not None
+                else f"{len(found)} of {nodes} nodes answered within {START_TIMEOUT:.0f} s"
+            )
+            raise errors.AllocationError(
+                f"no ranks on {nodes} nodes: {ended}.\n{said}".rstrip()
+                + "\nTry `!srun --overlap hostname` in the notebook: it must name the nodes of the allocation."
+            )
+        with contextlib.suppress(TimeoutError):
+            sock, _ = listener.accept()
+            # each in a thread of its own: a stranger who says nothing keeps nobody waiting
+            threading.Thread(target=_greet, args=(sock, key, arrived), daemon=True).start()
+        while not arrived.empty():
+            index, node = arrived.get()
+            found[index] = node
+    return [node for _, node in sorted(found.items())]
 
 
 def _check(world_size: int, nodes: int) -> int:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import warnings
+from pathlib import Path
 
 gc.disable()  # half of the import time of torch._dynamo is garbage collection
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported: one thread per rank
@@ -42,7 +43,7 @@ def _clean_up(server: int, folder: str) -> None:
 def _serve() -> None:
     """This process is the fork server."""
     os.setsid()  # Jupyter kills a kernel's process group, and this one has to clean up; Ctrl-C is not for it either
-    atexit.register(_clean_up, os.getpid(), os.environ.pop(FOLDER))
+    atexit.register(_clean_up, os.getpid(), os.environ[FOLDER])
     # Python 3.12 warns of threads, which torch may have and does not use
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="multiprocessing.forkserver")
 
@@ -53,3 +54,5 @@ versions.complete(torch.distributed)
 worker.prepare()
 gc.freeze()  # these objects stay: the collector of a rank never looks at them, so that their pages stay shared
 gc.enable()
+if FOLDER in os.environ:
+    Path(os.environ.pop(FOLDER), str(os.getpid())).touch()  # `launch.wait` looks for it

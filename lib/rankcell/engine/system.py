@@ -24,7 +24,6 @@ import psutil
 
 LINUX = sys.platform.startswith("linux")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_F_SETPIPE_SZ = 1031  # linux/fcntl.h
 LOOPBACK = "lo" if LINUX else "lo0"
 
 
@@ -39,15 +38,15 @@ def enlarge_pipe(fd: int, nbytes: int = 1 << 20) -> None:
     if LINUX:
         import fcntl
 
-        try:
-            fcntl.fcntl(fd, _F_SETPIPE_SZ, nbytes)
-        except PermissionError:  # the user's share of pipe memory is used up: the default works, only slower
-            return
+        with contextlib.suppress(
+            PermissionError
+        ):  # the user's share of pipe memory is used up: slower, no worse
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, nbytes)
 
 
 def shared_file(nbytes: int) -> tuple[int, str]:
-    """A descriptor of `nbytes` zeroed bytes that processes can map together and that has no name on disk,
-    and a sentence if it had to be made in a slower place than /dev/shm ("" if not).
+    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes, and a sentence if it is
+    not in /dev/shm ("" if it is).
 
     Raises:
         OSError: no folder has room for it.
@@ -58,11 +57,10 @@ def shared_file(nbytes: int) -> tuple[int, str]:
             continue
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
-                if hasattr(os, "posix_fallocate"):
-                    # reserved now: in a file that only has a length, a write to a full disk is a SIGBUS
-                    os.posix_fallocate(file.fileno(), 0, nbytes)
-                else:
-                    file.truncate(nbytes)
+                file.write(
+                    bytes(nbytes)
+                )  # in a file that only has a length, a write to a full disk is a SIGBUS
+                file.flush()
                 return os.dup(file.fileno()), note
         except OSError as error:
             if folder is None:
@@ -120,13 +118,11 @@ def open_file_limit() -> int:
     """How many descriptors this process may hold, after raising its soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1 << 16
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            return wanted
-        except (ValueError, OSError):  # macOS refuses values above its own maximum
-            return soft
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft if soft != resource.RLIM_INFINITY else 1 << 20
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses values above its own maximum
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def memory_limits() -> dict[int, tuple[int, int]]:
@@ -308,14 +304,10 @@ def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[str, str], tuple
         return None
     found = {}
     for s in sockets:
-        try:
+        with contextlib.suppress(OSError):  # shut down
             info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-            if len(info) < 208:
-                return None
             (sent,), (received,) = struct.unpack_from("Q", info, 200), struct.unpack_from("Q", info, 128)
             found[_end(s.getsockname()), _end(s.getpeername())] = sent, received
-        except OSError:  # shut down
-            continue
     return found
 
 

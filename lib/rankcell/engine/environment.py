@@ -1,0 +1,147 @@
+"""Inside a rank: what its process finds around it, and what of that is put back after each cell."""
+
+import builtins
+import os
+import signal
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .. import source
+from ..errors import RankInputError, SpawnError
+from . import report, system
+from .messages import StartRank
+
+_BALLAST = 4 << 20  # bytes given back when memory runs out, so that the report of it can be made
+
+
+def enter(config: StartRank) -> None:
+    """Give the process the environment, the folder and the import path of a rank, and what stands in for a terminal."""
+    os.environ.clear()
+    os.environ.update(config.environment)
+    address = "127.0.0.1" if config.store.startswith("/") else config.store.rpartition(":")[0]
+    os.environ.update(
+        RANK=str(config.rank),
+        WORLD_SIZE=str(config.world_size),
+        LOCAL_RANK=str(config.local_rank),
+        LOCAL_WORLD_SIZE=str(config.local_world_size),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(config.port),
+    )
+    if config.device == "cpu":
+        # where no device is named torch takes a GPU that it sees: in fully_shard, in a mesh
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if os.path.isdir(config.folder):  # noqa: PTH112
+        os.chdir(config.folder)
+    sys.path[:] = list(config.path)
+    sys.argv = [""]
+    torch.set_num_threads(1)
+    builtins.input = _no_input
+    sys.breakpointhook = _no_debugger
+    spawn = mp.spawn
+
+    def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(fn, "__module__", None) == "__main__":
+            raise SpawnError(getattr(fn, "__name__", "main"))
+        return spawn(fn, *args, **kwargs)
+
+    mp.spawn = spawn_or_explain
+    # a worker of a DataLoader is a fork of the rank: it has the names that the cells have defined
+    mp.set_start_method("fork", force=True)
+
+
+def _no_input(*_: Any, **__: Any) -> str:
+    raise RankInputError
+
+
+def _no_debugger(*_: Any, **__: Any) -> None:
+    raise RankInputError(report.BDB_NOTE)
+
+
+def device_of(config: StartRank) -> torch.device:
+    """The rank's device, which it has taken."""
+    if config.device != "cuda":
+        return torch.device("cpu")
+    torch.cuda.set_device(config.local_rank % torch.cuda.device_count())
+    if config.memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(config.memory_fraction)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Names:
+    """The names that the cells of a rank define, `values`, and those that they find, which stay as they are."""
+
+    def __init__(self, config: StartRank, shell: Any) -> None:
+        from IPython.display import display
+
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        self.values: dict[str, Any] = module.__dict__
+        self._fixed = {"rank": config.rank, "world_size": config.world_size}
+        self._lent = {
+            **self._fixed,
+            "device": device_of(config),
+            "torch": torch,
+            "dist": dist,
+            "display": display,
+            "get_ipython": shell.get_ipython,
+            "__builtins__": builtins,
+        }
+        self.values.update(self._lent)
+        shell.user_module, shell.user_ns = module, self.values
+
+    def lend(self, value: Any) -> None:
+        """Let a function from the notebook use `rank`, `device`, `dist` and the like, as a cell does."""
+        scope = getattr(value, "__globals__", None)
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        if isinstance(scope, dict) and scope is not getattr(module, "__dict__", None):
+            for name in source.LENT:
+                scope.setdefault(name, self.values[name])
+
+    def restore(self) -> list[str]:
+        """Put back what a cell has deleted or changed; what the learner should know of that."""
+        for name, ours in self._lent.items():
+            self.values.setdefault(name, ours)  # `del rank`, or `%reset`
+        changed = []
+        for name, ours in self._fixed.items():
+            given = self.values[name]
+            if type(given) is not int or given != ours:
+                self.values[name] = ours
+                changed.append(
+                    f"the cell gave `{name}` another value; the next cell finds it as it was. Take another name for "
+                    f"yours."
+                )
+        return changed
+
+    def pull(self, name: str) -> bytes | str:
+        """The pickled value of `name`, or a sentence that says why there is none."""
+        if name not in self.values:
+            return "missing"
+        packed = report.pack(self.values[name], "", None)
+        return packed if isinstance(packed, bytes) else packed.reason
+
+
+class Process:
+    """Signals, alarms and limits of a rank's process."""
+
+    def __init__(self) -> None:
+        self._ballast: bytearray | None = bytearray(_BALLAST)
+        self._limits = system.memory_limits()
+
+    def restore(self, on_interrupt: Any) -> None:
+        """Undo what a cell has done."""
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)  # an alarm belongs to the cell that has set it
+        system.restore_memory_limits(self._limits)
+        self._ballast = self._ballast or bytearray(_BALLAST)
+
+    def make_room(self) -> None:
+        """Memory has run out: give some back, so that this can be reported."""
+        self._ballast = None
+        system.restore_memory_limits(self._limits)

@@ -1,0 +1,229 @@
+"""On the notebook's side: the processes of a world, wherever they live: started, heard, asked, replaced.
+
+What ranks say is sorted by rank here, between cells too: a rank may end, or a thread of the learner's may print.
+"""
+
+import itertools
+import os
+import pickle
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import errors
+from ..results import RankFailure, name_ranks
+from . import system
+from .host import Host
+from .messages import (
+    Answer,
+    Done,
+    Join,
+    Joined,
+    Output,
+    ProcessExited,
+    Question,
+    RankState,
+    Shown,
+    StartRank,
+    WorkerMessage,
+)
+from .received import Received
+
+START_TIMEOUT = 120.0  # seconds for ranks to join their first process group
+MANY_COUNTS = 500  # kinds of operations (groups, pairs, tags) after which counters are reset
+REJOIN_TIMEOUT = 30.0  # seconds for ranks to join a new one, before all are started anew
+
+
+class Workers:
+    """The processes of the ranks of `host`, and what has come from each of them in the current cell."""
+
+    def __init__(self, host: Host, world_size: int) -> None:
+        self.host, self.world_size = host, world_size
+        self.generation = 0  # of process groups: one more whenever all ranks join a new one
+        self.received = {rank: Received(runs=False) for rank in range(world_size)}
+        self.counts: dict[int, Mapping[Any, int]] = {}  # what each rank had called when it was last heard
+        self.can_reset_counts = False  # with the next cell of all ranks
+        self.with_threads: set[int] = set()  # ranks on which a thread of a cell is still there
+        self.began = time.monotonic()  # the current cell
+        self._cell = ""  # its name
+        self._joined = dict.fromkeys(range(world_size), -1)  # the last generation that each rank joined
+        self._problems: dict[int, str] = {}  # why a rank could not join
+        self._port = system.free_port()  # the same for all ranks, also for those that come later
+        self._questions = itertools.count()
+        self._answers: dict[int, dict[int, Any]] = {}  # number of a question -> rank -> answer
+
+    def next_cell(self, name: str, members: Sequence[int]) -> None:
+        """From now on what comes belongs to the cell `name`, which runs on `members`; none runs on nobody."""
+        lost = {rank: r.lost for rank, r in self.received.items()}
+        self.received = {rank: r.next(runs=rank in members) for rank, r in self.received.items()}
+        if not members:
+            for rank, failure in lost.items():
+                self.received[rank].lost = failure
+        self.began, self._cell = time.monotonic(), name
+
+    def keep(self, states: Mapping[int, RankState]) -> None:
+        """Remember in what state a cell has left its ranks."""
+        for rank, state in states.items():
+            self.counts[rank] = state.counts
+            (self.with_threads.add if state.threads else self.with_threads.discard)(rank)
+        self.can_reset_counts = len(states) == len(self.host.ranks) and _can_reset(states)
+
+    def pump(self, timeout: float) -> None:
+        """Take in whatever has arrived, waiting at most `timeout` seconds for something."""
+        for event in self.host.pump(timeout):
+            received = self.received[event.rank]
+            if isinstance(event, Output):
+                (received.stdout if event.stream == "out" else received.stderr).extend(event.data)
+            elif isinstance(event, WorkerMessage):
+                self._take(event.rank, received, pickle.loads(event.message))
+            elif isinstance(event, ProcessExited):
+                self.lose(event.rank, event.how)
+
+    def _take(self, rank: int, received: Received, message: Joined | Shown | Done | Answer) -> None:
+        if isinstance(message, Joined):
+            if message.problem:
+                self._problems[rank] = message.problem
+            else:
+                self._joined[rank] = message.generation
+        elif isinstance(message, Shown):
+            received.show(message.display, update=message.update)
+        elif isinstance(message, Answer):
+            if message.number in self._answers:
+                self._answers[message.number][rank] = message.value
+        elif message.cell == self._cell:
+            received.done = message
+
+    def lose(self, rank: int, how: str, *, by_us: bool = False) -> None:
+        """Note that the process of `rank` has ended, or that we have ended it."""
+        received = self.received[rank]
+        if received.lost is None or by_us:
+            at = received.lost.at if received.lost else time.monotonic() - self.began
+            received.lost = RankFailure("RankLost", how, at=at, caused_by_abort=by_us)
+
+    def ask(self, ranks: Sequence[int], about: str, argument: Any = None, *, wait: float) -> dict[int, Any]:
+        """Ask the control threads of `ranks`; the answers that came within `wait` seconds. None: it found none."""
+        number = next(self._questions)
+        answers = self._answers[number] = {}
+        self.host.send(ranks, pickle.dumps(Question(number, about, argument)), control=True)
+        deadline = time.monotonic() + wait
+        while any(r not in answers and self.received[r].lost is None for r in ranks):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self.pump(left)
+        return self._answers.pop(number)
+
+    def start_all(self) -> None:
+        """Start the ranks, where they can be started, and wait until they have joined their process group."""
+        while True:
+            self.received = {rank: Received(runs=False) for rank in range(self.world_size)}
+            self.with_threads.clear()
+            try:
+                self._start(self.host.ranks)
+                self._await_ready(START_TIMEOUT)
+                return
+            except errors.StartError as error:
+                if (other := self.host.fallback(error)) is None:
+                    raise
+                self.host = other
+
+    def restart(self) -> None:
+        """End the ranks and start new ones."""
+        self.host.end(self.host.ranks)
+        self.generation += 1
+        self.start_all()
+
+    def repair(self, lost: Sequence[int]) -> str:
+        """Replace the `lost` ranks, and have all ranks join a new process group. The others keep their names; if that
+        cannot be, a sentence says so.
+        """
+        try:
+            self._rejoin(lost)
+        except errors.StartError:  # a rank died meanwhile
+            self.restart()
+            return f"All {self.world_size} ranks had to be started anew: their names are gone."
+        return ""
+
+    def _rejoin(self, lost: Sequence[int]) -> None:
+        self.generation += 1
+        if lost:
+            self.host.end(lost)
+            self._start(lost)
+        self.host.prepare_store(self.generation)
+        self.host.send([r for r in self.host.ranks if r not in lost], pickle.dumps(Join(self.generation)))
+        self._await_ready(REJOIN_TIMEOUT)
+
+    def _start(self, ranks: Sequence[int]) -> None:
+        try:
+            folder = os.getcwd()  # noqa: PTH109
+        except FileNotFoundError:  # it was removed
+            folder = ""
+        choice, orders = self.host.choice, []
+        for rank in ranks:
+            self.received[rank] = Received(runs=False)
+            self._joined[rank] = -1
+            local_rank, per_node, node = self.host.place_of(rank)
+            orders.append(
+                StartRank(
+                    rank=rank,
+                    world_size=self.world_size,
+                    device=choice.device,
+                    backend=choice.backend,
+                    store=self.host.address_for(rank),
+                    port=self._port,
+                    generation=self.generation,
+                    folder=folder,
+                    path=tuple(map(str, sys.path)),
+                    local_rank=local_rank,
+                    local_world_size=per_node or self.world_size,
+                    node=node,
+                    on=self.host.on,
+                    memory_fraction=choice.memory_fraction,
+                )
+            )
+        self.host.start(orders)
+
+    def _await_ready(self, timeout: float) -> None:
+        """Wait until all ranks have joined the process group of this generation."""
+        self._problems.clear()
+        deadline = time.monotonic() + timeout
+        while waiting := [r for r in self.host.ranks if self._joined[r] < self.generation]:
+            self.pump(min(0.5, max(deadline - time.monotonic(), 0.0)))
+            lost = {r: failure for r in waiting if (failure := self.received[r].lost)}
+            failed = [r for r in waiting if r in self._problems]
+            if not lost and not failed and time.monotonic() < deadline:
+                continue
+            texts = [self.received[r].stderr.whole() for r in lost] + [self._problems[r] for r in failed]
+            if lost:
+                what = f"{name_ranks([*lost])} {next(iter(lost.values())).message}"
+            elif failed:
+                what = f"{name_ranks(failed)} could not join the process group"
+            else:
+                what = f"{name_ranks(waiting)} did not join the process group within {timeout:.0f} s"
+            said = "\n".join(dict.fromkeys(t.strip()[-2000:] for t in texts if t.strip()))
+            raise errors.StartError(f"{self.world_size} ranks could not be started: {what}.\n{said}".rstrip())
+        self.counts, self.can_reset_counts = {}, False
+
+
+def _can_reset(states: Mapping[int, RankState]) -> bool:
+    """Whether counters have grown many, and a reset changes nothing: all calls matched, and nothing is under way."""
+    counts = {rank: state.counts for rank, state in states.items()}
+    if not any(len(c) > MANY_COUNTS for c in counts.values()):
+        return False
+    if any(state.open or state.threads for state in states.values()):
+        return False
+    for mine in counts.values():
+        for key, count in mine.items():
+            if len(key) == 2:
+                others = [counts[r].get(key, 0) for r in key[1] if r in counts]
+            else:
+                group, kind, source, destination, tag, side = key
+                if source is None or destination is None:
+                    continue
+                peer = source if side == "recv" else destination
+                other = (group, kind, source, destination, tag, "send" if side == "recv" else "recv")
+                others = [counts[peer].get(other, 0)] if peer in counts else []
+            if any(other != count for other in others):
+                return False
+    return True
