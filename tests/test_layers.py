@@ -16,8 +16,8 @@ engine/__init__: engine/channel: engine/system: engine/spans: engine/streams: en
 doctor: engine/devices engine/local engine/match engine/system hardware versions
 figures: engine/world models   cluster: source   parallel: models schedules versions
 schedules: errors results   planner: hardware results schedules
-jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/match engine/messages engine/nodes
-    engine/operation engine/record engine/report engine/streams engine/system errors results
+jobs: draw engine/channel engine/control engine/diagnose engine/groups engine/listen engine/match engine/messages
+    engine/nodes engine/operation engine/record engine/report engine/streams engine/system errors results
 rehearsal: costs errors planner results   exercises: cluster source
 progress: exercises   room: engine/system progress
 grade: check engine/forks engine/preload engine/system exercises results schedules source
@@ -27,7 +27,8 @@ magics: check cluster compare doctor draw engine/devices engine/world errors pro
 draw: hardware results schedules
 __init__: check draw compare engine/meter engine/world errors magics results
 engine/messages: results   engine/devices: ./system errors
-engine/match: errors results   engine/diagnose: results SHARED   engine/host: SHARED
+engine/match: errors results   engine/states: results SHARED
+engine/diagnose: ./states results SHARED   engine/host: SHARED
 engine/parts: results SHARED   engine/mailbox: ./host ./parts results SHARED
 engine/forks: errors SHARED   engine/local: ./forks errors rehearsal SHARED
 engine/nodes: errors SHARED   engine/agent: ./forks ./local errors SHARED
@@ -35,12 +36,13 @@ engine/cell: ./diagnose ./mailbox ./parts errors results SHARED
 engine/verdict: ./cell errors results
 engine/world: ./cell ./devices ./forks ./host ./local ./mailbox ./nodes ./parts ./verdict errors results SHARED
 engine/meter: results   engine/operation: results SHARED
-engine/record: ./meter ./operation ./spans ./streams results SHARED
+engine/observe: ./meter ./operation ./spans results   engine/record: ./observe ./operation results SHARED
+engine/listen: ./operation ./record ./streams SHARED
 engine/execute: source   engine/report: errors results
 engine/groups: ./operation ./record errors SHARED
 engine/control: ./operation ./record ./worker SHARED
-engine/worker: ./control ./execute ./groups ./meter ./operation ./record ./report ./shell ./stdio errors rehearsal
-    results source SHARED
+engine/worker: ./control ./execute ./groups ./listen ./meter ./operation ./record ./report ./shell ./stdio errors
+    rehearsal results source SHARED
 engine/preload: ./worker versions SHARED
 """
 SHARED = "./messages ./channel ./system ./match"

@@ -25,7 +25,7 @@ from typing import Any
 from . import hardware, versions
 from .engine import devices, system
 from .engine.local import FILES_PER_RANK, MEMORY_PER_RANK
-from .engine.match import Board
+from .engine.match import SignatureTable
 
 PROBE = 4.0  # seconds that torch gets to say what it sees
 GPU = 25.0  # ... where there is a GPU: the first program after a start of the machine waits for its driver
@@ -167,7 +167,7 @@ def _more_cores(f: Facts) -> str:
 def _shared_memory(f: Facts) -> Iterator[Finding]:
     if not f.linux:
         return
-    needed = Board.nbytes(4)
+    needed = SignatureTable.nbytes(4)
     if not f.shared.writable or (f.shared.free is not None and f.shared.free < needed):
         why = "cannot be written" if not f.shared.writable else f"has {(f.shared.free or 0) >> 10} KiB free"
         yield Finding(

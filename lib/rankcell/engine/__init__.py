@@ -7,7 +7,7 @@
     notebook side    world      start ranks, run cells, repair, stop
                      cell       one cell: send, poll, diagnose, free
                      verdict    what becomes of a cell that is over: a Run, or an error
-                     diagnose   who waits for whom, and what is to blame: a pure function
+                     states     what each rank is doing;  diagnose  who waits for whom, and what is to blame
                      mailbox    takes in what ranks say;  parts  what that becomes: a RankResult
                      host       what a world needs of a place:  local  this machine,  nodes  a Slurm allocation
                      forks      the process that ranks are forked from, and  agent  the same on a node
@@ -16,8 +16,9 @@
                      worker     names, cells;  control  the thread that answers meanwhile
                      execute    source -> value;  report  exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
-                     record     every communication as an  operation;  streams  when a GPU is through with it;
-                                spans, meter  on request; other parts observe through `Recorder.trace` and `Task.around`
+                     listen     hears of every communication;  record  writes it down as an  operation
+                     streams    when a GPU is through with one
+                     observe    what a program asks for besides:  spans,  meter  of memory
 
 Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
 CONTRIBUTING.md follows one cell and one event through these files.

@@ -12,7 +12,6 @@ from typing import Any
 from ..results import (
     Connection,
     Display,
-    Dropped,
     Event,
     Memory,
     Mismatch,
@@ -112,7 +111,7 @@ class Outcome:
     pulled: dict[str, bytes | str] = field(default_factory=dict)
     seconds: float = 0.0
     events: tuple[Event, ...] = ()
-    dropped: tuple[Dropped, ...] = ()
+    dropped: int = 0
     counts: Mapping[Any, int] = field(default_factory=dict)
     calls: int = 0
     broken: bool = False  # a connection was closed, although the rank may have caught the error

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from .. import source
 from ..errors import GroupError, RankInputError, SpawnError
 from ..results import Connection, Display, NotSent, RankFailure
-from . import record, report, shell, system
+from . import listen, record, report, shell, system
 from .channel import Channel
 from .control import Control
 from .execute import execute
 from .groups import Groups
-from .match import Board
+from .match import SignatureTable
 from .messages import Birth, Done, Failed, Join, Outcome, Ready, Shown, Task
 from .meter import Meter
 from .operation import caller, clock
@@ -45,7 +45,7 @@ def prepare() -> None:
     """
     made = shell.make()
     made.recorder = record.Recorder()
-    made.recorder.install()
+    listen.install(made.recorder)
     sys.displayhook = sys.__displayhook__
 
 
@@ -86,11 +86,11 @@ class Rank:
         """Make what the notebook and the other ranks are met with: recorder, groups, control thread."""
         birth, self.recorder = self.birth, self.shell.recorder
         if birth.on:  # nobody else is there
-            self.recorder.belong(birth.rank, None, enqueues=frozenset())
+            self.recorder.bind_rank(birth.rank, None, enqueues=frozenset())
             self._set_stage()
         else:
-            board = Board(board_fd, birth.rank, birth.world_size)
-            self.recorder.belong(birth.rank, board, enqueues=birth.enqueues)
+            table = SignatureTable(board_fd, birth.rank, birth.world_size)
+            self.recorder.bind_rank(birth.rank, table, enqueues=birth.enqueues)
         os.close(board_fd)
         self.groups = Groups(birth, self.recorder, self._notes.append)
         self.control = Control(self, Channel(socket.socket(fileno=control_fd)))
@@ -206,7 +206,6 @@ class Rank:
         self._end()
         self.phase = "error" if failed else "finished"
         recorder = self.recorder
-        events, dropped = recorder.events()
         return Outcome(
             cell=task.cell,
             error=failed,
@@ -214,8 +213,8 @@ class Rank:
             data=data,
             pulled=pulled,
             seconds=seconds,
-            events=tuple(events),
-            dropped=dropped,
+            events=recorder.events(),
+            dropped=recorder.dropped,
             counts={} if self.stage else dict(recorder.counts),  # nobody else has called anything
             calls=recorder.total,
             broken=recorder.broken,

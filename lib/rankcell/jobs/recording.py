@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine import control, streams
+from ..engine import control, listen, streams
 from ..engine.groups import GroupCalls, replace_in_torch
-from ..engine.match import Board, StoreBoard
+from ..engine.match import SignatureStore, SignatureTable
 from ..engine.messages import Status, Wait
 from ..engine.operation import clock, forget_groups
 from ..engine.record import Recorder
@@ -27,16 +27,16 @@ FAR = (
 LAST = 40  # operations of each rank that a report holds
 
 
-class _Far(StoreBoard):
+class _Far(SignatureStore):
     """A board in the program's store, which may end before the program does: then nothing is compared any more."""
 
     ended = False
 
-    def write(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, int]]:
+    def publish(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, int]]:
         if self.ended:
             return {}
         try:
-            return super().write(*args, **kwargs)
+            return super().publish(*args, **kwargs)
         except RuntimeError:
             self.ended = True
             return {}
@@ -45,7 +45,7 @@ class _Far(StoreBoard):
 class _Groups(GroupCalls):
     def new_group(self, *args: Any, **kwargs: Any) -> Any:
         group = super().new_group(*args, **kwargs)
-        self.recorder.impatient.clear()  # who waits in vain waits in vain, also where a timeout will end it
+        self.recorder.groups_with_timeout.clear()  # who waits in vain waits in vain, also where a timeout will end it
         return group
 
 
@@ -55,9 +55,9 @@ class Recording:
     def __init__(self, rank: int, world_size: int, token: str) -> None:
         self.rank, self.world_size = rank, world_size
         self.recorder = Recorder()
-        self.recorder.install()
+        listen.install(self.recorder)
         self._board_path = Path("/dev/shm") / f"rankcell-{token}"
-        self.recorder.belong(rank, _board(self._board_path, rank, world_size), enqueues=frozenset())
+        self.recorder.bind_rank(rank, _board(self._board_path, rank, world_size), enqueues=frozenset())
         self.recorder.begin("", began=clock(), values=False)
         self.recorder.join("job")
         self._epoch = time.time() - self.recorder.began
@@ -86,12 +86,12 @@ class Recording:
         )
         here = near()
         if here is None:  # not all ranks are recorded: there is nobody to be compared with
-            self.recorder.matcher.board = None
+            self.recorder.matcher.table = None
         elif len(here) < self.world_size:
             self.recorder.matcher.near = frozenset(here)
-            self.recorder.matcher.far = _store_board(self.rank) if self.world_size <= FAR else None
-            if self.recorder.matcher.far is None:
-                self.recorder.matcher.far = _Nowhere(None, self.rank)
+            self.recorder.matcher.store = _store_board(self.rank) if self.world_size <= FAR else None
+            if self.recorder.matcher.store is None:
+                self.recorder.matcher.store = _Nowhere(None, self.rank)
         if here and self.rank == min(here):
             self._board_path.unlink(missing_ok=True)  # everybody has it: all have come through
         return found
@@ -138,7 +138,7 @@ class _Nowhere(_Far):
     ended = True
 
 
-def _board(path: Path, rank: int, world_size: int) -> Board | None:
+def _board(path: Path, rank: int, world_size: int) -> SignatureTable | None:
     """What the ranks of this node put down, in memory that they share; None where there is none."""
     if not path.parent.is_dir():
         return None
@@ -147,8 +147,8 @@ def _board(path: Path, rank: int, world_size: int) -> Board | None:
     except OSError:
         return None
     try:
-        os.posix_fallocate(fd, 0, Board.nbytes(world_size))
-        return Board(fd, rank, world_size)
+        os.posix_fallocate(fd, 0, SignatureTable.nbytes(world_size))
+        return SignatureTable(fd, rank, world_size)
     except OSError:
         return None
     finally:
