@@ -7,7 +7,7 @@ import pytest
 from rankcell.engine import match
 from rankcell.engine.diagnose import State, diagnose, from_status, standings, unmatched
 from rankcell.engine.messages import Status, Wait
-from rankcell.engine.operation import HELD_UP, Operation, clock, queued
+from rankcell.engine.operation import NONBLOCKING_GRACE, Operation, clock, queued
 
 WORLD = (0, 1, 2)
 
@@ -138,9 +138,8 @@ def test_a_tensor_on_the_cpu_and_one_on_a_gpu_do_not_match():
     call = ("all_reduce", (("float32", 4),))
     on_gpu = match.Signature("all_reduce(float32[4])", *call)
     on_cpu = match.Signature("all_reduce(float32[4]) on the CPU", *call, device="cpu")
-    said, mine, theirs = match.difference(on_gpu.packed(), on_cpu.packed(), (0, 1), 0, 1)
-    assert said == "a tensor on the CPU and one on a GPU"
-    assert (mine, theirs) == ("all_reduce(float32[4])", "all_reduce(float32[4]) on the CPU")
+    found = match.difference(on_gpu.packed(), on_cpu.packed(), (0, 1), 0, 1)
+    assert found == ("a tensor on the CPU and one on a GPU", "all_reduce(float32[4]) on the CPU")
     assert match.difference(on_cpu.packed(), on_cpu.packed(), (0, 1), 0, 1)[0] == ""
 
 
@@ -149,7 +148,7 @@ def test_a_call_that_only_begins_something_is_no_wait():
     posted, group = Operation("recv"), Operation("new_group")
     found = [posted.waiting]  # not even begun
     # no call takes so long that does not wait
-    for name, at in (("start", 0), ("start", -HELD_UP - 0.1), ("issued", 0), ("wait_start", 0)):
+    for name, at in (("start", 0), ("start", -NONBLOCKING_GRACE - 0.1), ("issued", 0), ("wait_start", 0)):
         setattr(posted, name, clock() + at)
         found.append(posted.waiting)
     assert found == [False, False, True, False, True]

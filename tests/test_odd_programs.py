@@ -137,11 +137,11 @@ def test_a_group_with_a_limit_of_its_own_ends_its_waits_itself(two):
         two,
         """
         from datetime import timedelta
-        impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
+        groups_with_timeout = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
         gave_up = False
         if rank == 0:
             try:
-                dist.all_reduce(torch.ones(2), group=impatient)
+                dist.all_reduce(torch.ones(2), group=groups_with_timeout)
             except RuntimeError:
                 gave_up = True
         gave_up
@@ -247,14 +247,14 @@ def test_other_dtypes_that_the_program_catches_abort_nobody(two):
 
 def test_signatures_are_never_cut():
     """Splits of seven digits for many ranks took more bytes than a slot had."""
-    from rankcell.engine.match import Board, Signature, difference
+    from rankcell.engine.match import Signature, SignatureTable, difference
 
     n = 128
     rows = tuple(1_000_000 + i for i in range(n))
     mine = Signature(
         "all_to_all(float32[9])", "all_to_all", (("float32", 0),), sends=rows, expects=rows
     ).packed()
-    assert len(mine) <= Board.layout(n)[0] - Board._HEAD.size
+    assert len(mine) <= SignatureTable.layout(n)[0] - SignatureTable._HEAD.size
     assert difference(mine, mine, range(n), 5, 5)[0] == ""
     less = Signature(
         "all_to_all(float32[9])", "all_to_all", (("float32", 0),), sends=rows, expects=(7,) * n

@@ -1,7 +1,7 @@
 """What stands under a cell: a Run as text and as HTML, from hand-written results."""
 
 from rankcell.draw import page
-from rankcell.results import Display, Dropped, NotSent, RankFailure, RankResult, Run
+from rankcell.results import Display, NotSent, RankFailure, RankResult, Run
 
 
 def text_of(*results):
@@ -26,8 +26,8 @@ def test_ranks_that_said_the_same_are_shown_once():
 def test_failed_ranks_and_long_runs_say_so():
     failed = RankResult(0, state="error", error=RankFailure("ZeroDivisionError", "division by zero"))
     assert text_of(failed) == "rank 0: ZeroDivisionError: division by zero"
-    long = RankResult(0, dropped=(Dropped("all_reduce", 2000, 4096, 1.5),))
-    assert text_of(long).endswith("run.ranks[r].dropped: 2,000 all_reduce of 4 KiB together")
+    long = RankResult(0, dropped=2000)
+    assert text_of(long).endswith("a long run; its 2,000 oldest events are not kept")
 
 
 def test_displays_stand_where_they_were_made():

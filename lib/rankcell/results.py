@@ -115,17 +115,6 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """What is kept of the oldest events of one operation, or of one span, once there were too many."""
-
-    op: str
-    count: int
-    nbytes: int
-    seconds: float  # summed up, from each call to its end
-    kind: str = "comm"
-
-
-@dataclass(frozen=True)
 class Display:
     """A rich display made on a rank: MIME type to data, and how many bytes of stdout stood before it."""
 
@@ -281,18 +270,13 @@ class RankResult:
     events: tuple[Event, ...] = ()
     connections: tuple[Connection, ...] | None = None  # what really moved (Linux and gloo)
     node: str = ""  # the node it ran on, of a world with `--nodes`
-    dropped: tuple[Dropped, ...] = ()  # the oldest events in sum: a long run stays small
+    dropped: int = 0  # how many of the oldest events are not in `events`: a long run stays small
     memory: tuple[Memory, ...] = ()  # what it held over time, with `rankcell.memory` only
     trace: tuple[
         Any, ...
     ] = ()  # what its model computed, with `rankcell.trace` only: `compare.traced.Traced`
     mismatch: Mismatch | None = None  # a call that did not match, also if the program caught the error
     order: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def dropped_events(self) -> int:
-        """How many of the oldest events are not in `events`."""
-        return sum(d.count for d in self.dropped)
 
     @property
     def peak(self) -> Memory | None:

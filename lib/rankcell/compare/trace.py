@@ -29,7 +29,6 @@ from .traced import NOT_FINITE, Traced, matrix_of, weights
 
 LIMIT = 1 << 30  # bytes that one process keeps at most
 WHOLE = 4096  # numbers of a parameter that a rank sends as they are
-BLOCK = 1 << 15  # numbers of a large tensor that are added up at a time
 WINDOWS, WINDOW = 64, 16  # of a larger one: so many places, so many numbers from each
 _PACKAGE = str(Path(__file__).parent.parent)
 # What wrappers call the one module that they hold: DDP, FSDP (ours, too), torch.compile, checkpoint wrappers.
@@ -77,19 +76,6 @@ class Trace:
         self._arrived: dict[tuple[int, str], int] = {}  # parameter -> when its gradient last came
         self._awaited: set[tuple[int, str]] = set()  # parameters whose gradients we hear of
         self._without_graph: dict[int, list[tuple]] = {}  # calls by module that a checkpoint may repeat
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the trace holds."""
-        return self._nbytes
-
-    def __repr__(self) -> str:
-        kinds = {
-            kind: sum(e.kind == kind for e in self.entries)
-            for kind in dict.fromkeys(e.kind for e in self.entries)
-        }
-        what = ", ".join(f"{count} {kind}s" for kind, count in kinds.items())
-        return f"Trace of {len(self._places)} modules: {what or 'nothing yet'}; {self._nbytes / 1e6:.1f} MB"
 
     def __enter__(self) -> "Trace":
         self._parameters(0)
@@ -298,48 +284,15 @@ def on_rank(recorder: Any, model: Any, optimizer: Any = None) -> Iterator[Trace]
 
 
 def _sums(tensor: Tensor, of_parameter: bool) -> dict[str, Any]:
-    """What is kept of a tensor on a rank."""
+    """What is kept of a tensor on a rank. One with a single column has nothing to add up: its numbers, twice."""
     n, f = matrix_of(tuple(tensor.shape), of_parameter)
-    if tensor.device.type == "cpu":  # numpy has less to do before it begins
-        whole = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-        matrix: Any = whole.numpy().reshape(n, f)
-        with np.errstate(all="ignore"):
-            found = _products_in_blocks(matrix, weights(n), weights(f))
-        if not np.isfinite(found["columns"]).all():
-            matrix = np.nan_to_num(matrix.astype(np.float64), False, *NOT_FINITE)
-            found = _products(matrix, weights(n), weights(f))
-    else:
-        matrix = torch.nan_to_num(tensor.reshape(n, f).double(), *NOT_FINITE)
-        by = [torch.from_numpy(weights(m)).to(matrix.device) for m in (n, f)]
-        found = {name: part.cpu().numpy() for name, part in _products(matrix, *by).items()}
+    matrix = np.nan_to_num(tensor.cpu().double().numpy().reshape(n, f), True, *NOT_FINITE)
+    rows = matrix @ weights(f) if f != 1 else matrix[:, [0, 0]]
+    kept = {"rows": rows, "columns": weights(n).T @ matrix}
     if of_parameter:
-        flat = matrix.reshape(-1)
-        at, places = ((0,), slice(None)) if len(flat) <= WHOLE else _windows(len(flat))
-        flat = flat[places]
-        kept = flat.astype(np.float64) if isinstance(flat, np.ndarray) else flat.cpu().numpy()
-        found |= {"flat": kept, "at": at}
-    return found
-
-
-def _products(matrix: Any, by_rows: Any, by_columns: Any) -> dict[str, Any]:
-    """Of a tensor with one column, which has nothing to add up, its numbers twice; unless they are too many."""
-    n, f = matrix.shape
-    rows = matrix @ by_columns if f != 1 else (matrix if n <= 1 << 18 else matrix[:0])[:, [0, 0]]
-    return {"rows": rows, "columns": by_rows.T @ matrix}
-
-
-def _products_in_blocks(matrix: Any, by_rows: Any, by_columns: Any) -> dict[str, Any]:
-    """`_products` in float64 of an array in any format; of a large one block by block, which stay in the cache."""
-    n, f = matrix.shape
-    if n * f <= 4 * BLOCK or f == 1:
-        return _products(matrix.astype(np.float64), by_rows, by_columns)
-    rows, columns = np.empty((n, 2)), np.zeros((2, f))
-    size = max(1, BLOCK // f)
-    for i in range(0, n, size):
-        block = matrix[i : i + size].astype(np.float64)
-        np.matmul(block, by_columns, out=rows[i : i + size])
-        columns += by_rows[i : i + size].T @ block
-    return {"rows": rows, "columns": columns}
+        at, places = ((0,), slice(None)) if n * f <= WHOLE else _windows(n * f)
+        kept |= {"flat": matrix.reshape(-1)[places], "at": at}
+    return kept
 
 
 @lru_cache(1000)

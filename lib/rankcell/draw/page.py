@@ -13,7 +13,6 @@ from typing import Any
 
 from ..results import Display, NotSent, RankResult, Run, name_ranks
 from .parts import rank_colour
-from .svg import format_bytes
 
 HEAD, TAIL = 40, 15  # lines shown of a long output
 MAX_LINE = 2000  # characters shown of a long line
@@ -34,7 +33,7 @@ def as_text(run: Run) -> str:
         name = _heading(group)
         said = "\n".join(textwrap.indent(text, "  ", lambda line: True) for text in body)
         parts.append(f"{name}\n{said}" if body else f"{name}: {_state(group[0])}")
-    return "\n".join([*parts, *_in_sum(run)])
+    return "\n".join([*parts, *_dropped(run)])
 
 
 def as_html(run: Run) -> str:
@@ -48,24 +47,19 @@ def as_html(run: Run) -> str:
         else:
             said = f'<span style="{_NAME}">{name}</span>: <span style="{_NAME}">{state}</span>'
         rows.append(f'<div style="{_MARK}{_colour(group)}">{said}</div>')
-    rows += [f'<div style="{_NAME}">{html.escape(text)}</div>' for text in _in_sum(run)]
+    rows += [f'<div style="{_NAME}">{html.escape(text)}</div>' for text in _dropped(run)]
     return f'<div class="rankcell-run">{"".join(rows)}</div>'
 
 
-def _in_sum(run: Run) -> list[str]:
-    """What a long run has kept of its oldest events, one line per group of ranks that dropped alike."""
-    found: dict[str, list[int]] = {}
+def _dropped(run: Run) -> list[str]:
+    """How many of its oldest events a long run has not kept, one line per group of ranks that dropped as many."""
+    found: dict[int, list[int]] = {}
     for result in run.ran:
         if result.dropped:
-            kinds = [
-                f"{d.count:,} {d.op}" + (f" of {format_bytes(d.nbytes)} together" if d.nbytes else "")
-                for d in result.dropped
-            ]
-            found.setdefault(", ".join(kinds), []).append(result.rank)
+            found.setdefault(result.dropped, []).append(result.rank)
     return [
-        f"{name_ranks(ranks)}: a long run; of the oldest events only sums are kept, in run.ranks[r].dropped: "
-        f"{text}"
-        for text, ranks in found.items()
+        f"{name_ranks(ranks)}: a long run; its {count:,} oldest events are not kept"
+        for count, ranks in found.items()
     ]
 
 

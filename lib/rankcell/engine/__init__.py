@@ -15,8 +15,9 @@
                      worker     runs cells;  environment  what they find;  control  the thread that answers meanwhile
                      execute    source -> value;  report  exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
-                     record     every communication as an  operation;  streams  when a GPU is through with it;
-                                spans, meter  on request; other parts observe through `Recorder.trace` and `Task.around`
+                     listen     hears of every communication;  record  writes it down as an  operation
+                     streams    when a GPU is through with one
+                     observe    what a program asks for besides:  spans,  meter  of memory
 
 Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
 CONTRIBUTING.md follows one cell and one event through these files.

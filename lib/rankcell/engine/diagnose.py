@@ -9,58 +9,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..results import Standing, at_line, name_ranks
-from .messages import LEAVES, Status, Wait
+from ..results import at_line, name_ranks
+from .messages import LEAVES, Wait
+from .states import CELL, OVER, SCRIPT, State, describe, doing, from_status, missing_peers, standings, summary
 
-OVER = ("finished", "error", "lost", "absent", "still")  # in this cell such a rank issues nothing more
-CELL, SCRIPT = "cell", "script"  # what the ranks run
-
-
-@dataclass(frozen=True)
-class State:
-    """What one rank is doing. `phase` is "running" or one of `OVER`.
-
-    "still" is found in a script only: it has not moved for so long that nobody expects it to, and stands in no
-    operation. `why` says where.
-    """
-
-    rank: int
-    phase: str
-    waits: tuple[Wait, ...] = ()
-    counts: Mapping[Any, int] | None = None
-    calls: int = 0  # operations called in this cell
-    line: int = 0
-    file: str = ""
-    joins: bool = False  # its main thread waits for another thread of the rank
-    blocked_in_torch: bool = False  # its main thread stands still inside torch: C++ waits, not Python
-    other_threads: bool = False  # a thread of the learner communicates too: it could still answer
-    why: str = (
-        ""  # for "error", "lost" and "still"; of a script for "absent", too; "finished": where it stands
-    )
-    what: str = CELL
-
-    @property
-    def standing(self) -> tuple[tuple[Wait, ...], ...]:
-        """The operations that this rank stands in, a tuple for each of its threads; empty if it can still do
-        something by itself. A thread is stuck if it is in one of them for ever.
-        """
-        mine = tuple(w for w in self.waits if w.thread == 0 and w.waiting)
-        if not mine and self.blocked_in_torch:
-            mine = tuple(w for w in self.waits if w.thread == 0)
-        others: dict[int, tuple[Wait, ...]] = {}
-        for wait in self.waits:
-            if wait.thread and wait.waiting:
-                others[wait.thread] = (*others.get(wait.thread, ()), wait)
-        if self.phase == "running" and not mine and not self.joins:
-            return ()  # the main thread computes
-        if self.phase not in ("running", "finished", "error", "absent"):
-            return ()
-        return tuple(filter(None, (mine if self.phase == "running" else (), *others.values())))
-
-    @property
-    def blocking(self) -> tuple[Wait, ...]:
-        """All operations of `standing`."""
-        return tuple(wait for waits in self.standing for wait in waits)
+__all__ = [  # the states belong to what others know this module for
+    "CELL",
+    "OVER",
+    "SCRIPT",
+    "Diagnosis",
+    "State",
+    "describe",
+    "diagnose",
+    "doing",
+    "from_status",
+    "left",
+    "missing_peers",
+    "settled",
+    "standings",
+    "summary",
+    "unmatched",
+]
 
 
 @dataclass(frozen=True)
@@ -78,27 +47,15 @@ class Diagnosis:
         return "\n".join([self.headline, *(f"  {line}" for line in self.lines), self.advice])
 
 
-def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[int, ...]:
-    """The ranks that have not yet done their part of `wait`, an operation of `rank`."""
-
-    def count(peer: int, key: Any) -> int:
-        return (states[peer].counts or {}).get(key, 0)
-
-    if wait.op in ("send", "recv"):
-        if wait.peer is None:  # a receive from anyone: whoever can still go on may answer
-            return tuple(r for r in wait.ranks if r != rank)
-        other = "recv" if wait.op == "send" else "send"
-        key = (*wait.key[:-1], other)
-        return () if count(wait.peer, key) >= wait.seq else (wait.peer,)
-    return tuple(r for r in wait.ranks if r != rank and count(r, wait.key) < wait.seq)
+_Edge = tuple[Wait, tuple[int, ...]]  # what a rank waits for, and for whom
+_Stuck = Mapping[int, list[_Edge]]
 
 
 def diagnose(states: Sequence[State]) -> Diagnosis | None:
     """The deadlock that `states` prove, or None while somebody can still go on."""
     states = [left(state) for state in states]
     by_rank = {s.rank: s for s in states}
-    # rank -> what each of its threads waits for, and for whom
-    threads: dict[int, list[list[tuple[Wait, tuple[int, ...]]]]] = {}
+    threads: dict[int, list[list[_Edge]]] = {}  # by rank, of each of its threads
     for state in states:
         for waits in state.standing:
             missing = [(wait, missing_peers(wait, by_rank, state.rank)) for wait in waits]
@@ -142,9 +99,7 @@ def _answerable(wait: Wait, missing: Sequence[int], free: set[int]) -> bool:
     return all(peer in free for peer in missing)
 
 
-def _explain(
-    states: Mapping[int, State], stuck: Mapping[int, list[tuple[Wait, tuple[int, ...]]]], over: set[int]
-) -> Diagnosis:
+def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diagnosis:
     ended = sorted({m for waits in stuck.values() for _, missing in waits for m in missing if m in over})
     lines = tuple(describe(states[r], len(states)) for r in sorted(states))
     if ended:
@@ -178,9 +133,6 @@ def _explain(
         advice = "Every rank of a group must call the same operations in the same order."
     suspects = () if kinds <= {"send", "recv"} else circle
     return Diagnosis(blame, head, lines, advice, _odd_ones(states, stuck, circle), suspects)
-
-
-_Stuck = Mapping[int, list[tuple[Wait, tuple[int, ...]]]]
 
 
 def _circle(stuck: _Stuck) -> tuple[int, ...]:
@@ -237,69 +189,27 @@ def _by_size(states: Mapping[int, State], rank: int) -> dict[int, int]:
     return found
 
 
-def _ended(
-    states: Mapping[int, State],
-    stuck: Mapping[int, list[tuple[Wait, tuple[int, ...]]]],
-    ended: list[int],
-    lines: tuple[str, ...],
-) -> Diagnosis:
-    # the rank that is missed by an operation, and by which
+def _ended(states: Mapping[int, State], stuck: _Stuck, ended: list[int], lines: tuple[str, ...]) -> Diagnosis:
+    """Of ranks that wait for some that have `ended`."""
     blame = next((r for r in ended if states[r].phase in ("error", "lost")), ended[0])
-    victims = [
-        (rank, wait) for rank, waits in sorted(stuck.items()) for wait, missing in waits if blame in missing
-    ]
+    state = states[blame]
+    victims = [(r, wait) for r, waits in sorted(stuck.items()) for wait, missing in waits if blame in missing]
     first = victims[0][1]
     if first.op in ("send", "recv"):  # one sentence is about one of the two
-        victims = [(rank, wait) for rank, wait in victims if wait.op == first.op]
-    who = name_ranks(sorted({r for r, _ in victims}))
-    verb = "waits" if len({r for r, _ in victims}) == 1 else "wait"
-    state = states[blame]
-    call, what = first.via or first.op, state.what
+        victims = [(r, wait) for r, wait in victims if wait.op == first.op]
+    waiting = sorted({r for r, _ in victims})
     culprits = tuple(r for r in ended if states[r].phase == state.phase)
-    freed = "The other ranks were freed." if what == CELL else "The others did nothing wrong."
-    if state.phase == "still":
-        head = f"{name_ranks(culprits)} {_stand(culprits)} {state.why}, and {who} {verb} for it in {call}."
-        if len({states[r].why for r in culprits}) > 1:
-            head = (
-                f"{name_ranks(culprits)} {_stand(culprits)} still outside torch, and {who} {verb} in {call}."
-            )
-        advice = "Look at that line: what does it wait for?"
-    elif state.phase == "absent" and state.why:
-        head = f"{name_ranks(culprits)} {state.why}, and {who} {verb} for {_it(culprits)} in {call}."
-        advice = "Look at what that rank prints, and whether its process was started."
-    elif state.phase == "absent":
-        head = f"rank {blame} does not run this cell, and {who} {verb} for it in {call}."
-        advice = (
-            "A collective needs every rank of its group: leave --only away, or make a group of those ranks."
-        )
-    elif state.phase == "lost":
-        head = f"rank {blame} {state.why}, and {who} {verb} for it in {call}."
-        advice = freed
-    elif state.phase == "error":
-        head = f"rank {blame} failed ({state.why}), and {who} {verb} for it in {call}."
-        advice = freed
-    elif first.op == "send":
-        head = f"rank {blame} finished without receiving what {who} {'sends' if verb == 'waits' else 'send'}."
-        advice = f"Add the missing dist.recv(buffer, src={victims[0][0]}) on rank {blame}, or drop the send."
-    elif first.op == "recv":
-        head = f"rank {blame} finished without sending what {who} {verb} for."
-        advice = (
-            f"Add the missing dist.send(tensor, dst={victims[0][0]}) on rank {blame}, or drop the receive."
-        )
-    elif first.op == "new_group":
-        head = f"rank {blame} finished without calling new_group, and {who} {verb} for it there."
-        advice = "new_group must be called by every rank of the world, also by those outside the new group."
-        if len(first.ranks) < len(states) or first.group != "new_group":
-            advice = f"A group with local synchronization must be made by all its members, {name_ranks(first.ranks)}."
+    suspects: tuple[int, ...] = ()
+    if state.phase != "finished":
+        head, advice = _of_gone(states, culprits, waiting, first.via or first.op, blame)
+    elif first.op in ("send", "recv", "new_group"):
+        head, advice = _of_finished(states, blame, waiting, first)
     else:
-        over = state.why or f"finished the {what}"
-        head = f"rank {blame} {over} without the {call} that {who} {verb} in."
-        advice = (
-            "Every rank of a group must call the same collectives in the same order: "
-            f"look at what rank {blame} skips."
-        )
-        ahead = _ahead(states, ended, [r for r, _ in victims])
-        if ahead or (len(ended) == 1 and len(stuck) == 1 and len(first.ranks) > 2) or len(stuck) < len(ended):
+        suspects = tuple(sorted({*ended, *waiting}))
+        ahead = _ahead(states, ended, waiting)
+        alone = len(ended) == 1 and len(stuck) == 1 and len(first.ranks) > 2
+        call = first.via or first.op
+        if ahead or alone or len(stuck) < len(ended):
             culprits = ahead or tuple(sorted(stuck))
             blame = culprits[0]
             head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
@@ -307,9 +217,68 @@ def _ended(
                 "Every rank of a group must call the same collectives equally often: look at what this rank does "
                 "in addition (one more batch, a call inside `if rank == ...`)."
             )
-    finished = state.phase == "finished" and first.op not in ("send", "recv", "new_group")
-    suspects = tuple(sorted({*ended, *(r for r, _ in victims)})) if finished else ()
+        else:
+            over = state.why or f"finished the {state.what}"
+            head = f"rank {blame} {over} without the {call} that {_who(waiting, 'wait')} in."
+            advice = (
+                "Every rank of a group must call the same collectives in the same order: "
+                f"look at what rank {blame} skips."
+            )
     return Diagnosis(blame, head, lines, advice, culprits, suspects)
+
+
+def _of_gone(
+    states: Mapping[int, State], culprits: Sequence[int], waiting: Sequence[int], call: str, blame: int
+) -> tuple[str, str]:
+    """Headline and advice where the ranks to blame stand still, failed, are lost, or do not run the cell."""
+    state, who = states[blame], _who(waiting, "wait")
+    advice = "The other ranks were freed." if state.what == CELL else "The others did nothing wrong."
+    if state.phase == "still":
+        advice = "Look at that line: what does it wait for?"
+        if len({states[r].why for r in culprits}) > 1:
+            return f"{_who(culprits, 'stand')} still outside torch, and {who} in {call}.", advice
+        return f"{_who(culprits, 'stand')} {state.why}, and {who} for it in {call}.", advice
+    if state.phase == "absent" and state.why:
+        it = "it" if len(culprits) == 1 else "them"
+        advice = "Look at what that rank prints, and whether its process was started."
+        return f"{name_ranks(culprits)} {state.why}, and {who} for {it} in {call}.", advice
+    if state.phase == "absent":
+        advice = (
+            "A collective needs every rank of its group: leave --only away, or make a group of those ranks."
+        )
+        return f"rank {blame} does not run this cell, and {who} for it in {call}.", advice
+    what = f"failed ({state.why})" if state.phase == "error" else state.why
+    return f"rank {blame} {what}, and {who} for it in {call}.", advice
+
+
+def _of_finished(
+    states: Mapping[int, State], blame: int, waiting: Sequence[int], wait: Wait
+) -> tuple[str, str]:
+    """Headline and advice where a rank finished without its part of a message, or without a new group."""
+    if wait.op == "send":
+        head = f"rank {blame} finished without receiving what {_who(waiting, 'send')}."
+        return head, f"Add the missing dist.recv(buffer, src={waiting[0]}) on rank {blame}, or drop the send."
+    if wait.op == "recv":
+        head = f"rank {blame} finished without sending what {_who(waiting, 'wait')} for."
+        return (
+            head,
+            f"Add the missing dist.send(tensor, dst={waiting[0]}) on rank {blame}, or drop the receive.",
+        )
+    head = f"rank {blame} finished without calling new_group, and {_who(waiting, 'wait')} for it there."
+    if len(wait.ranks) < len(states) or wait.group != "new_group":
+        return (
+            head,
+            f"A group with local synchronization must be made by all its members, {name_ranks(wait.ranks)}.",
+        )
+    return (
+        head,
+        "new_group must be called by every rank of the world, also by those outside the new group.",
+    )
+
+
+def _who(ranks: Sequence[int], verb: str) -> str:
+    """ "rank 1 waits", "ranks 1, 2 wait"."""
+    return f"{name_ranks(ranks)} {verb}{'s' if len(ranks) == 1 else ''}"
 
 
 def _ahead(states: Mapping[int, State], ended: Sequence[int], waiting: Sequence[int]) -> tuple[int, ...]:
@@ -328,129 +297,8 @@ def _ahead(states: Mapping[int, State], ended: Sequence[int], waiting: Sequence[
     return tuple(sorted({r for r in waiting if any(n > usual.get(k, n) for k, n in sizes[r].items())}))
 
 
-def _stand(ranks: Sequence[int]) -> str:
-    return "stands" if len(ranks) == 1 else "stand"
-
-
-def _it(ranks: Sequence[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"
-
-
-def describe(state: State, world_size: int) -> str:
-    """One rank's state in a line."""
-    return f"rank {state.rank}  {doing(state, world_size)}"
-
-
-def doing(state: State, world_size: int, *, many: bool = False) -> str:
-    """What a rank is doing, in words, to follow its name, or the names of `many` that do the same."""
-    s = "" if many else "s"
-    if state.phase == "error":
-        return f"failed: {state.why}"
-    if state.phase == "lost" or (state.phase == "absent" and state.why):
-        return state.why
-    if state.phase == "still":
-        return f"stand{s} {state.why}"
-    if state.phase == "absent":
-        return "do not run this cell" if many else "does not run this cell"
-    calls = state.calls
-    if state.phase == "finished" and state.why:
-        return state.why
-    if state.phase == "finished":
-        return f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
-    blocking = state.blocking
-    if not blocking:
-        at = f" at {at_line(state.line, state.file)}" if state.line else ""
-        begun = next((w for w in state.waits if w.thread == 0), None)
-        unfinished = (
-            f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""
-        )
-        return f"compute{s}{at}{unfinished}"
-    wait = blocking[0]
-    where = f", {at_line(wait.line, wait.file)}" if wait.line else ""
-    inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
-    return f"wait{s} in {wait.text}{inside} (call {wait.nth} {_group(wait, world_size)}{where})"
-
-
 def _name(wait: Wait) -> str:
     return f"group {wait.group!r} of {name_ranks(wait.ranks)}"
-
-
-def _group(wait: Wait, world_size: int) -> str:
-    if wait.op in ("send", "recv"):
-        return "of this pair"
-    if len(wait.ranks) == world_size:
-        return (
-            "of the world"
-            if wait.group in ("0", "new_group", "init_process_group")
-            else "of a group of all ranks"
-        )
-    return f"of the group of {name_ranks(wait.ranks)}"
-
-
-def standings(states: Sequence[State]) -> tuple[Standing, ...]:
-    """`states` as plain data for the run: who stood where, and whom it waited for."""
-    by_rank = {s.rank: s for s in states}
-    found = []
-    for state in states:
-        wait = state.blocking[0] if state.blocking else None
-        found.append(
-            Standing(
-                rank=state.rank,
-                phase=state.phase,
-                doing=doing(state, len(states)),
-                op=wait.op if wait else "",
-                text=wait.text if wait else "",
-                line=wait.line if wait else state.line,
-                waits_for=missing_peers(wait, by_rank, state.rank) if wait else (),
-            )
-        )
-    return tuple(found)
-
-
-def summary(states: Sequence[State]) -> str:
-    """What the ranks are doing, in one line for the live display."""
-    rows: dict[str, list[int]] = {}
-    for state in states:
-        if state.phase == "absent":
-            continue
-        blocking = state.blocking
-        if state.phase != "running":
-            what = {"finished": "done", "error": "failed", "lost": "lost"}.get(state.phase, state.phase)
-        elif blocking:
-            what = f"waiting in {blocking[0].op}"
-        else:
-            what = "computing"
-        rows.setdefault(what, []).append(state.rank)
-    return ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in rows.items())
-
-
-def from_status(status: Status, before: Status | None) -> State:
-    """The state of a running rank from what its control thread answered, now and the time before.
-
-    A rank stands still inside torch when its main thread has not run since the answer before: measured, a wait in C++
-    (DDP's reducer, a functional collective) neither uses CPU time nor wakes up. On a busy machine a thread that only
-    waits for a core uses none either, which `Status.in_torch` leaves out; nor does one that waits for its turn in
-    Python, but that one wakes up.
-    """
-    still = (
-        status.cpu is not None
-        and before is not None
-        and before.cpu is not None
-        and status.cpu - before.cpu < 1e-4
-        and status.switches == before.switches
-    )
-    return State(
-        rank=status.rank,
-        phase="running" if status.phase in ("starting", "idle") else status.phase,
-        waits=status.waits,
-        counts=status.counts,
-        calls=status.calls,
-        line=status.line,
-        file=status.file,
-        joins=status.joins,
-        blocked_in_torch=status.synchronizes or (status.in_torch and still),
-        other_threads=status.threads,
-    )
 
 
 def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> str | None:

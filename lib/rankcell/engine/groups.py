@@ -10,6 +10,7 @@ import datetime
 import functools
 import socket
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,19 +21,21 @@ from ..errors import GroupError
 from . import system
 from .match import Signature
 from .messages import LEAVES, StartRank
-from .operation import Operation, caller, clock, forget_groups
+from .operation import Operation, caller, forget_groups
 from .record import Recorder
 
 # of a group that names no limit: nccl's own, ten minutes, ends a rank that waits for one which computes
-PATIENCE = datetime.timedelta(minutes=30)
-IMPATIENT = datetime.timedelta(minutes=5)  # a group with a shorter limit is left to end its waits by itself
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+SHORT_TIMEOUT = datetime.timedelta(
+    minutes=5
+)  # a group with a shorter limit is left to end its waits by itself
 
 
 class GroupCalls:
     """Makes process groups as the others can see it: as an operation in which this rank waits for them."""
 
-    patience: datetime.timedelta | None = (
-        None  # the limit of a group that is made without one; None: torch's own
+    default_timeout: datetime.timedelta | None = (
+        None  # of a group that is made without one; None: torch's own
     )
 
     def __init__(self, recorder: Recorder, rank: int, world_size: int) -> None:
@@ -53,7 +56,7 @@ class GroupCalls:
         world = range(self.world_size)
         members = tuple(sorted(ranks)) if ranks is not None else tuple(world)
         local = bool(use_local_synchronization)
-        limit = timeout if timeout is not None else self.patience
+        limit = timeout if timeout is not None else self.default_timeout
         if local and self.rank not in members:
             return None
 
@@ -66,11 +69,16 @@ class GroupCalls:
             # its members alone come to it, in any order: nobody else counts it
             group = self.waited_for("new_group", members, make, label=f"new_group of {list(members)}")
         else:
-            signature = Signature(f"new_group({list(members)})", "new_group", members=members)
+            digest = zlib.crc32(repr(members).encode())
+            signature = Signature(f"new_group({list(members)})", "new_group", members=digest)
             group = self.waited_for("new_group", tuple(world), make, signature=signature)
-        if timeout is not None and timeout < IMPATIENT and isinstance(group, dist.ProcessGroup):
-            self.recorder.impatient.add(group.group_name)
+        if isinstance(group, dist.ProcessGroup):
+            self._note_timeout(group, timeout)
         return group
+
+    def _note_timeout(self, group: Any, timeout: datetime.timedelta | None) -> None:
+        if timeout is not None and timeout < SHORT_TIMEOUT:
+            self.recorder.groups_with_timeout.add(group.group_name)
 
     def waited_for(
         self,
@@ -89,22 +97,12 @@ class GroupCalls:
         o = Operation(op)
         o.group, o.ranks = label or op, ranks
         o.line, o.via, o.file = caller(2)
-        recorder.open_by_hand(o, blocks=blocks)
-        try:
+        with recorder.call_by_hand(o, blocks=blocks):
             if signature is not None:
-                o.text = text = signature.text
-                name = recorder.name_of(o)
-                recorder.matcher.check(
-                    name, signature, lambda: o.call(text), ranks, stream=o.key, group=o.group, line=o.line
-                )
+                o.text = signature.text
+                recorder.matcher.check(recorder.name_of(o), signature.packed(), o, ranks)
             with self._adopting():
                 return make()
-        except BaseException as error:
-            recorder.fail(o, error)
-            raise
-        finally:
-            o.done = clock()
-            recorder.open.pop(id(o), None)
 
     def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:
         """Call `destroy` for a group, None for all: where calls only enqueue, it waits until the others do so, too."""
@@ -155,7 +153,7 @@ class Groups(GroupCalls):
     def __init__(self, birth: StartRank, recorder: Recorder, say: Callable[[str], None]) -> None:
         super().__init__(recorder, birth.rank, birth.world_size)
         self._birth, self._say = birth, say
-        self.patience = PATIENCE if birth.enqueues else None
+        self.default_timeout = DEFAULT_TIMEOUT if birth.enqueues else None
         self.aborted = False  # the groups of this generation can send nothing more
         self._generation = birth.generation
         self._again = 0  # how often a program has set the default group up anew in this generation
@@ -204,7 +202,7 @@ class Groups(GroupCalls):
         if birth.node and not birth.on:
             first = birth.rank - birth.local_rank
             near = range(first, first + birth.local_world_size)
-            self.recorder.reach(dist.PrefixStore(f"calls {generation}", store), near)
+            self.recorder.enable_cross_node(dist.PrefixStore(f"calls {generation}", store), near)
         self.recorder.join(f"{generation}")
 
     def destroy(self, group: Any = None) -> None:
@@ -265,8 +263,7 @@ class Groups(GroupCalls):
         self.recorder.join(generation)
         everybody = tuple(range(birth.world_size))
         self.waited_for("init_process_group", everybody, make, label=f"default group {generation}")
-        if timeout is not None and timeout < IMPATIENT:
-            self.recorder.impatient.add(dist.distributed_c10d._get_default_group().group_name)
+        self._note_timeout(dist.distributed_c10d._get_default_group(), timeout)
 
     def close(self) -> None:
         """End whatever waits in the groups, here and at the other ends.
@@ -297,11 +294,9 @@ class Groups(GroupCalls):
         birth = self._birth
         options: dict[str, Any] = {}
         if birth.backend == "nccl":
-            import torch
-
             options["device_id"] = torch.device("cuda", torch.cuda.current_device())
         if timeout is not None or birth.enqueues:
-            options["timeout"] = timeout or PATIENCE
+            options["timeout"] = timeout or DEFAULT_TIMEOUT
         # as torch itself does where no backend is named: tensors on the CPU have theirs beside nccl
         both = "cpu:gloo,cuda:nccl" if birth.backend == "nccl" else birth.backend
         backend = "fake" if birth.on else both

@@ -17,7 +17,7 @@ from pathlib import Path
 from .. import errors
 from . import launch, system
 from .channel import Channel, pair
-from .match import Board
+from .match import SignatureTable
 from .messages import CRASHED, HostEvent, Output, ProcessExited, StartRank, WorkerMessage
 
 MEMORY_PER_RANK = 40 << 20  # bytes; measured: 20-60 MB (PSS) for an idle rank
@@ -98,7 +98,7 @@ class Local:
         if backend == "gloo" and (problem := system.interface_problem(asked)):
             raise errors.StartError(f"ranks could not be started: {problem}")
         try:
-            self._board, note = system.shared_file(Board.nbytes(world_size))
+            self._board, note = system.shared_file(SignatureTable.nbytes(world_size))
         except OSError as error:
             raise _nothing_can_be_written(error) from None
         self._folder = ""

@@ -1,8 +1,8 @@
-"""Calls that must be alike on several ranks: what each of them puts down, and what does not match.
+"""Calls that must be alike on several ranks: what each of them publishes, and what does not match.
 
 Before an operation sends anything, the rank writes its `Signature` where its peers can read it, and reads
-theirs: on one machine in shared memory (`Board`), between machines in the store that the notebook holds
-(`StoreBoard`). What one rank has called is then found not to match before any data moves, where the backend
+theirs: on one machine in shared memory (`SignatureTable`), between machines in the store that the notebook holds
+(`SignatureStore`). What one rank has called is then found not to match before any data moves, where the backend
 would abort the process or return garbage.
 """
 
@@ -12,106 +12,87 @@ import mmap
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..errors import MismatchError
-from ..results import Call, Mismatch
+from ..results import Mismatch
 
 MAX_TENSORS = 16  # of one call that a signature lists; of more it holds a sum
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """One call of one rank, as far as it concerns the others.
 
     Two calls match if they agree in `op`, `tensors` (dtype and number of elements: shapes may differ, as only
     numbers travel), `reduce_op` and `root`, and if the rows that one sends to the other are as many as that
-    one expects. A `members` is what `new_group` was given.
+    one expects.
     """
 
     text: str  # the call in words
     op: str
     tensors: tuple[tuple[str, int], ...] = ()
-    reduce_op: str = ""  # "": issued from C++, where it is not known: DDP's reducer, which sums
+    reduce_op: str = ""
     root: int | None = None
     sends: tuple[int, ...] = ()  # of an all_to_all: rows for each rank of the group
     expects: tuple[int, ...] = ()  # ... and rows from each
-    members: tuple[int, ...] = ()
+    members: int = 0  # a digest of what new_group was given
     device: str = ""  # "cpu" where the world's own device is another: its backend is another, too
 
     def packed(self) -> bytes:
         """As bytes: equal for calls that match in all but words, and never cut."""
         tensors = self.tensors
         if len(tensors) > MAX_TENSORS:
-            whole = zlib.crc32(repr(tensors).encode())
-            tensors = ((f"{len(tensors)} tensors, {whole:x}", sum(n for _, n in tensors)),)
-        return marshal.dumps(
-            (
-                self.text[:300],
-                self.op,
-                tensors,
-                self.reduce_op,
-                self.root,
-                struct.pack(f"<{len(self.sends)}q", *self.sends),
-                struct.pack(f"<{len(self.expects)}q", *self.expects),
-                self.members[:64],
-                zlib.crc32(repr(self.members).encode()) if self.members else 0,
-                self.device,
-            )
-        )
+            digest = zlib.crc32(repr(tensors).encode())
+            tensors = ((f"{len(tensors)} tensors, {digest:x}", sum(n for _, n in tensors)),)
+        # version 2 has no references, which would make equal signatures different bytes
+        return marshal.dumps(tuple(self._replace(text=self.text[:300], tensors=tensors)), 2)
 
 
-def difference(
-    mine: bytes, theirs: bytes, ranks: Sequence[int], rank: int, peer: int
-) -> tuple[str, str, str]:
+def difference(mine: bytes, theirs: bytes, ranks: Sequence[int], rank: int, peer: int) -> tuple[str, str]:
     """What does not match between two packed signatures of `rank` and `peer`, in words, "" if they match; and
-    the texts of both calls. `ranks` are those of the group.
+    the text of the peer's call. `ranks` are those of the group.
     """
-    a, b = marshal.loads(mine), marshal.loads(theirs)
-    problem = _problem(a, b, ranks, rank, peer)
-    return problem, a[0], b[0]
+    a, b = Signature(*marshal.loads(mine)), Signature(*marshal.loads(theirs))
+    return _problem(a, b, ranks, rank, peer), b.text
 
 
-def _problem(a: Any, b: Any, ranks: Sequence[int], rank: int, peer: int) -> str:
-    _, op, tensors, reduce_op, root, sends, expects, members, whole, device = a
-    _, op_b, tensors_b, reduce_op_b, root_b, sends_b, expects_b, members_b, whole_b, device_b = b
-    if op != op_b:
+def _problem(a: Signature, b: Signature, ranks: Sequence[int], rank: int, peer: int) -> str:
+    if a.op != b.op:
         return "different operations"
-    if (members, whole) != (members_b, whole_b):
+    if a.members != b.members:
         return "different lists of ranks"
-    if device != device_b:
+    if a.device != b.device:
         return "a tensor on the CPU and one on a GPU"
-    if tensors != tensors_b:
-        if [t[0] for t in tensors] != [t[0] for t in tensors_b]:
-            return "different dtypes" if len(tensors) == len(tensors_b) else "different numbers of tensors"
-        return "different sizes" if op == "send to recv" else "different shapes"
-    if root != root_b:
+    if a.tensors != b.tensors:
+        if [dtype for dtype, _ in a.tensors] != [dtype for dtype, _ in b.tensors]:
+            same_number = len(a.tensors) == len(b.tensors)
+            return "different dtypes" if same_number else "different numbers of tensors"
+        return "different sizes" if a.op == "send to recv" else "different shapes"
+    if a.root != b.root:
         return "different roots"
-    if reduce_op != reduce_op_b and reduce_op and reduce_op_b:
+    if a.reduce_op != b.reduce_op:
         return "different reduce operations"
-    if not sends and not sends_b:
+    if not a.sends and not b.sends:
         return ""
-    if len(sends) != len(sends_b) or len(expects) != len(expects_b):
-        return "different numbers of splits"
     i, j = ranks.index(rank), ranks.index(peer)
-    if 8 * max(i, j) >= min(len(sends), len(expects)):
+    sizes = (len(a.sends), len(a.expects))
+    if sizes != (len(b.sends), len(b.expects)) or max(i, j) >= min(sizes):
         return "different numbers of splits"
     for sender, receiver, rows, expected in (
-        (rank, peer, _at(sends, j), _at(expects_b, i)),
-        (peer, rank, _at(sends_b, i), _at(expects, j)),
+        (rank, peer, a.sends[j], b.expects[i]),
+        (peer, rank, b.sends[i], a.expects[j]),
     ):
         if rows != expected:
             return f"rank {sender} sends {rows} to rank {receiver}, which expects {expected}"
     return ""
 
 
-def _at(packed: bytes, index: int) -> int:
-    return int(struct.unpack_from("<q", packed, 8 * index)[0])
+Published = dict[int, tuple[bytes, int]]  # by rank: its signature, packed, and its line
 
 
-class Board:
+class SignatureTable:
     """The signatures of the latest operations of the ranks of one machine, in memory that all of them see.
 
     Reading and writing need no lock: a slot's key is written last and contains the group and the sequence
@@ -141,23 +122,22 @@ class Board:
         self.map = mmap.mmap(fd, self.nbytes(world_size))
         self._fence = threading.Lock()
 
-    def write(self, name: str, signature: bytes, line: int) -> int:
-        """Publish this rank's `signature` under `name`; returns the number under which peers find it."""
+    def publish(self, name: str, signature: bytes, line: int, ranks: Iterable[int], _: Hashable) -> Published:
+        """Publish this rank's `signature` under `name`; returns what others of `ranks` have published, by rank."""
         key = zlib.crc32(name.encode()) << 8 | 1
         at = (self.rank * self.slots + (key >> 8) % self.slots) * self.slot
         memory, size = self.map, self._HEAD.size
         if len(signature) > self.slot - size:  # nothing is compared rather than half of it
-            return key
+            return {}
         self._KEY.pack_into(memory, at, 0)
         memory[at + size : at + size + len(signature)] = signature
         self._LENGTH.pack_into(memory, at + 8, line, len(signature))
         self._KEY.pack_into(memory, at, key)  # last: whoever sees the key sees the rest
         with self._fence:  # a full memory barrier: our write is out before we read the peers' slots
             pass
-        return key
+        return {r: found for r in ranks if r != self.rank and (found := self._read(key, r)) is not None}
 
-    def read(self, key: int, rank: int) -> tuple[bytes, int] | None:
-        """Signature and line that `rank` published under the number `key`, or None."""
+    def _read(self, key: int, rank: int) -> tuple[bytes, int] | None:
         at = (rank * self.slots + (key >> 8) % self.slots) * self.slot
         found, line, length = self._HEAD.unpack_from(self.map, at)
         if found != key:
@@ -167,10 +147,10 @@ class Board:
         return (text, line) if self._HEAD.unpack_from(self.map, at)[0] == key else None
 
 
-class StoreBoard:
+class SignatureStore:
     """The same for ranks on several machines, which share no memory, in a `torch.distributed.Store`.
 
-    It costs two questions to the store per operation: one puts down this rank's call, one reads those of all
+    It costs two questions to the store per operation: one publishes this rank's call, one reads those of all
     who came before, whoever and however many they are.
     """
 
@@ -178,38 +158,30 @@ class StoreBoard:
         self.store, self.rank = store, rank
         self._complete: dict[Hashable, str] = {}
 
-    def write(
-        self, name: str, signature: bytes, line: int, *, stream: Hashable, ranks: int
-    ) -> dict[int, tuple[bytes, int]]:
-        """Publish this rank's `signature` under `name`; returns signature and line of all who have, by rank.
-
-        `ranks` is how many there will be, `stream` what `name` is a later operation of.
-        """
+    def publish(
+        self, name: str, signature: bytes, line: int, ranks: Sequence[int], stream: Hashable
+    ) -> Published:
+        """As that of the table. `name` is a later operation of `stream`: the one before is forgotten."""
         name = f"call|{name}"
         self.store.append(name, json.dumps([self.rank, line, signature.decode("latin-1")]) + "\n")
         lines = map(json.loads, self.store.get(name).decode().splitlines())
         found = {rank: (text.encode("latin-1"), at) for rank, at, text in lines}
-        if len(found) == ranks:
+        if len(found) == max(len(ranks), 2):
             # everybody has come to this operation, and so has read all there was of the one before
             before = self._complete.get(stream)
             self._complete[stream] = name
             if before is not None:
                 self.store.delete_key(before)
-        return found
-
-    @staticmethod
-    def read(found: dict[int, tuple[bytes, int]], rank: int) -> tuple[bytes, int] | None:
-        """Signature and line that `rank` had published when this rank looked, or None."""
-        return found.get(rank)
+        return {rank: each for rank, each in found.items() if rank in ranks}
 
 
 class Matcher:
-    """Of one rank: puts down what it is about to call, and raises if a peer's call does not match."""
+    """Of one rank: publishes what it is about to call, and raises if a peer's call does not match."""
 
     def __init__(self) -> None:
         self.rank = 0
-        self.board: Board | None = None
-        self.far: StoreBoard | None = None  # for calls that concern ranks on other nodes
+        self.table: SignatureTable | None = None
+        self.store: SignatureStore | None = None  # for calls that concern ranks on other nodes
         self.near: frozenset[int] = frozenset()  # the ranks of this node, where there are others
         self.found: Mismatch | None = None  # the first one of this cell
         self._refused: dict[str, Mismatch] = {}  # by group: until the cell ends, nothing more is sent there
@@ -220,57 +192,32 @@ class Matcher:
         self._refused.clear()
 
     def check(
-        self,
-        name: str,
-        signature: Signature | bytes,
-        call: Callable[[], Call],
-        ranks: Sequence[int],
-        *,
-        stream: Hashable,
-        group: str,
-        line: int,
-        fits_itself: bool = True,
+        self, name: str, signature: bytes, o: Any, ranks: Sequence[int], *, symmetric: bool = True
     ) -> None:
-        """Compare a call with those of `ranks` that have come to it before.
+        """Compare the operation `o` with those of `ranks` that have come to it before.
 
         Args:
             name: the same for the same call on all ranks, and never used again.
-            signature: of the call; packed already if it is known from before.
-            call: makes what a message shows of it; only asked if there is one.
+            signature: of the call, packed.
             ranks: those whose calls must match; of an `all_to_all` in the order of the group.
-            stream: what the call is a later one of.
-            group: its group, which sends nothing more in this cell after a mismatch.
-            line: its line in the cell.
-            fits_itself: equal signatures match; the pieces of an `all_to_all` must be held against each other.
+            symmetric: equal signatures match; the pieces of an `all_to_all` must be held against each other.
 
         Raises:
             MismatchError: it does not match, or the group is out of step since an earlier call of the cell.
         """
-        if self._refused and (earlier := self._refused.get(group)) is not None:
+        if self._refused and (earlier := self._refused.get(o.group)) is not None:
             raise MismatchError(earlier, again=True)
-        packed = signature if isinstance(signature, bytes) else signature.packed()
-        board: Any
-        found: Any
-        if self.far is None or self.near.issuperset(ranks):
-            board = self.board
-            if board is None:
-                return
-            found = board.write(name, packed, line)
-        else:
-            board = self.far
-            found = board.write(name, packed, line, stream=stream, ranks=max(len(ranks), 2))
-        for peer in ranks:
-            if peer == self.rank:
+        shared = self.store is None or self.near.issuperset(ranks)
+        place = self.table if shared else self.store
+        if place is None:
+            return
+        for peer, (theirs, line) in place.publish(name, signature, o.line, ranks, o.key).items():
+            if peer == self.rank or (symmetric and theirs == signature):
                 continue
-            other = board.read(found, peer)
-            if other is None or (fits_itself and other[0] == packed):
-                continue
-            problem, _, theirs = difference(packed, other[0], ranks, self.rank, peer)
+            problem, text = difference(signature, theirs, ranks, self.rank, peer)
             if problem:
-                mine = call()
-                mismatch = Mismatch(
-                    problem, {self.rank: mine, peer: replace(mine, text=theirs, line=other[1])}
-                )
+                mine = o.call()
+                mismatch = Mismatch(problem, {self.rank: mine, peer: replace(mine, text=text, line=line)})
                 self.found = self.found or mismatch
-                self._refused[group] = mismatch
+                self._refused[o.group] = mismatch
                 raise MismatchError(mismatch)

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,10 +17,9 @@ from .messages import Wait
 
 clock = time.monotonic  # one clock for all processes of a machine
 
-ASKED_IN_VAIN = 10_000  # times, after which a program that polls is told that it will never see the end
 MAX_VALUES = 64  # numbers kept per tensor with `--values`
-HELD_UP = 1.0  # seconds after which a call that should only begin something is taken to stand still
-_KEEPS = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
+NONBLOCKING_GRACE = 1.0  # seconds in a call that should return at once, after which it counts as blocked
+KEEP_WORK = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _TORCH = f"{Path(torch.__file__).parent}/"
 _LIBRARY = (
     _TORCH,
@@ -32,12 +32,15 @@ _LIBRARY = (
 
 
 class Operation:
-    """One communication of this rank, from its call to its end. Becomes an `Event` when the cell ends."""
+    """One communication of this rank, from its call to its end. Becomes an `Event` when the cell ends.
+
+    Its attributes have the names of those of `Event` and `Wait`, which are views of it.
+    """
 
     # Most of these keep their default: writing thirty attributes for each call cost more than the rest.
     group: str = ""
     ranks: tuple[int, ...] = ()
-    seq = nth = nbytes = tag = line = thread = 0
+    seq = nth = nbytes = tag = line = thread = 0  # `seq` counts under `key`, `nth` does so within the cell
     key: Any = None
     shape: tuple[int, ...] = ()
     dtype = reduce_op = via = file = ""
@@ -50,7 +53,7 @@ class Operation:
     wait_start: float | None = None
     wait_end: float | None = None
     done: float | None = None
-    gives_up = False  # the wait has a time limit of its own: it cannot be part of a deadlock
+    has_timeout = False  # its wait ends by itself: it cannot be part of a deadlock
     blocks = False  # the call itself waits for other ranks, as making a group does
     error: str | None = None
     work: Any = None
@@ -60,14 +63,13 @@ class Operation:
     before_out: Any = None
     after: Any = None
     watched: Watched | None = None
-    asked = 0  # how often a program has asked whether it is over
+    polls = 0  # how often a program has asked whether it is over
+    # in a world whose device enqueues calls: whether this one is enqueued, or the host's
+    enqueued: bool | None = None
     passed: Callable[[], bool] | None = (
         None  # of a call that only enqueues: whether the device is through with it
     )
     work_id = 0
-    enqueued: bool | None = (
-        None  # in a world whose device enqueues calls: whether this one is enqueued, or the host's
-    )
     batch: Sequence["Operation"] = ()  # operations that share its Work
     landing: Any = None  # a receive on a GPU over gloo: the tensor, and its buffer on the host
 
@@ -81,20 +83,20 @@ class Operation:
         """The call in a learner's words: "all_reduce(float32[4])"."""
         return self.text or call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
 
-    def call(self, text: str = "") -> Call:
-        """This call as a message shows it, in its own words or in `text`."""
-        return Call(text or self.describe(), self.line, self.nth, self.group, self.op, self.file)
+    def call(self) -> Call:
+        """This call as a message shows it."""
+        return Call(self.describe(), self.line, self.nth, self.group, self.op, self.file)
 
     @property
     def waiting(self) -> bool:
         """Whether a thread of the rank stands in this operation now, as far as Python can see."""
-        if self.error is not None or self.done is not None or self.gives_up:
+        if self.error is not None or self.done is not None or self.has_timeout:
             return False
         if self.passed is not None:
             return self.awaited is not None and not self.finished
         if self.issued is None and not self.blocks:
             # posting a receive takes microseconds; on a busy machine others may have the core in the middle of it
-            return self.start is not None and clock() - self.start > HELD_UP
+            return self.start is not None and clock() - self.start > NONBLOCKING_GRACE
         return self.issued is None or (self.wait_start is not None and self.wait_end is None)
 
     @property
@@ -103,14 +105,11 @@ class Operation:
         if self.error is not None or self.done is not None:
             return True
         if self.passed is not None:
-            if not self._over:
-                self._over = bool(self.passed())
+            self._over = self._over or bool(self.passed())
             return self._over
         if self.wait_end is not None:
             return True
-        if self.issued is not None and self.work is not None:
-            return bool(self.work.is_completed())
-        return self.issued is not None and self.work is None
+        return self.issued is not None and (self.work is None or bool(self.work.is_completed()))
 
     @property
     def awaited(self) -> float | None:
@@ -120,39 +119,24 @@ class Operation:
         """
         if self.wait_start is not None:
             return self.wait_start
-        kept = self.is_async and (not self.via or self.via in _KEEPS or self.via.startswith(self.op))
+        kept = self.is_async and (not self.via or self.via in KEEP_WORK or self.via.startswith(self.op))
         return None if kept else self.issued
 
     @property
     def end(self) -> float:
-        """When it was over: a call that Python waits for, with the wait; one that C++ waits for, when it is
-        done.
-        """
+        """When it was over: with the wait of Python, or, if only C++ waits, when it is done."""
         if self.wait_end is not None:
             return self.wait_end if self.done is None else max(self.wait_end, self.done)
         return self.done if self.done is not None else self.issued if self.issued is not None else clock()
 
     def wait(self, *, behind: bool = False) -> Wait:
         """This operation as the notebook is told of it while it is not over; `behind` others on the device."""
-        return Wait(
-            op=self.op,
-            text=self.describe(),
-            group=self.group,
-            ranks=self.ranks,
-            key=self.key,
-            seq=self.seq,
-            nth=self.nth,
-            peer=self.peer,
-            tag=self.tag,
-            line=self.line,
-            file=self.file,
-            via=self.via,
-            waiting=self.waiting and not behind,
-            thread=0 if self._is_main_s() else self.thread,
-        )
+        thread = 0 if self._main_thread_answers() else self.thread
+        shared = {name: getattr(self, name) for name in _OF_WAIT}
+        return Wait(text=self.describe(), waiting=self.waiting and not behind, thread=thread, **shared)
 
-    def _is_main_s(self) -> bool:
-        """Whether the main thread answers for it: it called, or a thread of C++ such as autograd's on a GPU did."""
+    def _main_thread_answers(self) -> bool:
+        """Whether it called, or a thread of C++ such as autograd's on a GPU, which it waits for."""
         if self.thread == threading.main_thread().ident:
             return True
         of_python = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
@@ -160,34 +144,30 @@ class Operation:
 
     def event(self, rank: int, began: float) -> Event:
         """This operation as frozen data, with times since the cell `began`."""
+
+        def since(at: float | None) -> Any:
+            return None if at is None else at - began
+
         end = self.end
         values = None
         if self.before is not None:
             values = Values(self.before, self.before_out or (), self.after or ())
         return Event(
             rank=rank,
-            op=self.op,
-            start=(self.start or began) - began,
-            end=end - began,
-            group=self.group,
-            ranks=self.ranks,
-            done=None if self.done is None else self.done - began,
+            start=since(self.start) or 0.0,
+            end=since(end),
+            done=since(self.done),
+            issued=since(end if self.issued is None else self.issued),
+            wait_start=since(self.wait_start),
             seq=self.nth,
-            shape=self.shape,
-            dtype=self.dtype,
-            nbytes=self.nbytes,
-            peer=self.peer,
-            tag=self.tag,
-            reduce_op=self.reduce_op,
-            is_async=self.is_async,
-            issued=(self.issued if self.issued is not None else end) - began,
-            wait_start=None if self.wait_start is None else self.wait_start - began,
-            line=self.line,
-            file=self.file,
-            via=self.via,
             values=values,
-            watched=self.watched,
+            **{name: getattr(self, name) for name in _OF_EVENT},
         )
+
+
+_OF_BOTH = ("op", "group", "ranks", "peer", "tag", "line", "file", "via")
+_OF_WAIT = (*_OF_BOTH, "key", "seq", "nth")
+_OF_EVENT = (*_OF_BOTH, "shape", "dtype", "nbytes", "reduce_op", "is_async", "watched")
 
 
 def queued(pending: Iterable[Operation]) -> list[tuple[Operation, bool]]:
@@ -215,25 +195,23 @@ def _one_batch(a: Operation, b: Operation) -> bool:
 
 
 def flatten(value: Any) -> list[torch.Tensor]:
-    if type(value) is list and all(isinstance(v, torch.Tensor) for v in value):
-        return value
+    """The tensors in an argument of an operation: one, a list, or a list of lists."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in flatten(v)]
-    return []
+    if type(value) is list and all(isinstance(v, torch.Tensor) for v in value):
+        return value
+    return [t for v in value for t in flatten(v)] if isinstance(value, (list, tuple)) else []
 
 
-_dtype_names = {
-    dtype: name
-    for name, dtype in sorted(vars(torch).items(), reverse=True)
-    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
-}
+_dtype_names: dict[torch.dtype, str] = {}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    dtype = tensor.dtype
-    return _dtype_names.get(dtype) or str(dtype).removeprefix("torch.")
+    """The name of a tensor's dtype: "float32"."""
+    name = _dtype_names.get(tensor.dtype)
+    if name is None:  # `str` of a dtype takes a microsecond
+        name = _dtype_names[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+    return name
 
 
 def numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
@@ -246,16 +224,10 @@ def numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
 
 def part_of(array: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None:
     """Where in the flattened `array` a tensor lies, from and up to; None if it is no part of it."""
-    size = array.element_size()
-    begin = (tensor.data_ptr() - array.data_ptr()) // size
+    begin = (tensor.data_ptr() - array.data_ptr()) // array.element_size()
     inside = 0 <= begin and begin + tensor.numel() <= array.numel()
     same = tensor.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
     return (begin, begin + tensor.numel()) if same and inside else None
-
-
-# What a frame with this code is: a line of the learner's (True), a function of torch by its public name, a
-# constructor of torch (None: its class is asked), or nothing of interest ("").
-_codes: dict[Any, bool | str | None] = {}
 
 
 def caller(depth: int = 1) -> tuple[int, str, str]:
@@ -265,25 +237,18 @@ def caller(depth: int = 1) -> tuple[int, str, str]:
     It is looked for from so many frames above the one that asks. On a GPU the backward runs in threads of C++, which
     have no frame of the learner's: then the line is the one where the main thread stands.
     """
-    frame: FrameType | None = sys._getframe()
-    for _ in range(depth + 1):
-        frame = frame.f_back if frame is not None else None
-    above = _main_frame() if threading.get_ident() != threading.main_thread().ident else None
+    frame: FrameType | None = sys._getframe(depth + 1)
+    main = threading.main_thread().ident or 0
+    above = sys._current_frames().get(main) if threading.get_ident() != main else None
     via, last = "", frame
     while True:
         if frame is None:
-            if above is None or (
-                last is not None and last.f_code.co_name == "_bootstrap"
-            ):  # a thread of Python's
+            of_python = last is not None and last.f_code.co_name == "_bootstrap"  # the thread is Python's
+            if above is None or of_python:
                 return 0, via, ""
             frame, above = above, None
         code = frame.f_code
-        try:
-            kind = _codes[code]
-        except KeyError:
-            if len(_codes) > 10_000:  # every cell brings new code
-                _codes.clear()
-            kind = _codes[code] = kind_of(code)
+        kind = kind_of(code)
         if kind is True:
             return frame.f_lineno, via, file_of(code)
         if kind is None:
@@ -293,22 +258,27 @@ def caller(depth: int = 1) -> tuple[int, str, str]:
         last, frame = frame, frame.f_back
 
 
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
 def file_of(code: Any) -> str:
     """The file that a line of the learner's stands in; "" for a cell, which has none."""
     name: str = code.co_filename
     return "" if name.startswith("<") or "ipykernel_" in name else name
 
 
+@lru_cache(10_000)  # every cell brings new code
 def kind_of(code: Any) -> bool | str | None:
+    """What a frame with this code is: a line of the learner's (True), a function of torch by its public name, a
+    constructor of torch (None: its class is asked), or nothing of interest ("").
+    """
     filename, name = code.co_filename, code.co_name
     if filename.startswith("<cell"):
         return True
     if not any(part in filename for part in _LIBRARY):
-        return True if _here_line(filename) else ""
+        # a notebook function or a script
+        return (
+            "ipykernel_" in filename
+            or ("site-packages" not in filename and "/lib/python" not in filename)
+            or ""
+        )
     if _TORCH not in filename:
         return ""
     # how a learner calls the torch function: "all_reduce", "DistributedDataParallel", "backward"
@@ -317,20 +287,11 @@ def kind_of(code: Any) -> bool | str | None:
     return "" if name.startswith("_") or "<locals>" in code.co_qualname else name
 
 
-def _here_line(filename: str) -> bool:
-    """Whether a function that does not come from a rank cell is the learner's own: a notebook function or a
-    script.
-    """
-    return "ipykernel_" in filename or ("site-packages" not in filename and "/lib/python" not in filename)
-
-
 _group_ranks: dict[str, tuple[int, ...]] = {}
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Global ranks of a process group, by name: asking torch each time costs more than the rest of the
-    record.
-    """
+    """Global ranks of a process group, by name: asking torch each time costs more than the rest of the record."""
     name = group.group_name
     ranks = _group_ranks.get(name)
     if ranks is None:

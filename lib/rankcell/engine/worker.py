@@ -18,12 +18,12 @@ import cloudpickle
 
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult
-from . import current, environment, record, report, shell, system
+from . import current, environment, listen, record, report, shell, system
 from .channel import Channel
 from .control import Control
 from .execute import execute
 from .groups import Groups
-from .match import Board
+from .match import SignatureTable
 from .messages import Done, Join, Joined, RankState, Shown, StartRank, Task
 from .meter import Meter
 from .operation import caller, clock
@@ -36,7 +36,7 @@ def prepare() -> None:
     """Make what every rank needs, once, before ranks are forked, which then share its memory: shell and recorder."""
     made = shell.make()
     current.recorder = made.recorder = record.Recorder()
-    made.recorder.install()
+    listen.install(made.recorder)
     sys.displayhook = sys.__displayhook__
 
 
@@ -87,9 +87,9 @@ class Rank:
             self.stage = Rehearsal(Cluster.parse(config.on, config.world_size), self.recorder, caller)
             self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
         else:
-            board = Board(board_fd, config.rank, config.world_size)
+            board = SignatureTable(board_fd, config.rank, config.world_size)
         os.close(board_fd)
-        self.recorder.belong(config.rank, board, enqueues=config.enqueues)
+        self.recorder.bind_rank(config.rank, board, enqueues=config.enqueues)
 
     def serve(self) -> None:
         """Answer the notebook until it is gone."""
@@ -146,7 +146,6 @@ class Rank:
         self._end()
         self.phase = "error" if failed else "finished"
         recorder = self.recorder
-        events, dropped = recorder.events()
         moved = None if recorder.enqueues else system.bytes_moved(self.groups.connections)
         result = RankResult(
             rank=self.config.rank,
@@ -156,8 +155,8 @@ class Rank:
             data=data,
             error=failed,
             seconds=seconds,
-            events=tuple(events),
-            dropped=dropped,
+            events=recorder.events(),
+            dropped=recorder.dropped,
             connections=_moved(moved_before, moved),
             memory=recorder.memory or (meter.samples if meter is not None else ()),
             trace=recorder.trace,

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine import control, diagnose, streams
+from ..engine import control, diagnose, listen, streams
 from ..engine.groups import GroupCalls, replace_in_torch
-from ..engine.match import Board, StoreBoard
+from ..engine.match import SignatureStore, SignatureTable
 from ..engine.messages import Status
 from ..engine.operation import clock, forget_groups
 from ..engine.record import Recorder
@@ -29,15 +29,15 @@ FAR = (
 LAST = 40  # operations of each rank that a report holds
 
 
-class _ProgramsStore(StoreBoard):
+class _ProgramsStore(SignatureStore):
     """A board in the program's store, which may end before the program does: then nothing is compared any more."""
 
     ended = False
 
-    def write(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, int]]:
+    def publish(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, int]]:
         if not self.ended:
             try:
-                return super().write(*args, **kwargs)
+                return super().publish(*args, **kwargs)
             except RuntimeError:
                 self.ended = True
         return {}
@@ -46,7 +46,7 @@ class _ProgramsStore(StoreBoard):
 class _PatientGroups(GroupCalls):
     def new_group(self, *args: Any, **kwargs: Any) -> Any:
         group = super().new_group(*args, **kwargs)
-        self.recorder.impatient.clear()  # a hang is reported even where a timeout would end it
+        self.recorder.groups_with_timeout.clear()  # a hang is reported even where a timeout would end it
         return group
 
 
@@ -56,9 +56,9 @@ class Recording:
     def __init__(self, rank: int, world_size: int, token: str) -> None:
         self.rank, self.world_size = rank, world_size
         self.recorder = Recorder()
-        self.recorder.install()
+        listen.install(self.recorder)
         self._board_path = Path("/dev/shm") / f"rankcell-{token}"
-        self.recorder.belong(rank, _shared_board(self._board_path, rank, world_size), enqueues=frozenset())
+        self.recorder.bind_rank(rank, _shared_board(self._board_path, rank, world_size), enqueues=frozenset())
         self.recorder.begin("", began=clock(), values=False)
         self.recorder.join("job")
         self._epoch = time.time() - self.recorder.began
@@ -88,10 +88,10 @@ class Recording:
         )
         here = near()
         if here is None:  # not all ranks are recorded: there is nobody to be compared with
-            self.recorder.matcher.board = None
+            self.recorder.matcher.table = None
         elif len(here) < self.world_size:
             self.recorder.matcher.near = frozenset(here)
-            self.recorder.matcher.far = self._far_board()
+            self.recorder.matcher.store = self._far_board()
         if here and self.rank == min(here):
             self._board_path.unlink(missing_ok=True)  # everybody has it: all have come through
         return found
@@ -116,7 +116,7 @@ class Recording:
         kept = [o for o in list(self.recorder.operations)[-LAST:] if o.start is not None]
         return tuple(later(replace(o.event(self.rank, 0.0), seq=o.seq), self._epoch) for o in kept)
 
-    def _far_board(self) -> StoreBoard:
+    def _far_board(self) -> SignatureStore:
         """A board in the store of the default group, on a connection of its own; one that is over if there is none."""
         store: Any = dist.distributed_c10d._get_default_store()
         while isinstance(store, dist.PrefixStore):
@@ -128,15 +128,15 @@ class Recording:
         return board
 
 
-def _shared_board(path: Path, rank: int, world_size: int) -> Board | None:
+def _shared_board(path: Path, rank: int, world_size: int) -> SignatureTable | None:
     """What the ranks of this node are about to call, in memory that they share; None where there is none."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
         return None
     try:
-        os.posix_fallocate(fd, 0, Board.nbytes(world_size))
-        return Board(fd, rank, world_size)
+        os.posix_fallocate(fd, 0, SignatureTable.nbytes(world_size))
+        return SignatureTable(fd, rank, world_size)
     except OSError:
         return None
     finally:

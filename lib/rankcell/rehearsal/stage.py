@@ -235,7 +235,7 @@ class Rehearsal:
                 found = self.pending.pop(leaf.untyped_storage()._cdata, None)
                 if found is not None and found[0]() is not None:
                     self.clock.wait_until(found[1].done)
-                    self.recorder.finish(found[1])
+                    self.recorder.close(found[1])
 
     def _known(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """A short tensor of integers that the program makes, with its numbers; None for others."""

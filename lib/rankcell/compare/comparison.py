@@ -1,0 +1,129 @@
+"""What `check.against` gives: a row for each tensor, and the first that went wrong."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..results import name_ranks
+
+SHOWN = 12  # rows of the table that is shown
+KINDS = {
+    "output": "output",
+    "grad_output": "gradient of the output",
+    "grad": "gradient",
+    "parameter": "weights",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the ranks hold one tensor of the dense model.
+
+    `kind` is "output", "grad_output", "grad" or "parameter"; `status` is "fits", "scaled", "partial", "none",
+    "missing", "batch" (a number of which each rank has its part), "uncovered" (rows of the batch are on no rank, or on
+    more ranks than others), "patchy" (many single rows seem to be on no rank) or "skipped" (nothing to compare).
+    `ranks` are those that hold it; of a tensor that is wrong, those where it is.
+    """
+
+    name: str
+    kind: str
+    step: int
+    layout: str
+    status: str
+    ranks: tuple[int, ...]
+    line: int = 0
+    factor: float = 1.0
+    axes: tuple[str, ...] = ()
+    says: str = ""
+
+    def found(self, status: str, layout: str, **more: Any) -> "Row":
+        """This row, once it is known how the ranks hold the tensor."""
+        return replace(self, status=status, layout=layout, **more)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What no other tensor has: name, kind and step."""
+        return self.name, self.kind, self.step
+
+    @property
+    def title(self) -> str:
+        """The tensor in words."""
+        return f"{self.name or 'the model'}{'.grad' if self.kind == 'grad' else ''}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `check.against` found: `ok`, the `first` wrong tensor, a row for each tensor in the order of computing."""
+
+    rows: tuple[Row, ...]
+    first: Row | None
+    notes: tuple[str, ...] = ()
+    ok: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ok", self.first is None)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def text(self) -> str:
+        """The verdict in a sentence or two."""
+        if self.first is not None:
+            return self.first.says
+        counts = {k: sum(r.kind == k for r in self.rows) for k in KINDS}
+        what = ", ".join(f"{n} {_plural(KINDS[k], n)}" for k, n in counts.items() if n)
+        return f"the ranks' tensors make up those of one process: {what}"
+
+    def _shown(self) -> Sequence[Row]:
+        """The rows around the first wrong one; of a right comparison the first of each kind."""
+        if self.first is None:
+            kinds = {r.kind: 0 for r in self.rows}
+            shown = []
+            for row in self.rows:
+                kinds[row.kind] += 1
+                if kinds[row.kind] <= SHOWN // len(kinds):
+                    shown.append(row)
+            return shown
+        at = next((i for i, row in enumerate(self.rows) if row.key == self.first.key), 0)
+        start = max(0, min(at - SHOWN // 2, len(self.rows) - SHOWN))
+        return self.rows[start : start + SHOWN]
+
+    def __repr__(self) -> str:
+        lines = [f"{'✓' if self.ok else '✗'} {self.text}"]
+        for row in self._shown():
+            mark = ">" if self.first is not None and row.key == self.first.key else " "
+            lines.append(f" {mark} {row.title:<34} {KINDS[row.kind]:<22} {row.layout}")
+        if len(self.rows) > SHOWN:
+            lines.append(f"   ({len(self.rows)} tensors in all: `.rows`)")
+        return "\n".join([*lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        colour, veil = ("#009e73", "0,158,115") if self.ok else ("#d55e00", "213,94,0")
+        cells = []
+        for row in self._shown():
+            strong = self.first is not None and row.key == self.first.key
+            who = name_ranks(row.ranks) if row.ranks else ""
+            style = f"font-weight:600;background:rgba({veil},.12)" if strong else ""
+            cells.append(
+                f'<tr style="{style}"><td style="text-align:left"><code>{html.escape(row.title)}</code></td>'
+                f'<td style="text-align:left">{KINDS[row.kind]}</td><td style="text-align:left">'
+                f'{html.escape(row.layout)}</td><td style="text-align:left">{who}</td></tr>'
+            )
+        more = f"<p>{len(self.rows)} tensors in all: <code>.rows</code></p>" if len(self.rows) > SHOWN else ""
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return (
+            f'<div class="rankcell-check" style="display:inline-block;padding:.15em .6em;border-radius:4px;'
+            f'border-left:3px solid {colour};background:rgba({veil},.12);color:inherit">'
+            f"{'✓' if self.ok else '✗'} {html.escape(self.text)}</div>"
+            f'<table style="font-size:.9em;margin-top:.4em"><thead><tr><th style="text-align:left">tensor</th>'
+            f'<th style="text-align:left">what</th><th style="text-align:left">on the ranks</th>'
+            f'<th style="text-align:left">where</th></tr></thead><tbody>{"".join(cells)}</tbody></table>{more}{notes}'
+        )
+
+
+def _plural(word: str, n: int) -> str:
+    if n == 1 or word == "weights":
+        return word
+    return word.replace("gradient", "gradients", 1) if word.startswith("gradient") else f"{word}s"

@@ -1,0 +1,133 @@
+"""What is said of a tensor: how the ranks hold it, and what went wrong with it."""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
+
+from ..results import name_ranks
+from .comparison import KINDS, Row
+from .layouts import Sum
+
+BEFORE = "the weights before the step"
+REORDERED = ", in another order"
+
+
+def said(
+    row: Row, *, used_as_whole: bool, holders: Iterable[int], mesh: Mapping[str, int], ranks: Set[int]
+) -> Row:
+    """The row to blame, with a sentence for the learner. `holders` are the ranks that hold it, `ranks` all."""
+    where = f" (line {row.line})" if row.line else ""
+    what = row.says or _sentence(row, used_as_whole, sorted(set(holders) - set(row.ranks)), mesh, len(ranks))
+    return replace(row, says=f"`{row.title}`{where}: {what}")
+
+
+def _sentence(
+    row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[str, int], world_size: int
+) -> str:
+    who = name_ranks(row.ranks) if row.ranks else "no rank"
+    over = f"over {' and '.join(row.axes)}" if row.axes else f"over {who}"
+    if used_as_whole and row.kind == "output":
+        return (
+            f"each rank holds a partial sum, and it is used as if it were whole: an all-reduce {over} is missing in "
+            f"the forward"
+        )
+    if used_as_whole:
+        return (
+            f"the gradient of its output is a partial sum on each rank, and it is used as if it were whole: an "
+            f"all-reduce {over} is missing in the backward"
+        )
+    if row.status == "partial":
+        if abs(row.factor - 1) <= 1e-3:
+            return f"partial {over}: its gradients are never summed"
+        return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged"
+    if row.status == "scaled":
+        return _scaled(row, mesh, world_size)
+    if row.status == "missing" and row.kind == "grad_output":
+        return (
+            f"no gradient comes back to it on {who}, and in one process one does: something between it and the loss is "
+            f"unknown to autograd"
+        )
+    if row.status == "missing":
+        have = "has" if len(row.ranks) == 1 else "have"
+        return f"{who} {have} the parameter and no gradient, and one process has one"
+    if row.kind == "parameter" and row.step == 0:
+        return f"{who}: other weights than one process has, before anything is computed"
+    if row.kind == "parameter" and row.layout == BEFORE:
+        than = f"than {name_ranks(others)}" if others else "than one process after its step"
+        return (
+            f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
+        )
+    if row.kind == "parameter":
+        return f"{who}: the gradient is right and the update is not ({row.layout})"
+    if row.kind == "grad" and row.layout.endswith("rounded"):
+        return f"{who}: {row.layout}: is it sent or added up in 16 bits?"
+    if row.kind == "grad":
+        return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout})"
+    side = "forward" if row.kind == "output" else "backward"
+    return (
+        f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), and all before it does: look at the "
+        f"{side} here"
+    )
+
+
+def _scaled(row: Row, mesh: Mapping[str, int], world_size: int) -> str:
+    who = name_ranks(row.ranks)
+    if is_weighted(row):
+        return (
+            f"on each rank another multiple of the dense one: the losses of {who} do not count alike. A mean of "
+            f"means is not the mean over all where ranks have different numbers of samples or tokens"
+        )
+    if row.factor == 0.0:
+        return f"{who}: each rank has another multiple of the gradient of one process: does each clip by its own norm?"
+    sizes = {size: axis for axis, size in mesh.items()}
+    k = row.factor
+    if abs(k - round(k)) < 1e-3 and k > 1:
+        over = f" over {sizes[round(k)]}" if round(k) in sizes else ""
+        hint = (
+            f"a sum{over} where a mean is meant"
+            if round(k) == world_size or round(k) in sizes
+            else "a sum where a mean is meant, or counted more than once"
+        )
+    elif k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
+        hint = "a mean where a sum is meant, or divided once too often"
+    else:
+        hint = "divided by another number than one process"
+    what = "the dense gradient" if row.kind == "grad" else "the tensor of one process"
+    return f"{times_words(k)} {what} on {who}: {hint}"
+
+
+def is_weighted(row: Row) -> bool:
+    """Whether a gradient that travels back is another multiple of the dense one on each rank."""
+    return row.kind == "grad_output" and row.status == "scaled" and row.factor == 0.0
+
+
+def times_words(k: float) -> str:
+    """A factor: "4 times", "1/4 of"."""
+    if abs(k - round(k)) < 1e-3:
+        return f"{round(k)} times"
+    if k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
+        return f"1/{round(1 / k)} of"
+    return f"{k:.3g} times"
+
+
+def partial_words(total: Sum) -> str:
+    """Pieces that add up: over which axes, or which ranks."""
+    over = f"over {' and '.join(total.axes)}" if total.axes else f"over {name_ranks(total.ranks)}"
+    if abs(total.factor - 1) < 1e-3:
+        return f"partial {over}"
+    return f"each its own part of the batch ({over})"
+
+
+def cut_words(
+    kind: str, whole: tuple[int, ...], shapes: Iterable[tuple[int, ...]], rows: bool, columns: bool
+) -> str:
+    """Which dims of a tensor are cut, as far as shapes tell."""
+    dims: set[int] = set()
+    for shape in shapes:
+        if len(shape) == len(whole):
+            dims |= {d for d, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b}
+    if dims:
+        word = "part of the batch" if dims == {0} and kind in ("output", "grad_output") else ""
+        return word or f"sharded on dim {', '.join(map(str, sorted(dims)))}"
+    if rows and columns:
+        return "sharded on rows and columns"
+    return "other rows on each" if rows else "sharded on the last dim"

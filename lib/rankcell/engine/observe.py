@@ -1,0 +1,109 @@
+"""Inside a rank: what is recorded besides communication, when a program asks for it.
+
+Spans of computing (`rankcell.span`, `rankcell.spans`), measured memory (`rankcell.memory`), and an array whose numbers
+are noted with every communication (`rankcell.watch`).
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..results import Event, Memory, Watched
+from . import spans
+from .meter import Meter
+from .operation import MAX_VALUES, Operation, caller, clock, numbers, part_of
+
+MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; older ones are only counted
+
+
+class Observer:
+    """Notes what a program asks for, in the cell that has begun last."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.clock: Callable[[], float] = clock  # a rehearsal has one of its own
+        self.begin_observing(clock())
+
+    def begin_observing(self, began: float) -> None:
+        """Forget the last cell; times are since `began`."""
+        self.began = began
+        self.dropped = 0  # operations and spans that are not kept
+        self.computing: deque[Event] = deque()
+        self.memory: tuple[Memory, ...] = ()
+        self.array: torch.Tensor | None = None  # that `watch` looks at
+        self._watching: Operation | None = None  # the last operation seen by it
+        self._meters: list[Meter] = []  # those that measure now
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record the time spent inside as a compute span called `name`."""
+        start = self.clock()
+        outside = [(meter, meter.phase) for meter in self._meters]
+        for meter, _ in outside:
+            meter.phase = name
+        try:
+            yield
+        finally:
+            now = self.clock()
+            for meter, phase in outside:
+                meter.phase = phase
+            self._note_span(name, start, now, caller()[0])
+
+    def _note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
+        self.make_room(self.computing)
+        span = Event(self.rank, name, start - self.began, end - self.began, kind="compute", line=line)
+        self.computing.append(span)
+
+    def make_room(self, kept: deque[Any]) -> None:
+        """Let go of the oldest of many events."""
+        if len(kept) >= MAX_EVENTS:
+            kept.popleft()
+            self.dropped += 1
+
+    def spans(self, model: torch.nn.Module, *names: str) -> AbstractContextManager[None]:
+        """Record forward and backward of the model's modules as compute spans while the block runs."""
+        return spans.watched(spans.chosen(model, names), self._note_span, self.clock)
+
+    @contextlib.contextmanager
+    def measure(self, *owners: Any) -> Iterator[Meter]:
+        """Measure the memory that the block inside holds; its samples go with the cell's result."""
+        meter = Meter(*owners, began=self.began, clock=self.clock)
+        self._meters.append(meter)
+        try:
+            with meter:
+                yield meter
+        finally:
+            if meter in self._meters:
+                self._meters.remove(meter)
+            self.memory += meter.samples
+
+    @contextlib.contextmanager
+    def watch(self, array: torch.Tensor) -> Iterator[None]:
+        """Record with every operation of this rank what `array` holds, while the block runs."""
+        if array.numel() > MAX_VALUES:
+            raise ValueError(
+                f"an array of {array.numel()} numbers is too long to watch: {MAX_VALUES} at most."
+            )
+        self.array, self._watching = array, None
+        try:
+            yield
+        finally:
+            self.look_at_array(None, None)
+            self.array = None
+
+    def look_at_array(self, o: Operation | None, tensor: torch.Tensor | None) -> None:
+        """Note what the watched array holds now: after the last operation, before `o`."""
+        array, last = self.array, self._watching
+        if array is None:
+            return
+        (now,) = numbers([array])
+        if last is not None and last.watched is not None:
+            last.watched = replace(last.watched, after=now)
+        self._watching = o
+        if o is not None:
+            o.watched = Watched(now, now, None if tensor is None else part_of(array, tensor))

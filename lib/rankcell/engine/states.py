@@ -1,0 +1,186 @@
+"""What each rank is doing, from what it answers, and in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..results import Standing, at_line, name_ranks
+from .messages import Status, Wait
+
+OVER = ("finished", "error", "lost", "absent", "still")  # in this cell such a rank issues nothing more
+CELL, SCRIPT = "cell", "script"  # what the ranks run
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank is doing. `phase` is "running" or one of `OVER`.
+
+    "still" is found in a script only: it has not moved for so long that nobody expects it to, and stands in no
+    operation. `why` says where.
+    """
+
+    rank: int
+    phase: str
+    waits: tuple[Wait, ...] = ()
+    counts: Mapping[Any, int] | None = None
+    calls: int = 0  # operations called in this cell
+    line: int = 0
+    file: str = ""
+    joins: bool = False  # its main thread waits for another thread of the rank
+    blocked_in_torch: bool = False  # its main thread stands still inside torch: C++ waits, not Python
+    other_threads: bool = False  # a thread of the learner communicates too: it could still answer
+    why: str = (
+        ""  # for "error", "lost" and "still"; of a script for "absent", too; "finished": where it stands
+    )
+    what: str = CELL
+
+    @property
+    def standing(self) -> tuple[tuple[Wait, ...], ...]:
+        """The operations that this rank stands in, a tuple for each of its threads; empty if it can still do
+        something by itself. A thread is stuck if it is in one of them for ever.
+        """
+        mine = tuple(w for w in self.waits if w.thread == 0 and w.waiting)
+        if not mine and self.blocked_in_torch:
+            mine = tuple(w for w in self.waits if w.thread == 0)
+        others: dict[int, tuple[Wait, ...]] = {}
+        for wait in self.waits:
+            if wait.thread and wait.waiting:
+                others[wait.thread] = (*others.get(wait.thread, ()), wait)
+        if self.phase == "running" and not mine and not self.joins:
+            return ()  # the main thread computes
+        if self.phase not in ("running", "finished", "error", "absent"):
+            return ()
+        return tuple(filter(None, (mine if self.phase == "running" else (), *others.values())))
+
+    @property
+    def blocking(self) -> tuple[Wait, ...]:
+        """All operations of `standing`."""
+        return tuple(wait for waits in self.standing for wait in waits)
+
+
+def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[int, ...]:
+    """The ranks that have not yet done their part of `wait`, an operation of `rank`."""
+
+    def count(peer: int, key: Any) -> int:
+        return (states[peer].counts or {}).get(key, 0)
+
+    if wait.op in ("send", "recv"):
+        if wait.peer is None:  # a receive from anyone: whoever can still go on may answer
+            return tuple(r for r in wait.ranks if r != rank)
+        other = "recv" if wait.op == "send" else "send"
+        key = (*wait.key[:-1], other)
+        return () if count(wait.peer, key) >= wait.seq else (wait.peer,)
+    return tuple(r for r in wait.ranks if r != rank and count(r, wait.key) < wait.seq)
+
+
+def describe(state: State, world_size: int) -> str:
+    """One rank's state in a line."""
+    return f"rank {state.rank}  {doing(state, world_size)}"
+
+
+def doing(state: State, world_size: int, *, many: bool = False) -> str:
+    """What a rank is doing, in words, to follow its name, or the names of `many` that do the same."""
+    s = "" if many else "s"
+    if state.phase == "error":
+        return f"failed: {state.why}"
+    if state.phase == "lost" or (state.phase == "absent" and state.why):
+        return state.why
+    if state.phase == "still":
+        return f"stand{s} {state.why}"
+    if state.phase == "absent":
+        return "do not run this cell" if many else "does not run this cell"
+    calls = state.calls
+    if state.phase == "finished" and state.why:
+        return state.why
+    if state.phase == "finished":
+        return f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
+    blocking = state.blocking
+    if not blocking:
+        at = f" at {at_line(state.line, state.file)}" if state.line else ""
+        begun = next((w for w in state.waits if w.thread == 0), None)
+        unfinished = (
+            f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""
+        )
+        return f"compute{s}{at}{unfinished}"
+    wait = blocking[0]
+    where = f", {at_line(wait.line, wait.file)}" if wait.line else ""
+    inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
+    return f"wait{s} in {wait.text}{inside} (call {wait.nth} {_group(wait, world_size)}{where})"
+
+
+def _group(wait: Wait, world_size: int) -> str:
+    if wait.op in ("send", "recv"):
+        return "of this pair"
+    if len(wait.ranks) == world_size:
+        return (
+            "of the world"
+            if wait.group in ("0", "new_group", "init_process_group")
+            else "of a group of all ranks"
+        )
+    return f"of the group of {name_ranks(wait.ranks)}"
+
+
+def standings(states: Sequence[State]) -> tuple[Standing, ...]:
+    """`states` as plain data for the run: who stood where, and whom it waited for."""
+    by_rank = {s.rank: s for s in states}
+    found = []
+    for state in states:
+        wait = state.blocking[0] if state.blocking else None
+        found.append(
+            Standing(
+                rank=state.rank,
+                phase=state.phase,
+                doing=doing(state, len(states)),
+                op=wait.op if wait else "",
+                text=wait.text if wait else "",
+                line=wait.line if wait else state.line,
+                waits_for=missing_peers(wait, by_rank, state.rank) if wait else (),
+            )
+        )
+    return tuple(found)
+
+
+def summary(states: Sequence[State]) -> str:
+    """What the ranks are doing, in one line for the live display."""
+    rows: dict[str, list[int]] = {}
+    for state in states:
+        if state.phase == "absent":
+            continue
+        blocking = state.blocking
+        if state.phase != "running":
+            what = {"finished": "done", "error": "failed", "lost": "lost"}.get(state.phase, state.phase)
+        elif blocking:
+            what = f"waiting in {blocking[0].op}"
+        else:
+            what = "computing"
+        rows.setdefault(what, []).append(state.rank)
+    return ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in rows.items())
+
+
+def from_status(status: Status, before: Status | None) -> State:
+    """The state of a running rank from what its control thread answered, now and the time before.
+
+    A rank stands still inside torch when its main thread has not run since the answer before: measured, a wait in C++
+    (DDP's reducer, a functional collective) neither uses CPU time nor wakes up. On a busy machine a thread that only
+    waits for a core uses none either, which `Status.in_torch` leaves out; nor does one that waits for its turn in
+    Python, but that one wakes up.
+    """
+    still = (
+        status.cpu is not None
+        and before is not None
+        and before.cpu is not None
+        and status.cpu - before.cpu < 1e-4
+        and status.switches == before.switches
+    )
+    return State(
+        rank=status.rank,
+        phase="running" if status.phase in ("starting", "idle") else status.phase,
+        waits=status.waits,
+        counts=status.counts,
+        calls=status.calls,
+        line=status.line,
+        file=status.file,
+        joins=status.joins,
+        blocked_in_torch=status.synchronizes or (status.in_torch and still),
+        other_threads=status.threads,
+    )
