@@ -4,7 +4,7 @@ A part that answers to a word has a line in `TABLE`; its module is imported when
 
     "%ranks WORD"     function(words) -> what the line shows; `words` stand behind WORD
     "rankcell WORD"   function(commands): adds its parser to argparse's sub-commands, with `run=` as a default
-    the others        are called where they are looked up, as their own docstrings say
+    the others        as their comments say
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ TABLE = {
     "%ranks doctor": "doctor:line",
     "%ranks export": "cluster.export:line",
     "%ranks progress": "progress:line",
-    "after each cell": "progress:after_cell",  # with IPython's result of the cell
+    "%load_ext rankcell": "progress:load",  # (shell), when the extension is loaded
     "--against": "twin:against",  # (run, model) -> the run with what one process says of it
-    "check.against": "against:compare",
-    "rankcell.trace": "engine.trace:Trace",
+    "check.against": "against:compare",  # (run, trace, mesh=, names=, rtol=) -> what compares false where they differ
+    "rankcell.trace": "engine.trace:Trace",  # (model, optimizer) -> the context that traces, in the notebook
     "rankcell run": "jobs.command:add_command",  # with attach and explain
     "rankcell export": "cluster.export:add_command",
     "rankcell plan": "planner.command:add_command",

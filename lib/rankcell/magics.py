@@ -366,7 +366,7 @@ def load(shell: Any) -> RankMagics:
     magics = RankMagics(shell)
     shell.register_magics(magics)
     shell.register_magic_function(_misplaced, "line", "%ranks")
-    shell.events.register("post_run_cell", extensions.find("after each cell"))
+    extensions.find("%load_ext rankcell")(shell)
     formatters = shell.display_formatter.formatters
     formatters["text/plain"].for_type(
         Run, lambda run, p, cycle: p.text(_with_verdict(run, page.as_text(run), "__repr__"))
@@ -387,7 +387,6 @@ def load(shell: Any) -> RankMagics:
 def unload(shell: Any, magics: RankMagics) -> None:
     """Stop the worlds and take the completion away."""
     magics.stop()
-    shell.events.unregister("post_run_cell", extensions.find("after each cell"))
     del shell.object_inspect_mime
     shell.Completer.custom_matchers.remove(magics.match)
     for kind, name in (("cell", "ranks"), ("line", "ranks"), ("line", "%ranks")):

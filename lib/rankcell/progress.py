@@ -256,7 +256,14 @@ def line(words: Sequence[str]) -> View | None:
     return None
 
 
-def after_cell(result: Any) -> None:
+def load(shell: Any) -> None:
+    """Follow the cells of this kernel."""
+    if getattr(shell, "_rankcell_progress", None) is None:
+        shell._rankcell_progress = _after_cell
+        shell.events.register("post_run_cell", _after_cell)
+
+
+def _after_cell(result: Any) -> None:
     """A cell of the notebook has run, with this `result` of IPython's."""
     error = result.error_before_exec or result.error_in_exec
     of_this_kernel().heard(getattr(result.info, "cell_id", None), error)
