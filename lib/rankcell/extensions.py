@@ -4,7 +4,7 @@ A part that answers to a word has a line in `TABLE`; its module is imported when
 
     "%ranks WORD"     function(words) -> what the line shows; `words` stand behind WORD
     "rankcell WORD"   function(commands): adds its parser to argparse's sub-commands, with `run=` as a default
-    the others        are called where they are looked up, as their own docstrings say
+    the others        as their comments say
 """
 
 from collections.abc import Callable
