@@ -95,6 +95,9 @@ def test_an_open_exercise_is_told_in_one_line(kernel):
     assert kernel.run("c3") == "The cell of Exercise 1 has not run yet."
     for cell in ("c2", "c3", "c7"):  # the stub, its check, and what builds on it
         assert kernel.run(cell) == "Exercise 1 is not answered yet."
+    assert kernel.run("c2", f"def half():\n    {kernel.sources['c2']}") == ""
+    assert kernel.run("c4") == "Exercise 1 is not answered yet."
+    kernel.run("another", "del half")
     assert kernel.run("c2", "half = unknown").count("\n") > 1  # their own code, as IPython shows it
     repair = "The cell of Exercise 1 ended with NameError: name 'unknown' is not defined. Repair that first."
     assert kernel.run("c3") == kernel.run("c7") == repair
