@@ -79,7 +79,7 @@ class Rehearsal:
         module.register_module_parameter_registration_hook(lambda module, *_: self.modules.add(module))
         module.register_module_buffer_registration_hook(lambda module, *_: self.modules.add(module))
         register_optimizer_step_pre_hook(lambda optimizer, *_: self.optimizers.add(optimizer))
-        self._patch_torch()
+        self._replace_what_reads_numbers()
 
     @contextlib.contextmanager
     def playing(self, meter: Any) -> Iterator[None]:
@@ -103,12 +103,12 @@ class Rehearsal:
             mock.patch("torch.utils.swap_tensors", swap_tensors),
             self.clock.running(),
             self.fakes,
-            _DispatchMode(self),
+            _Dispatched(self),
             meter,
         ):
             yield
 
-    def _patch_torch(self) -> None:
+    def _replace_what_reads_numbers(self) -> None:
         """DDP compares shapes and orders buckets in C++, in tensors of integers that it reads: those are real.
 
         Two more are short ways: a mesh of a thousand ranks is a thousand fake numbers, and of a thousand parts of a
@@ -124,11 +124,11 @@ class Rehearsal:
 
         def text(tensor: FakeTensor, spec: str) -> str:
             if spec and tensor.constant is None:
-                self._refuse(f"the number behind `:{spec}` in a text")
+                self._has_none(f"the number behind `:{spec}` in a text")
             return format(tensor.constant, spec) if spec else repr(tensor)
 
         def numpy(*_: Any, **__: Any) -> NoReturn:
-            self._refuse("an array of numbers, as `.numpy()` gives it")
+            self._has_none("an array of numbers, as `.numpy()` gives it")
 
         tolist, outline = FakeTensor.tolist, ShardingPropagator._propagate_tensor_meta_non_cached
         replaced: list[tuple[Any, str, Any]] = [
@@ -147,7 +147,7 @@ class Rehearsal:
         for owner, name, function in replaced:
             setattr(owner, name, function)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _has_none(self, what: str) -> NoReturn:
         raise RehearsalError(what, self.caller()[0])
 
     def faked(self, value: Any) -> Any:
@@ -173,7 +173,7 @@ class Rehearsal:
         if o.op == "recv" and o.peer is None:
             raise RehearsalError("a receive from any rank: nobody knows which one comes first", o.line)
         if all(not isinstance(t, FakeTensor) for t in (*inputs, *outputs)):
-            _fill_gathered(o.op, inputs, outputs)
+            _fill(o.op, inputs, outputs)
         o.done = self.clock.communicate(o.group, self.cluster.seconds(o.op, o.nbytes, o.ranks))
         for tensor in outputs:
             if isinstance(tensor, FakeTensor) and tensor.constant is not None:
@@ -193,7 +193,7 @@ class Rehearsal:
 
     # what each operation of torch is
 
-    def dispatch(self, operation: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    def operate(self, operation: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         """One operation of torch: its result, with the time on the clock that it takes."""
         if operation is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
@@ -203,13 +203,13 @@ class Rehearsal:
             with torch._C._DisableTorchDispatch():
                 return operation(*args, **kwargs)
         if operation.namespace in _FUNCTIONAL and operation._opname != "wait_tensor":
-            with _DispatchMode(self):
+            with _Dispatched(self):
                 return operation._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if self.pending:
-            self._wait_for_inputs(leaves)
+            self._await(leaves)
         if operation.namespace in _FUNCTIONAL:  # lets go of the Work, which holds its tensors
             return operation._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-        if self.integers and (real := _compute_real(operation, args, kwargs)) is not None:
+        if self.integers and (real := _as_real(operation, args, kwargs)) is not None:
             return real
         if operation._opname in _MAKES and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             known = self._known(operation, args, kwargs)
@@ -228,7 +228,7 @@ class Rehearsal:
         self.meter.seen(operation, leaves, result)
         return result
 
-    def _wait_for_inputs(self, leaves: list[Any]) -> None:
+    def _await(self, leaves: list[Any]) -> None:
         """The operation reads or writes what a communication on the way fills: it waits for it."""
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -282,7 +282,7 @@ class _Chunks(Sequence[torch.Tensor]):
         return self.tensor.narrow(self.dim, i * size, min(size, length - i * size))
 
 
-class _DispatchMode(TorchDispatchMode):
+class _Dispatched(TorchDispatchMode):
     """Sees every operation of torch before the fake tensors do."""
 
     def __init__(self, stage: Rehearsal) -> None:
@@ -294,14 +294,14 @@ class _DispatchMode(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         if any(not isinstance(leaf, FakeTensor) and is_traceable_wrapper_subclass(leaf) for leaf in leaves):
             return NotImplemented  # a DTensor: let it call operations on its parts, which come here again
-        return self.stage.dispatch(operation, args, kwargs, leaves)
+        return self.stage.operate(operation, args, kwargs, leaves)
 
 
 def _is_view(operation: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
 
 
-def _compute_real(operation: Any, args: Any, kwargs: Any) -> Any:
+def _as_real(operation: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation on real integers alone; None for others."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     dtype = kwargs.get("dtype")
@@ -313,7 +313,7 @@ def _compute_real(operation: Any, args: Any, kwargs: Any) -> Any:
         return operation(*args, **kwargs)
 
 
-def _fill_gathered(op: str, inputs: list[Any], outputs: list[Any]) -> None:
+def _fill(op: str, inputs: list[Any], outputs: list[Any]) -> None:
     """Real integers, which all ranks have alike: every rank's part of a gathered array is ours."""
     with torch._C._DisableTorchDispatch():
         if op == "all_gather" and len(outputs) > 1:
