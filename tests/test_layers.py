@@ -27,21 +27,17 @@ twin: engine/trace errors results   check: against errors results
 magics: check cluster doctor draw engine/devices engine/world errors progress results source twin versions
 draw: hardware results schedules
 __init__: check draw engine/meter engine/trace engine/world errors magics results
-engine/messages: results   engine/devices: ./system errors
-engine/match: errors results   engine/diagnose: results SHARED
-engine/launch: ./preloaded ./worker errors SHARED   engine/local: ./launch errors SHARED
-engine/nodes: ./devices errors SHARED   engine/agent: ./launch ./local errors SHARED
-engine/host: ./devices ./local ./nodes errors rehearsal SHARED
+engine/messages: results   engine/devices: ./system errors   engine/match: errors results
+engine/diagnose: results SHARED   engine/launch: ./preloaded ./worker errors SHARED
+engine/local: ./launch errors SHARED   engine/nodes: ./devices errors SHARED
+engine/agent: ./launch ./local errors SHARED   engine/host: ./devices ./local ./nodes errors rehearsal SHARED
 engine/received: results SHARED   engine/workers: ./host ./received errors results SHARED
 engine/cell: ./diagnose ./received ./workers errors results SHARED
-engine/world: ./cell ./host ./launch ./workers errors results SHARED
-engine/meter: results   engine/operation: results SHARED
-engine/trace: ./operation layouts results   engine/follow: ./trace results
-engine/record: ./follow ./meter ./operation ./spans ./streams ./trace results SHARED
-engine/execute: source   engine/report: errors results
-engine/groups: ./operation ./record errors SHARED
-engine/control: ./operation ./record ./worker SHARED
-engine/environment: ./report errors source SHARED
+engine/world: ./cell ./host ./launch ./workers errors results SHARED   engine/meter: results
+engine/operation: results SHARED   engine/trace: ./operation layouts results   engine/follow: ./trace results
+engine/record: ./follow ./meter ./operation ./spans ./streams ./trace results SHARED   engine/execute: source
+engine/report: errors results   engine/groups: ./operation ./record errors SHARED
+engine/control: ./operation ./record ./worker SHARED   engine/environment: ./report errors source SHARED
 engine/worker: ./control ./environment ./execute ./groups ./meter ./operation ./record ./report ./shell ./stdio errors
     rehearsal results SHARED
 engine/preloaded: ./worker versions SHARED
