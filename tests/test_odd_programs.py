@@ -876,14 +876,14 @@ def test_values_of_sparse_tensors_are_not_asked_for(two):
 
 def test_counts_that_are_begun_anew_stay_in_step(two):
     """A program may use any number of tags; a cell for some ranks in between must not part them."""
-    from rankcell.engine.world import MANY_COUNTS
+    from rankcell.engine.workers import MANY_COUNTS
 
     call = "(dist.send if rank == 0 else dist.recv)(torch.ones(1), 1 - rank, tag=t)"
     many = f"for t in range({MANY_COUNTS + 1}): {call}"
     two.run(many)
-    assert two._forget_counts
+    assert two._workers.can_reset_counts
     two.run("1", only=[0])
     works(two)
     two.run(many)
     works(two)  # all ranks begin anew here
-    assert all(len(counts) < 10 for counts in two._counts.values())
+    assert all(len(counts) < 10 for counts in two._workers.counts.values())

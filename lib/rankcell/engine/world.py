@@ -162,8 +162,7 @@ class Ranks:
 
         Args:
             work: source of a cell, or a function, defined anywhere, to be called with `args` and `kwargs`.
-            only: the ranks to run on; all by default.
-            push: names and values to define on the ranks first.
+            only: the ranks to run on; all by default. push: names and values to define on the ranks first.
             pull: names to fetch from the ranks afterwards, into `run.pulled` (lists by rank).
             timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes progress.
             values: record the contents of every communication's tensors (their first 64 numbers).
