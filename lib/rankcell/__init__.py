@@ -121,7 +121,7 @@ def memory(*owners: Any) -> AbstractContextManager[Any]:
     return Meter(*owners) if recorder is None else recorder.measure(*owners)
 
 
-def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
+def trace(model: Any) -> AbstractContextManager[Any]:
     """Trace what `model` computes in the block: outputs, their gradients, gradients of parameters, updated parameters.
 
     with rankcell.trace(dense) as one:                # in the notebook, one process
@@ -129,12 +129,12 @@ def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
 
     On the ranks of a cell it goes with the Run, and `check.against(run, one)` says how the ranks' tensors make up those
     of one process. `model` may be a list of modules, or what holds the stages of a pipeline. The steps of any optimizer
-    in the block count, or only those of `optimizer`. Numbers stay as they are, bit for bit.
+    in the block count. Numbers stay as they are, bit for bit.
     """
     from .compare.trace import Trace, on_rank
 
     recorder = _recorder()
-    return Trace(model, optimizer) if recorder is None else on_rank(recorder, model, optimizer)
+    return Trace(model) if recorder is None else on_rank(recorder, model)
 
 
 def load_ipython_extension(shell: Any) -> None:
