@@ -113,7 +113,7 @@ def memory(*owners: Any) -> AbstractContextManager[Any]:
     return Meter(*owners) if current.recorder is None else current.recorder.measure(*owners)
 
 
-def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
+def trace(model: Any) -> AbstractContextManager[Any]:
     """Trace what `model` computes in the block: outputs, their gradients, gradients of parameters, updated parameters.
 
     with rankcell.trace(dense) as one:                # in the notebook, one process
@@ -121,9 +121,9 @@ def trace(model: Any, optimizer: Any = None) -> AbstractContextManager[Any]:
 
     On the ranks of a cell it goes with the Run, and `check.against(run, one)` says how the ranks' tensors make up those
     of one process. `model` may be a list of modules, or what holds the stages of a pipeline. The steps of any optimizer
-    in the block count, or only those of `optimizer`. Numbers stay as they are, bit for bit.
+    in the block count. Numbers stay as they are, bit for bit.
     """
-    return extensions.find("rankcell.trace")(model, optimizer)
+    return extensions.find("rankcell.trace")(model)
 
 
 def load_ipython_extension(shell: Any) -> None:

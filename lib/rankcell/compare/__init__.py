@@ -2,8 +2,9 @@
 
     traced      one tensor as it is kept: whole in one process, as a few sums on a rank
     trace       hooks that keep what a model computes;  follow  the same for whatever models a cell calls
-    layouts     how the ranks' tensors make up one, found from their numbers
-    judge       which tensor is to blame;  wording  what is said of it
+    reference   the tensor of one process, and a rank's piece of it
+    layouts     where pieces lie in it, or add up to it;  coverage  whether they make up all of it
+    judge       a row for each tensor;  blame  the first that went wrong;  wording  what is said of it;  comparison
     replay      one process does what the ranks did, for `%%ranks --against`
 
 On a rank a trace puts its entries into `recorder.trace`, and they come with the cell's result; the core knows no more

@@ -5,7 +5,7 @@ nowhere, or the partial sums just before it that somebody took for whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .comparison import Row
+from .comparison import FINAL, Row
 from .wording import REORDERED, is_weighted
 
 
@@ -21,20 +21,17 @@ def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
     outputs = [r for r in rows if r.kind == "output" and r.status != "skipped"]
     if not wrong and (trained or not outputs or outputs[-1].status not in ("none", "uncovered")):
         return None
-    by_key = {r.key: r for r in rows}
-    by_key |= {r.key: r for r in rows if r.status != "fits"}  # of several outputs one that is wrong
     if 2 * sum(r.status == "uncovered" for r in outputs) < len(outputs):
         # rows that look alike were taken for one another
         rows = [replace(r, status="patchy") if r.status == "uncovered" else r for r in rows]
     for row in rows:
-        if not _explains(row, rows, wrong, by_key):
+        if not _explains(row, rows, wrong):
             continue
         sums = _right_before(row, rows, "partial") if row.kind in ("output", "grad_output") else None
         gaps = _right_before(row, rows, "patchy")
         if row.kind == "output" and sums is gaps is None and (order := _reordered_for(row, rows)):
             return order, False
-        whole = _partial_of_a_whole(row, rows) if row.kind == "grad" and row.status == "partial" else None
-        return sums or gaps or whole or row, bool(sums or whole)
+        return sums or gaps or row, sums is not None
     return (wrong[0], False) if wrong else None
 
 
@@ -46,55 +43,27 @@ def _is_right(row: Row, updated: Mapping[tuple[str, int], bool]) -> bool:
     return row.status in ("fits", "skipped") or (reduced_later and updated.get((row.name, row.step), False))
 
 
-def _explains(
-    row: Row, rows: Sequence[Row], wrong: Sequence[Row], by_key: Mapping[tuple[str, str, int], Row]
-) -> bool:
+def _explains(row: Row, rows: Sequence[Row], wrong: Sequence[Row]) -> bool:
     """Whether what is wrong may come from this tensor."""
-    if row.kind in ("grad", "parameter"):
+    if row.kind in FINAL:
         return row in wrong
     if row.kind == "output":
-        if row.status == "none":
-            return not _is_inside_of_a_right_one(row, by_key)
-        return row.status in ("missing", "uncovered", "scaled")
-    if row.status not in ("none", "missing", "uncovered") and not is_weighted(row):
-        return False
-    output = by_key.get((row.name, "output", row.step))
-    inside = output is not None and output.status == "none" and _is_inside_of_a_right_one(output, by_key)
-    return not inside and not _ends_well(row, rows)
+        return row.status in ("none", "missing", "uncovered", "scaled")
+    bad = row.status in ("none", "missing", "uncovered") or is_weighted(row)
+    return bad and not _ends_well(row, rows)
 
 
 def _ends_well(row: Row, rows: Sequence[Row]) -> bool:
     """Whether the gradient that leaves a module around this one is right again: what lies inside did no harm."""
     travelling = [r for r in rows if r.kind == "grad_output" and r.step == row.step]
-    for around in _modules_around(row.name)[:-1]:
+    parts = row.name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        around = ".".join(parts[:count])
         inside = [i for i, r in enumerate(travelling) if r.name == around or r.name.startswith(f"{around}.")]
         after = travelling[inside[-1] + 1] if inside[-1] + 1 < len(travelling) else None
         if after is not None and after.status in ("fits", "partial", "scaled") and not is_weighted(after):
             return True
     return False
-
-
-def _is_inside_of_a_right_one(row: Row, by_key: Mapping[tuple[str, str, int], Row]) -> bool:
-    """Whether a module around this one has the right output: its inside is then as its author wants it."""
-    outputs = [by_key.get((name, "output", row.step)) for name in _modules_around(row.name)]
-    return any(above is not None and above.status == "fits" for above in outputs)
-
-
-def _modules_around(name: str) -> list[str]:
-    """The names of the modules around one, from the inside, the whole model last."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)] if name else []
-
-
-def _partial_of_a_whole(row: Row, rows: Sequence[Row]) -> Row | None:
-    """Where a gradient is a partial sum because that of an output is: the first of these that all ranks have alike. Who
-    has all of an output needs all of its gradient.
-    """
-    alike = {r.name for r in rows if r.kind == "output" and r.layout == "the same on all"}
-    partial = [r for r in rows if r.kind == "grad_output" and r.status == "partial" and r.step == row.step]
-    if not partial or partial[0].name not in alike:
-        return None
-    return partial[0] if max(abs(r.factor - 1) for r in (row, partial[0])) < 1e-3 else None
 
 
 def _reordered_for(row: Row, rows: Sequence[Row]) -> Row | None:

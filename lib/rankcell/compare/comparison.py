@@ -8,6 +8,7 @@ from typing import Any
 from ..results import name_ranks
 
 SHOWN = 12  # rows of the table that is shown
+FINAL = ("grad", "parameter")  # what counts in a training
 KINDS = {
     "output": "output",
     "grad_output": "gradient of the output",

@@ -4,6 +4,7 @@ reached each model's output. For `%%ranks --against`.
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .trace import Trace
+from .trace import Trace, local_part, to_numpy
 from .traced import Traced
 
 LIMIT = 64 << 20  # bytes of inputs and of gradients that travel to the notebook
@@ -56,35 +57,25 @@ class Follow:
             self._handles.append(module.register_forward_hook(self._answered))
         else:
             return
-        self._keep("input", given, self._roots[id(module)], type(module).__name__)
+        self._keep("input", given, self._roots[id(module)])
 
     def _answered(self, module: nn.Module, _: Any, output: Any) -> None:
-        call = self._roots[id(module)]
         for part, tensor in enumerate(_tensors(output)):
             if tensor.requires_grad:
-                kept = _keeper(self, call, part, type(module).__name__)
+                kept = partial(self._keep, "cotangent", call=self._roots[id(module)], first=part)
                 self._handles.append(tensor.register_hook(kept))
 
-    def _keep(self, kind: str, value: Any, call: int, owner: str, *, first: int = 0) -> None:
+    def _keep(self, kind: str, value: Any, call: int, *, first: int = 0) -> None:
         for part, tensor in enumerate(_tensors(value), start=first):
-            local = tensor.detach()
-            local = local.to_local() if hasattr(local, "to_local") else local
+            local = local_part(tensor)
             self._nbytes += local.numel() * local.element_size()
             if self._nbytes > LIMIT:
                 return  # the notebook says that it is missing
-            dtype = str(local.dtype).removeprefix("torch.")
-            plain = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
-            whole = plain.to("cpu", copy=True).numpy()
-            self.entries.append(
-                Traced("", kind, 0, call, part, 0, 0, tuple(local.shape), dtype, owner, whole=whole)
+            shape = tuple(local.shape)
+            entry = Traced(
+                "", kind, 0, call, part, shape=shape, dtype=str(local.dtype), whole=to_numpy(local)
             )
-
-
-def _keeper(follow: Follow, call: int, part: int, owner: str) -> Any:
-    def hook(gradient: Tensor) -> None:
-        follow._keep("cotangent", gradient, call, owner, first=part)
-
-    return hook
+            self.entries.append(entry)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -15,16 +15,16 @@ from ..errors import UserFacingError
 from ..results import Run
 from . import layouts
 from .blame import first_wrong
-from .comparison import Comparison, Row
-from .layouts import Fit, Piece, Reference
+from .comparison import FINAL, Comparison, Row
+from .coverage import covered
+from .reference import ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, typical
 from .traced import NOT_FINITE, Traced
-from .wording import BEFORE, REORDERED, cut_words, partial_words, said, times_words
+from .wording import BEFORE, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
 FACTORS = 10.0  # times the tolerance: multiples that differ by less are the same
 ROUNDED = 0.02  # a tensor that is off by less than this share looks like one that was rounded
-FINAL = ("grad", "parameter")
 
 
 class NothingToCompare(UserFacingError, ValueError):
@@ -60,7 +60,7 @@ def compare(
         row, used_as_whole = blamed
         holders, all_ranks = judge.holders.get(row.name, ()), {r for ps in ranks.values() for r, _ in ps}
         first = said(row, used_as_whole=used_as_whole, holders=holders, mesh=mesh or {}, ranks=all_ranks)
-    return Comparison(tuple(rows), first, judge.notes())
+    return Comparison(tuple(rows), first, _notes(dense, ranks))
 
 
 _Key = tuple[str, str, int, int]  # kind, name, step, part
@@ -111,6 +111,13 @@ def _renamed(name: str, names: Any) -> str:
     return name
 
 
+def _notes(dense: dict[_Key, list[Traced]], ranks: _OfRanks) -> tuple[str, ...]:
+    """What was not compared."""
+    known = {name for kind, name, *_ in dense if kind == "parameter"}
+    strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
+    return tuple(f"{name} has no partner in the dense model: not compared." for name in strangers)
+
+
 class Judge:
     """Goes through the tensors in the order of computing, and remembers what it has seen of each rank."""
 
@@ -122,7 +129,7 @@ class Judge:
         rtol: float | None,
     ) -> None:
         self.dense, self.ranks, self.mesh = dense, ranks, mesh
-        self.memory = layouts.Memory()
+        self.seen = layouts.SeenPlaces()
         self.flats: dict[tuple, np.ndarray] = {}
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
@@ -135,19 +142,13 @@ class Judge:
             for _, e in pairs
         )  # one that drops what one process drops is no matter of chance
         entries = [*(e for es in dense.values() for e in es), *(e for ps in ranks.values() for _, e in ps)]
-        worst = max(layouts.TOLERANCE.get(e.dtype, 0.0) for e in entries) or 1e-4
+        worst = max(TOLERANCE.get(e.dtype, 0.0) for e in entries) or 1e-4
         depth = len({name for kind, name, *_ in dense if kind == "output"})
         self.tolerance = rtol or worst * min(4.0, max(1.0, depth**0.5 / 3))
         sizes: dict[str, list[float]] = {}
         for (kind, *_), es in dense.items():
-            sizes.setdefault(kind, []).append(layouts.typical(_matrix(es)))
+            sizes.setdefault(kind, []).append(typical(_matrix(es)))
         self.floors = {kind: 0.01 * float(np.median(values)) for kind, values in sizes.items()}
-
-    def notes(self) -> tuple[str, ...]:
-        """What was not compared."""
-        known = {name for kind, name, *_ in self.dense if kind == "parameter"}
-        strangers = sorted({k[1] for k in self.ranks if k[0] == "parameter" and k[1] not in known})
-        return tuple(f"{name} has no partner in the dense model: not compared." for name in strangers)
 
     def rows(self) -> list[Row]:
         """One for each tensor of the dense model that the ranks have, in order."""
@@ -192,7 +193,7 @@ class Judge:
         if lacking and kind == "parameter":
             return row.found("none", BEFORE, ranks=tuple(lacking))
         if self.has_dropout and step:
-            return self._alike(row, pairs)
+            return _alike(row, pairs, self.holders.get(name, {}), self.tolerance)
         if kind == "parameter" and step and self._is_noise(name, step - 1):
             return row.found("skipped", "not compared: its gradient is noise")
         # the tensor of one process, all calls one below the other
@@ -227,29 +228,15 @@ class Judge:
             return reference, list(pieces)
         was = _matrix(old)
         change = reference.matrix - np.nan_to_num(was, True, *NOT_FINITE)
-        rounding = layouts.ROUNDING.get(old[0].dtype, 0.0) * layouts.typical(was) / self.tolerance
+        rounding = ROUNDING.get(old[0].dtype, 0.0) * typical(was) / self.tolerance
         slack = None
         gradient = self.dense.get(("grad", name, step - 1, 0))
         if gradient:  # Adam makes a whole step of the smallest one
             size = np.abs(_matrix(gradient))
-            noise = TINY * self.tolerance * layouts.typical(size)
+            noise = TINY * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
         changed = Reference(change, self.tolerance, rounding, reference.shape, slack=slack)
         return changed, [p.minus(before[p.rank]) for p in pieces]
-
-    def _alike(self, row: Row, pairs: Sequence[tuple[int, Traced]]) -> Row:
-        """After a step with dropout: ranks that began with the same part of a parameter still have the same."""
-        firsts: dict[tuple, tuple[int, Traced]] = {}
-        for rank, e in pairs:
-            if (fit := self.holders.get(row.name, {}).get(rank)) is None:
-                continue
-            place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
-            other, first = firsts.setdefault(place, (rank, e))
-            size = layouts.typical(first.rows)
-            if first.shape != e.shape or np.abs(first.rows - e.rows).max(initial=0.0) > self.tolerance * size:
-                says = f"ranks {other} and {rank} hold the same part of it, and after the step other numbers"
-                return row.found("none", "ranks differ", ranks=(other, rank), says=says)
-        return row.found("skipped", "not compared: a dropout is on")
 
     def _is_noise(self, name: str, step: int) -> bool:
         """Whether the gradient of a parameter is so small that an optimizer may make anything of it; or, where it has
@@ -263,13 +250,13 @@ class Judge:
                 for kind, n, s, _ in self.dense
                 if kind == "grad" and s == step and ending and ending in (n, n.partition(".")[2])
             )
-        return layouts.typical(_matrix(gradient)) < NOISE * self.floors["grad"]
+        return typical(_matrix(gradient)) < NOISE * self.floors["grad"]
 
     def _place(self, key: _Key, piece: Piece, reference: Reference, space: str) -> Fit | None:
         kind, name, step, part = key
         if kind in FINAL:
             return self._place_of_parameter(piece, reference, space, changes=kind == "parameter" and step > 0)
-        fit = layouts.place(piece, reference, self.memory, space)
+        fit = layouts.place(piece, reference, self.seen, space)
         place = (name, step, part, piece.rank, piece.call)
         if kind == "output":
             if fit is not None:
@@ -278,7 +265,7 @@ class Judge:
         usual = self.multiples.get((piece.rank, step))
         if fit is None and usual is not None:
             # rows that were taken for others, which looked like them on the way forward
-            fit = layouts.place(piece.times(1 / usual), reference, self.memory, space)
+            fit = layouts.place(piece.times(1 / usual), reference, self.seen, space)
             fit = fit and replace(fit, factor=fit.factor * usual)
         if fit is None:
             return None
@@ -302,7 +289,7 @@ class Judge:
             k = reference.factor(piece.rows, piece.columns, (known.rows, known.columns))
             return None if k is None else replace(known, factor=k)
         changes = changes and known is None
-        fit = layouts.place(piece, reference, self.memory, space) if known is None else None
+        fit = layouts.place(piece, reference, self.seen, space) if known is None else None
         if not changes and (fit is None or fit.factor != 1.0):
             flat = layouts.place_flat(piece, reference, self.flats, space)
             if flat is not None and (fit is None or flat.factor == 1.0):
@@ -334,7 +321,7 @@ class Judge:
         factors = [fit.factor for _, fit in placed]
         worst = max(factors, key=lambda k: abs(k - 1))
         if worst == 1.0:
-            return _whole(row, reference, shape, placed)
+            return covered(row, reference, shape, placed)
         same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
         if not same and row.kind != "parameter":  # what is the same everywhere is no part of a sum
             total = self._sum(pieces, reference, space)
@@ -369,7 +356,7 @@ class Judge:
         """How all pieces are parts of sums; None if one is not."""
         left, found = list(pieces), None
         while left:
-            total = layouts.partial(left, reference, self.memory, space, self.mesh)
+            total = layouts.partial(left, reference, self.seen, space, self.mesh)
             if total is None or (found is not None and abs(total.factor - found.factor) > 1e-3):
                 return None
             found = found or total
@@ -381,11 +368,28 @@ class Judge:
         return found
 
 
+def _alike(
+    row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, Fit | None], tolerance: float
+) -> Row:
+    """After a step with dropout: ranks that began with the same part of a parameter still have the same."""
+    firsts: dict[tuple, tuple[int, Traced]] = {}
+    for rank, e in pairs:
+        if (fit := holders.get(rank)) is None:
+            continue
+        place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
+        other, first = firsts.setdefault(place, (rank, e))
+        size = typical(first.rows)
+        if first.shape != e.shape or np.abs(first.rows - e.rows).max(initial=0.0) > tolerance * size:
+            says = f"ranks {other} and {rank} hold the same part of it, and after the step other numbers"
+            return row.found("none", "ranks differ", ranks=(other, rank), says=says)
+    return row.found("skipped", "not compared: a dropout is on")
+
+
 def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
     """A single number, such as a loss: the same everywhere, or a sum or mean of what the ranks have."""
     wanted = float(reference.matrix[0, 0])
     values = [float(p.rows[0, 0]) for p in pieces if p.n * p.f == 1]
-    limit = layouts.SLACK * reference.tolerance * max(abs(wanted), reference.scale)
+    limit = SLACK * reference.tolerance * max(abs(wanted), reference.scale)
     if len(values) != len(pieces):
         return row.found("none", "another shape")
     if all(abs(v - wanted) <= limit for v in values):
@@ -412,52 +416,6 @@ def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
     return row.found("skipped", "dropout")
 
 
-def _whole(
-    row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequence[tuple[Piece, Fit]]
-) -> Row:
-    """The row of a tensor whose pieces all lie in it; something may still be on no rank."""
-    fits = [fit for _, fit in placed]
-    cut_rows, cut_columns = any(f.rows is not None for f in fits), any(f.columns is not None for f in fits)
-    is_flat, sure = any(f.flat is not None for f in fits), all(f.sure for f in fits)
-    layout = "the same on all" if len({p.rank for p, _ in placed}) > 1 else "as it is"
-    if is_flat:
-        layout = "sharded, flat"
-    elif cut_rows or cut_columns:
-        layout = cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
-    is_start = row.kind == "parameter" and not row.step
-    if is_start and any(map(_is_reordered, fits)):
-        layout += REORDERED
-    if is_start and not is_flat and sure:
-        missing, of = max((int((held == 0).sum()), len(held)) for held in layouts.coverage(fits, reference))
-        if missing:
-            says = (
-                f"{missing} of its {of} rows or columns are on no rank: do several ranks hold the same part?"
-            )
-            return row.found("uncovered", f"{layout}; {missing} of {of} nowhere", says=says)
-    if row.kind not in FINAL and cut_rows and sure:
-        rows, _ = layouts.coverage(fits, reference)
-        missing, most = int((rows == 0).sum()), int(rows.max())
-        says = f"{missing} of {len(rows)} rows are on no rank, others on {most}: the ranks share the batch wrongly"
-        nowhere = f"{layout}; {missing} of {len(rows)} rows nowhere"
-        if _is_whole_gap(rows, reference.shape):
-            return row.found("uncovered", nowhere, says=says)
-        if 4 * missing >= len(rows):
-            return row.found("patchy", nowhere, says=says)
-        if not missing and _are_whole_samples(rows == most, reference.shape):
-            several = int((rows == most).sum())
-            layout = f"{layout}; {several} of {len(rows)} rows {most} times"
-            says = (
-                f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more"
-            )
-            return row.found("uncovered", layout, says=says)
-    return row.found("fits", layout)
-
-
-def _is_reordered(fit: Fit) -> bool:
-    """Whether a part has its rows or columns in another order than the whole."""
-    return fit.sure and any(m is not None and (np.diff(m) < 0).any() for m in (fit.rows, fit.columns))
-
-
 def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     """What can be said of pieces that fit nowhere."""
     piece = lost[0]
@@ -471,27 +429,6 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
         return f"other numbers ({share:.0%} off)"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
     return off_by if row.kind == "parameter" else f"{off_by}, as if rounded"
-
-
-def _is_whole_gap(rows: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Whether whole samples, or whole positions, are on no rank; single rows may only look like others."""
-    gaps = rows == 0
-    if int(np.prod(shape[:-1])) != len(rows):
-        return 2 * int(gaps.sum()) > len(rows)
-    return any(along.all(1).any() for along in _along(gaps, shape))
-
-
-def _are_whole_samples(chosen: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Whether some but not all rows are chosen, and those are all rows of some places of one dim."""
-    if chosen.all() or not chosen.any() or int(np.prod(shape[:-1])) != len(chosen):
-        return False
-    return any((along.all(1) | ~along.any(1)).all() for along in _along(chosen, shape))
-
-
-def _along(chosen: np.ndarray, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """For each dim a matrix with a row for each place on it."""
-    grid = chosen.reshape(shape[:-1])
-    return [np.moveaxis(grid, dim, 0).reshape(extent, -1) for dim, extent in enumerate(grid.shape)]
 
 
 def _piece(rank: int, e: Traced) -> Piece:

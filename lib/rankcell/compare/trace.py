@@ -44,7 +44,6 @@ class Trace:
 
     Args:
         model: a module; several, in a list or a dictionary; or what holds its stages, such as a `Pipeline`.
-        optimizer: the one whose steps count; by default any that steps in the block.
         whole: keep tensors as they are, instead of sums of their numbers.
 
     Raises:
@@ -52,10 +51,9 @@ class Trace:
         TraceTooLarge: whole tensors would take more than 1 GiB.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, *, whole: bool = True) -> None:
+    def __init__(self, model: Any, *, whole: bool = True) -> None:
         self.entries: list[Traced] = []
-        self.optimizer, self.whole = optimizer, whole
-        self._model = model
+        self.whole = whole
         self._places: list[tuple[str, nn.Module]] = []
         for part in _modules(model):
             self._places += _walk(part, "")
@@ -68,14 +66,13 @@ class Trace:
         self._nbytes = 0
         self._order = 0
         # the last tensor, its version, and what was kept of it
-        self._last: tuple[Tensor | None, int, tuple[int, ...], str, dict[str, Any]] = (None, 0, (), "", {})
-        self._updated: tuple[int, str] | None = (
-            None  # step and optimizer of an update that is still to be noted
-        )
+        self._last: tuple[Tensor | None, int, dict[str, Any]] = (None, 0, {})
+        self._updated: int | None = None  # step of an update that is still to be noted
         self._next_forward: Any = None
         self._arrived: dict[tuple[int, str], int] = {}  # parameter -> when its gradient last came
         self._awaited: set[tuple[int, str]] = set()  # parameters whose gradients we hear of
-        self._without_graph: dict[int, list[tuple]] = {}  # calls by module that a checkpoint may repeat
+        # calls by module that a checkpoint may repeat
+        self._without_graph: dict[int, list[dict[str, Any]]] = {}
 
     def __enter__(self) -> "Trace":
         self._parameters(0)
@@ -92,7 +89,7 @@ class Trace:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._last = (None, 0, (), "", {})
+        self._last = (None, 0, {})
         if kind is None:
             self._note_update()
         elif self._next_forward is not None:
@@ -117,17 +114,21 @@ class Trace:
             self._await_gradients(module)
             call = self._calls.get(id(module), 0)
             self._calls[id(module)] = call + 1
-            line = _line()
-            step = max(self._steps.values(), default=0)
-            mask = _mask(module, given, output)
+            about: dict[str, Any] = {
+                "name": name,
+                "step": max(self._steps.values(), default=0),
+                "call": call,
+                "line": _line(),
+            }
+            mask, before = _mask(module, given, output)
             for part, tensor in enumerate(tree_leaves(output)):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    about = (name, step, call, part, line, type(module).__name__)
-                    self._note("output", tensor, *about, mask=mask)
+                    of_part = about | {"part": part}
+                    self._keep(self._made("output", tensor, **of_part, mask=mask, before=before))
                     if tensor.requires_grad:
-                        self._handles.append(tensor.register_hook(self._after_backward(about)))
+                        self._handles.append(tensor.register_hook(self._after_backward(of_part)))
                     else:
-                        self._without_graph.setdefault(id(module), []).append(about)
+                        self._without_graph.setdefault(id(module), []).append(of_part)
 
         return hook
 
@@ -140,9 +141,9 @@ class Trace:
             if isinstance(tensor, Tensor) and tensor.requires_grad and waiting:
                 self._handles.append(tensor.register_hook(self._after_backward(waiting.pop(0))))
 
-    def _after_backward(self, about: tuple) -> Any:
+    def _after_backward(self, about: dict[str, Any]) -> Any:
         def hook(gradient: Tensor) -> None:
-            self._note("grad_output", gradient, *about)
+            self._keep(self._made("grad_output", gradient, **about))
 
         return hook
 
@@ -153,50 +154,43 @@ class Trace:
 
         return hook
 
-    def _counts(self, optimizer: Any) -> bool:
-        return self.optimizer is None or optimizer is self.optimizer
-
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        if self._counts(optimizer):
-            self._inside += 1
-            if self._inside == 1:
-                self._gradients(self._steps.get(id(optimizer), 0))
+        self._inside += 1
+        if self._inside == 1:
+            self._gradients(self._steps.get(id(optimizer), 0))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if self._counts(optimizer):
-            self._inside -= 1
-            if self._inside == 0:
-                self._note_update()
-                step = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-                self._updated = step, type(optimizer).__name__
-                if self._next_forward is None:
-                    self._next_forward = register_module_forward_pre_hook(lambda *_: self._note_update())
+        self._inside -= 1
+        if self._inside == 0:
+            self._note_update()
+            self._updated = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+            if self._next_forward is None:
+                self._next_forward = register_module_forward_pre_hook(lambda *_: self._note_update())
 
     def _note_update(self) -> None:
         """Note the parameters after a step, when the next forward begins: ranks may send each other theirs before."""
         if self._next_forward is not None:
             self._next_forward.remove()
             self._next_forward = None
-        if self._updated is not None:
-            step, by = self._updated
-            self._updated = None
+        step, self._updated = self._updated, None
+        if step is not None:
             self.entries = [e for e in self.entries if not (e.kind == "parameter" and e.step == step)]
-            self._parameters(step, by)
+            self._parameters(step)
 
     def _gradients(self, step: int) -> None:
         """Note the gradients as they are now, unless another optimizer has stepped with them."""
         if any(e.kind == "grad" and e.step == step for e in self.entries):
             return
-        noted: list[tuple[int, str, nn.Module, Tensor]] = []
+        noted: list[tuple[int, str, Tensor]] = []
         for name, module in self._places:
             for parameter, owned in _own(module):
                 if owned.grad is not None:
                     came = self._arrived.get((id(module), parameter), 1 << 60)
-                    noted.append((came, _joined(name, parameter), module, owned.grad))
-        for _, name, module, gradient in sorted(noted, key=lambda n: n[0]):
-            self._note("grad", gradient, name, step, 0, 0, 0, type(module).__name__)
+                    noted.append((came, _joined(name, parameter), owned.grad))
+        for _, name, gradient in sorted(noted, key=lambda n: n[0]):
+            self._keep(self._made("grad", gradient, name, step))
 
-    def _parameters(self, step: int, by: str = "", *, only_if_changed: bool = False) -> None:
+    def _parameters(self, step: int, *, only_if_changed: bool = False) -> None:
         before = {e.name: e for e in self.entries if e.kind == "parameter"}
         seen: dict[int, Traced] = {}
         made: list[Traced] = []
@@ -204,23 +198,16 @@ class Trace:
             for parameter, owned in _own(module):
                 full = _joined(name, parameter)
                 tied = seen.get(id(owned))
-                if tied is not None and not self.whole:
+                if tied is None:
+                    tied = seen[id(owned)] = self._made("parameter", owned, full, step)
+                elif not self.whole:
                     continue  # a rank holds it once
-                if tied is not None:
-                    made.append(replace(tied, name=full))
-                    continue
-                seen[id(owned)] = self._made(
-                    "parameter", owned, full, step, 0, 0, 0, by or type(module).__name__
-                )
-                made.append(seen[id(owned)])
+                made.append(replace(tied, name=full))
         if only_if_changed and all(e.name in before and _same(e, before[e.name]) for e in made):
             return
-        self._keep(made)
+        self._keep(*made)
 
-    def _note(self, kind: str, tensor: Tensor, *about: Any, mask: tuple[str, str] = ("", "")) -> None:
-        self._keep([self._made(kind, tensor, *about, mask=mask)])
-
-    def _keep(self, made: Iterable[Traced]) -> None:
+    def _keep(self, *made: Traced) -> None:
         for entry in made:
             self._nbytes += entry.nbytes
             self.entries.append(entry)
@@ -230,42 +217,24 @@ class Trace:
                 f"smaller batch, a shorter sequence or fewer layers: the same bugs show."
             )
 
-    def _made(
-        self,
-        kind: str,
-        tensor: Tensor,
-        name: str,
-        step: int,
-        call: int,
-        part: int,
-        line: int,
-        owner: str,
-        *,
-        mask: tuple[str, str] = ("", ""),
-    ) -> Traced:
+    def _made(self, kind: str, tensor: Tensor, name: str, step: int, **about: Any) -> Traced:
         self._order += 1
         with torch.no_grad():
-            last, version, shape, dtype, kept = self._last
+            last, version, kept = self._last
             if (
                 last is not tensor or version != tensor._version
             ):  # else a module returns what one inside it does
-                local = _local(tensor)
-                shape, dtype = tuple(local.shape), str(local.dtype).removeprefix("torch.")
-                kept = self._kept(local, kind in ("grad", "parameter"))
-                self._last = tensor, tensor._version, shape, dtype, kept
-        about = (name, kind, step, call, part, self._order, line, shape, dtype, owner)
-        return Traced(*about, **kept, mask=mask[0], before=mask[1])
-
-    def _kept(self, local: Tensor, of_parameter: bool) -> dict[str, Any]:
-        """What is kept of a tensor."""
-        if not self.whole:
-            return _sums(local, of_parameter)
-        # a copy: what is computed in place afterwards must not change it
-        whole = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
-        return {"whole": whole.to("cpu", copy=True).numpy()}
+                local = local_part(tensor)
+                kept = {"shape": tuple(local.shape), "dtype": str(local.dtype).removeprefix("torch.")}
+                # a copy of what is whole: what is computed in place afterwards must not change it
+                kept |= (
+                    {"whole": to_numpy(local)} if self.whole else _sums(local, kind in ("grad", "parameter"))
+                )
+                self._last = tensor, tensor._version, kept
+        return Traced(name, kind, step, order=self._order, **about, **kept)
 
 
-def of(model: Any, optimizer: Any = None) -> AbstractContextManager[Trace]:
+def of(model: Any) -> AbstractContextManager[Trace]:
     """`rankcell.trace`: on a rank what is traced goes with the cell's result."""
     return (
         Trace(model, optimizer) if current.recorder is None else on_rank(current.recorder, model, optimizer)
@@ -273,9 +242,9 @@ def of(model: Any, optimizer: Any = None) -> AbstractContextManager[Trace]:
 
 
 @contextmanager
-def on_rank(recorder: Any, model: Any, optimizer: Any = None) -> Iterator[Trace]:
+def on_rank(recorder: Any, model: Any) -> Iterator[Trace]:
     """Trace `model` while the block runs; the entries go with the cell's result, also if it fails."""
-    trace = Trace(model, optimizer, whole=False)
+    trace = Trace(model, whole=False)
     try:
         with trace:
             yield trace
@@ -315,14 +284,20 @@ def _mask(module: nn.Module, given: Any, output: Any) -> tuple[str, str]:
     if not tensors or not isinstance(output, Tensor):
         return "", ""
     with torch.no_grad():
-        return _digest(_local(output) == 0), _digest(_local(tensors[0]).float())
+        return _digest(local_part(output) == 0), _digest(local_part(tensors[0]).float())
 
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """A copy of a tensor; of 16 bits as 32, which numpy has."""
+    wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return wide.to("cpu", copy=True).numpy()
+
+
+def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, without its graph."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

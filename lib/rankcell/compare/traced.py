@@ -37,15 +37,14 @@ class Traced:
     """
 
     name: str  # of the module or parameter
-    kind: str  # "output", "grad_output", "grad" or "parameter"
+    kind: str  # "output", "grad_output", "grad" or "parameter"; "input" and "cotangent" for `replay`
     step: int  # steps of the optimizer before it
-    call: int  # which call of the module it belongs to, from 0
-    part: int  # which tensor of the module's output
-    order: int  # counts what was seen
-    line: int  # of the learner's code, 0 where it is not known
-    shape: tuple[int, ...]
-    dtype: str
-    type: str  # class of the module; of the optimizer for a parameter after its step
+    call: int = 0  # which call of the module it belongs to
+    part: int = 0  # which tensor of the module's output
+    order: int = 0  # counts what was seen
+    line: int = 0  # of the learner's code, 0 where it is not known
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
     whole: Any = None
     rows: Any = None
     columns: Any = None

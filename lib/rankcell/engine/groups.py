@@ -26,17 +26,15 @@ from .record import Recorder
 
 # of a group that names no limit: nccl's own, ten minutes, ends a rank that waits for one which computes
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
-SHORT_TIMEOUT = datetime.timedelta(
-    minutes=5
-)  # a group with a shorter limit is left to end its waits by itself
+# a group with a shorter limit is left to end its waits by itself
+SHORT_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 class GroupCalls:
     """Makes process groups as the others can see it: as an operation in which this rank waits for them."""
 
-    default_timeout: datetime.timedelta | None = (
-        None  # of a group that is made without one; None: torch's own
-    )
+    # of a group that is made without one; None: torch's own
+    default_timeout: datetime.timedelta | None = None
 
     def __init__(self, recorder: Recorder, rank: int, world_size: int) -> None:
         self.recorder, self.rank, self.world_size = recorder, rank, world_size
@@ -53,8 +51,8 @@ class GroupCalls:
         **kwargs: Any,
     ) -> Any:
         """`dist.new_group`, compared between the ranks that must call it, before it opens a connection."""
-        world = range(self.world_size)
-        members = tuple(sorted(ranks)) if ranks is not None else tuple(world)
+        world = tuple(range(self.world_size))
+        members = tuple(sorted(ranks)) if ranks is not None else world
         local = bool(use_local_synchronization)
         limit = timeout if timeout is not None else self.default_timeout
         if local and self.rank not in members:
@@ -71,7 +69,7 @@ class GroupCalls:
         else:
             digest = zlib.crc32(repr(members).encode())
             signature = Signature(f"new_group({list(members)})", "new_group", members=digest)
-            group = self.waited_for("new_group", tuple(world), make, signature=signature)
+            group = self.waited_for("new_group", world, make, signature=signature)
         if isinstance(group, dist.ProcessGroup):
             self._note_timeout(group, timeout)
         return group
@@ -107,10 +105,8 @@ class GroupCalls:
     def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:
         """Call `destroy` for a group, None for all: where calls only enqueue, it waits until the others do so, too."""
         default = group is None or group is dist.GroupMember.WORLD
-        if (
-            not (self.recorder.enqueues and dist.is_initialized())
-            or group is dist.GroupMember.NON_GROUP_MEMBER
-        ):
+        waits = self.recorder.enqueues and dist.is_initialized()
+        if not waits or group is dist.GroupMember.NON_GROUP_MEMBER:
             destroy(group)
             return
         ranks = tuple(range(self.world_size)) if default else tuple(dist.get_process_group_ranks(group))

@@ -7,7 +7,6 @@ tensors have storages as real ones have. It draws nothing.
 """
 
 import contextlib
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from ..results import KINDS, Memory
 
 MAX_SAMPLES = 20_000  # then every second one goes; the highest of all is kept
-MANY, THOROUGH = 100, 32  # of so many parameters all are looked at only every so many times, to save time
 _PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 _STATES = ("parameters", "optimizer", "gradients", "activations")  # whose a storage is, if several want it
 
@@ -47,9 +45,7 @@ class Meter:
         clock: Callable[[], float] = time.monotonic,
         watches: bool = True,
     ) -> None:
-        self._modules: Collection[torch.nn.Module]
-        self._optimizers: Collection[torch.optim.Optimizer]
-        self._modules, self._optimizers, self._tensors = _sorted_out(owners)
+        self._owners = _Owners(*_sorted_out(owners))
         self.began = began
         self._clock, self._watches = clock, watches
         self.phase = ""  # the part of the program that the next samples belong to
@@ -57,20 +53,11 @@ class Meter:
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._count = 0
         self._nbytes: dict[int, int] = {}  # by number, of the storages alive at the last look
-        self._changed: dict[
-            int, int
-        ] = {}  # by number, sizes that are others since then; 0 of one that is gone
+        self._changed: dict[int, int] = {}  # by number, sizes that differ since then; 0 of one that is gone
         self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
-        # parameters that the owners ever showed, by id, and the ids of those that they showed at the last look
+        # parameters that the owners ever showed, by id: FSDP shows now the shard, now the whole
         self._trained: dict[int, weakref.ref[Tensor]] = {}
-        self._shown: list[int] = []
-        self._claimed: dict[str, list[int]] = {}  # tensors by id, of each list that is asked for
-        self._listed = -1  # how many modules there were when these were noted:
-        self._named: dict[weakref.ref[Any], list[dict[str, Any]]] = {}  # their parameters and buffers by name
-        self._tellers: list[weakref.ref[Any]] = []  # those of them that have a `held_by_kind`
-        self._asked = self._backward = 0  # how often they were asked, and when last during a backward
-        self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
-        self._states: dict[int, int] = {}  # how many entries the states of an optimizer had
+        self.device = next((p.device for p in self._owners.parameters()), torch.device("cpu"))
         # when, phase, what changed, CUDA's count
         self._log: list[tuple[float, str, dict[int, int], int | None]] = []
         self._samples: tuple[Memory, ...] | None = None
@@ -89,7 +76,6 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         self.look()
-        self._asked = -1  # so that this look is thorough
         self._ask_owners()
         self._seen.clear()
 
@@ -97,7 +83,7 @@ class Meter:
         self, modules: Collection[torch.nn.Module], optimizers: Collection[torch.optim.Optimizer]
     ) -> None:
         """Measure for whatever is in these collections, now and later."""
-        self._modules, self._optimizers = modules, optimizers
+        self._owners = _Owners(modules, optimizers, [])
 
     @property
     def samples(self) -> tuple[Memory, ...]:
@@ -119,31 +105,6 @@ class Meter:
                 held[self._kinds.get(number, "rest")] += size - sizes.get(number, 0)
                 sizes[number] = size
             yield Memory(at=at - (self.began or 0.0), phase=phase, allocated=allocated, **held)
-
-    def _parameters(self) -> list[Tensor]:
-        """The parameters and buffers that the owners show now. It is asked for after most operations."""
-        if self._listed != len(self._modules) or self._asked % THOROUGH == 0:
-            self._list_modules()
-        named = itertools.chain.from_iterable(list(self._named.values()))
-        shown: list[Any] = list(itertools.chain.from_iterable(map(dict.values, named)))
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                shown += group["params"]
-        return [tensor for tensor in shown if tensor is not None] + self._tensors
-
-    def _list_modules(self) -> None:
-        """Note what names the modules have for their tensors, without keeping a module alive."""
-        modules = list(self._modules)
-        self._listed = len(modules)
-        self._named.clear()
-        self._tellers = [weakref.ref(module) for module in modules if hasattr(type(module), "held_by_kind")]
-        for module in modules:
-            names: list[Any] = [module._parameters, *([module._buffers] if module._buffers else [])]
-            self._named[weakref.ref(module, self._let_go)] = names
-
-    def _let_go(self, module: weakref.ref[Any]) -> None:
-        """A module is gone: what its tensors' names hold goes, too."""
-        self._named.pop(module, None)
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Autograd keeps this one for backward."""
@@ -233,47 +194,17 @@ class Meter:
 
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
-        self._asked += 1
-        parameters = self._parameters()
-        thorough = len(self._trained) < MANY or self._asked % THOROUGH == 0
-        if (shown := list(map(id, parameters))) != self._shown or thorough:
-            self._shown = shown
-            for parameter in parameters:
-                known = self._trained.get(id(parameter))
-                if known is None or known() is not parameter:
-                    self._trained[id(parameter)] = weakref.ref(parameter)
-            if thorough:
-                parameters = [p for reference in self._trained.values() if (p := reference()) is not None]
-                if len(parameters) < len(self._trained):
-                    self._trained = {id(parameter): weakref.ref(parameter) for parameter in parameters}
-            self._claim(self._unknown(parameters, "parameters", thorough), "parameters")
-        if torch._C._current_graph_task_id() >= 0:
-            self._backward = self._asked
-        if (
-            thorough or self._asked <= self._backward + THOROUGH
-        ):  # else a gradient is somebody's own, and stays
-            gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
-            self._claim(self._unknown(gradients, "gradients", thorough), "gradients")
-        for optimizer in self._optimizers:
-            count = sum(map(len, optimizer.state.values()))
-            if self._states.get(id(optimizer)) != count:  # they are made once, and then changed in place
-                self._states[id(optimizer)] = count
-                for state in optimizer.state.values():
-                    self._claim(state.values(), "optimizer")
-        for reference in self._tellers:
-            if (module := reference()) is not None:
-                for kind, tensors in module.held_by_kind().items():
-                    self._claim(tensors, kind)
-
-    def _unknown(self, tensors: Collection[Any], which: str, thorough: bool = True) -> Iterable[Any]:
-        """Those that were not claimed at the last look, or all."""
-        before, self._claimed[which] = self._claimed.get(which, []), list(map(id, tensors))
-        if thorough:
-            return tensors
-        if self._claimed[which] == before:
-            return ()
-        earlier = set(before)
-        return [tensor for tensor in tensors if id(tensor) not in earlier]
+        for parameter in self._owners.parameters():
+            known = self._trained.get(id(parameter))
+            if known is None or known() is not parameter:
+                self._trained[id(parameter)] = weakref.ref(parameter)
+        parameters = [p for reference in self._trained.values() if (p := reference()) is not None]
+        if len(parameters) < len(self._trained):
+            self._trained = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._claim(parameters, "parameters")
+        self._claim([p.grad for p in parameters if p.grad is not None], "gradients")
+        for kind, tensors in self._owners.others():
+            self._claim(tensors, kind)
 
     def _thin(self) -> None:
         """Forget every second sample, but not the highest: what changed in it is told by the next."""
@@ -285,6 +216,38 @@ class Meter:
             if i % 2 == 0 or i in (highest, len(log) - 1):
                 self._log.append((at, phase, missed, allocated))
                 missed = {}
+
+
+class _Owners:
+    """Modules, optimizers and tensors, which own states; more may come."""
+
+    def __init__(
+        self,
+        modules: Collection[torch.nn.Module],
+        optimizers: Collection[torch.optim.Optimizer],
+        tensors: list[Tensor],
+    ) -> None:
+        self._modules, self._optimizers, self._tensors = modules, optimizers, tensors
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters and buffers that they show now. It is called after most operations."""
+        shown: list[Any] = list(self._tensors)
+        for module in list(self._modules):
+            shown += module._parameters.values()
+            shown += module._buffers.values()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                shown += group["params"]
+        return [tensor for tensor in shown if tensor is not None]
+
+    def others(self) -> Iterator[tuple[str, Iterable[Any]]]:
+        """What optimizers keep, and what modules say they hold, by kind."""
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield "optimizer", state.values()
+        tellers: list[Any] = [m for m in list(self._modules) if hasattr(type(m), "held_by_kind")]
+        for teller in tellers:
+            yield from teller.held_by_kind().items()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from .operation import Operation, clock, numbers, queued
 MAX_WAITS = 64  # operations in a device's queues of which the notebook is told: the first ones say it all
 
 
-class Stage(Protocol):
+class Rehearsal(Protocol):
     """What answers the operations of a rank that rehearses, see `rankcell.rehearsal`."""
 
     def issue(self, o: Operation, returns: int, filled: Any, inputs: list[Any], outputs: list[Any]) -> Any:
@@ -48,7 +48,7 @@ class Recorder(Observer):
         self.matcher = Matcher()
         self.cell = self.generation = ""
         self.groups_with_timeout: set[str] = set()  # of their own: their waits end by themselves
-        self.stage: Stage | None = None  # ... and answers instead of the backend
+        self.stage: Rehearsal | None = None  # ... and answers instead of the backend
         self.counts: dict[Any, int] = {}
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished

@@ -1,0 +1,90 @@
+"""Whether pieces that all lie in a tensor make up all of it: some rows may be on no rank, or on too many."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .comparison import FINAL, Row
+from .reference import Fit, Piece, Reference
+from .wording import REORDERED, cut_words
+
+
+def covered(
+    row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequence[tuple[Piece, Fit]]
+) -> Row:
+    """The row of a tensor whose pieces all lie in it; something may still be on no rank."""
+    fits = [fit for _, fit in placed]
+    cut_rows, cut_columns = any(f.rows is not None for f in fits), any(f.columns is not None for f in fits)
+    is_flat, sure = any(f.flat is not None for f in fits), all(f.sure for f in fits)
+    layout = "the same on all" if len({p.rank for p, _ in placed}) > 1 else "as it is"
+    if is_flat:
+        layout = "sharded, flat"
+    elif cut_rows or cut_columns:
+        layout = cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
+    is_start = row.kind == "parameter" and not row.step
+    if is_start and any(map(_is_reordered, fits)):
+        layout += REORDERED
+    if is_start and not is_flat and sure:
+        missing, of = max((int((held == 0).sum()), len(held)) for held in _coverage(fits, reference))
+        if missing:
+            says = (
+                f"{missing} of its {of} rows or columns are on no rank: do several ranks hold the same part?"
+            )
+            return row.found("uncovered", f"{layout}; {missing} of {of} nowhere", says=says)
+    if row.kind not in FINAL and cut_rows and sure:
+        rows, _ = _coverage(fits, reference)
+        missing, most = int((rows == 0).sum()), int(rows.max())
+        says = f"{missing} of {len(rows)} rows are on no rank, others on {most}: the ranks share the batch wrongly"
+        nowhere = f"{layout}; {missing} of {len(rows)} rows nowhere"
+        if _is_whole_gap(rows, reference.shape):
+            return row.found("uncovered", nowhere, says=says)
+        if 4 * missing >= len(rows):
+            return row.found("patchy", nowhere, says=says)
+        if not missing and _are_whole_samples(rows == most, reference.shape):
+            several = int((rows == most).sum())
+            layout = f"{layout}; {several} of {len(rows)} rows {most} times"
+            says = (
+                f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more"
+            )
+            return row.found("uncovered", layout, says=says)
+    return row.found("fits", layout)
+
+
+def _is_reordered(fit: Fit) -> bool:
+    """Whether a part has its rows or columns in another order than the whole."""
+    return fit.sure and any(m is not None and (np.diff(m) < 0).any() for m in (fit.rows, fit.columns))
+
+
+def _is_whole_gap(rows: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether whole samples, or whole positions, are on no rank; single rows may only look like others."""
+    gaps = rows == 0
+    if int(np.prod(shape[:-1])) != len(rows):
+        return 2 * int(gaps.sum()) > len(rows)
+    return any(along.all(1).any() for along in _along(gaps, shape))
+
+
+def _are_whole_samples(chosen: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether some but not all rows are chosen, and those are all rows of some places of one dim."""
+    if chosen.all() or not chosen.any() or int(np.prod(shape[:-1])) != len(chosen):
+        return False
+    return any((along.all(1) | ~along.any(1)).all() for along in _along(chosen, shape))
+
+
+def _along(chosen: np.ndarray, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """For each dim a matrix with a row for each place on it."""
+    grid = chosen.reshape(shape[:-1])
+    return [np.moveaxis(grid, dim, 0).reshape(extent, -1) for dim, extent in enumerate(grid.shape)]
+
+
+def _coverage(fits: Sequence[Fit], reference: Reference) -> tuple[np.ndarray, np.ndarray]:
+    """How many of the fits have each row, and each column, of the reference."""
+    rows, columns = np.zeros(reference.n, dtype=int), np.zeros(reference.f, dtype=int)
+    for fit in fits:
+        if fit.flat is not None:
+            inside = fit.flat[fit.flat >= 0]
+            rows[np.unique(inside // reference.f)] += 1
+            columns[:] += 1
+            continue
+        rows[slice(None) if fit.rows is None else fit.rows] += 1
+        columns[slice(None) if fit.columns is None else fit.columns] += 1
+    return rows, columns
