@@ -7,7 +7,6 @@ and the batch of any other rank, and all agree. This module does not communicate
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -89,29 +88,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
-
-
-class _Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
-class SlowLinear(nn.Linear):
-    """A linear layer whose backward takes `seconds` longer: a stand-in for a large layer, on cores that also send."""
-
-    def __init__(self, n_in: int, n_out: int, *, seconds: float, **where) -> None:
-        super().__init__(n_in, n_out, **where)
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Slow.apply(super().forward(x), self.seconds)
 
 
 class SwiGLU(nn.Module):

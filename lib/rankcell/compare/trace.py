@@ -236,9 +236,7 @@ class Trace:
 
 def of(model: Any) -> AbstractContextManager[Trace]:
     """`rankcell.trace`: on a rank what is traced goes with the cell's result."""
-    return (
-        Trace(model, optimizer) if current.recorder is None else on_rank(current.recorder, model, optimizer)
-    )
+    return Trace(model) if current.recorder is None else on_rank(current.recorder, model)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 
 import cloudpickle
 
+from .. import extensions
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult
 from . import current, environment, listen, record, report, shell, system
@@ -81,10 +82,8 @@ class Rank:
         """Give the recorder what it compares calls by; in a rehearsal nobody else is there."""
         config, board = self.config, None
         if config.on:
-            from ..rehearsal.cluster import Cluster
-            from ..rehearsal.stage import Rehearsal
-
-            self.stage = Rehearsal(Cluster.parse(config.on, config.world_size), self.recorder, caller)
+            cluster = extensions.find("1 of N, cluster").parse(config.on, config.world_size)
+            self.stage = extensions.find("1 of N, stage")(cluster, self.recorder, caller)
             self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
         else:
             board = SignatureTable(board_fd, config.rank, config.world_size)
