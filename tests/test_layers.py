@@ -15,10 +15,10 @@ CORE = "__init__ magics extensions command source results errors check versions 
 ALLOWED = """
 draw: schedules hardware   compare:   planner: schedules   rehearsal: costs planner   cluster:   jobs: draw
 parallel: actions models schedules   models: corpus   schedules: actions   simulate: races   teaching: cluster
-actions: corpus: costs: races: hardware: figures: doctor:
+actions: stand_ins: corpus: costs: races: hardware: figures: doctor:
 """
 # Of the engine's notebook side what its rank side may not import, and the other way round.
-NOTEBOOK_SIDE = "world cell diagnose devices launch local nodes agent"
+NOTEBOOK_SIDE = "world cell diagnose devices local nodes agent"
 RANK_SIDE = "worker control execute report stdio shell groups record operation streams spans meter"
 SIZES = {ast.Module: 450, ast.ClassDef: 250, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines
 

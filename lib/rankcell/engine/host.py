@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from .. import errors
-from ..rehearsal.cluster import Cluster
+from .. import errors, extensions
 from . import devices
 from .local import Local, room
 from .messages import HostEvent, StartRank
@@ -143,7 +142,7 @@ class Rehearsal(Local):
             raise ValueError(
                 f"rank {rank} does not exist among {world_size} ranks: they are 0 to {world_size - 1}."
             )
-        self._cluster = Cluster.parse(on, world_size)
+        self._cluster = extensions.find("1 of N, cluster").parse(on, world_size)
         self.ranks, self.on = (rank,), on
         self.names: list[str] = []
         self.choice = devices.Choice(
