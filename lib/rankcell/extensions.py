@@ -7,7 +7,6 @@ A part that answers to a word has a line in `TABLE`; its module is imported when
     the others        as their comments say
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -29,8 +28,8 @@ TABLE = {
 }
 
 
-def find(word: str) -> Callable[..., Any]:
-    """The function behind a word of the table."""
+def find(word: str) -> Any:
+    """What stands behind a word of the table: a function, or a class."""
     module, _, function = TABLE[word].partition(":")
     return getattr(import_module(f"{__package__}.{module}"), function)
 
