@@ -265,6 +265,9 @@ def test_a_trace_lists_what_steps_compute_in_their_order():
         expected += [("grad", name, k, 0, 0) for name in ("last.weight", "first.bias", "first.weight")]
         expected += [("parameter", name, k + 1, 0, 0) for name in names]
     assert [(e.kind, e.name, e.step, e.call, e.part) for e in one.entries] == expected
+    assert repr(one).startswith(
+        "Trace of 3 modules: 12 parameters, 8 outputs, 6 grad_outputs, 6 grads; 0.0 MB"
+    )
     before, after = (next(e for e in one.entries if e.name == "first.bias" and e.step == k) for k in (0, 1))
     gradient = next(e.whole for e in one.entries if e.kind == "grad" and e.name == "first.bias")
     assert after.whole == pytest.approx(

@@ -8,6 +8,7 @@ so `layouts` finds from them how ranks share a tensor. This module compares noth
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -73,6 +74,11 @@ class Trace:
         self._awaited: set[tuple[int, str]] = set()  # parameters whose gradients we hear of
         # calls by module that a checkpoint may repeat
         self._without_graph: dict[int, list[dict[str, Any]]] = {}
+
+    def __repr__(self) -> str:
+        counts = Counter(e.kind for e in self.entries)
+        what = ", ".join(f"{count} {kind}s" for kind, count in counts.items())
+        return f"Trace of {len(self._places)} modules: {what or 'nothing yet'}; {self._nbytes / 1e6:.1f} MB"
 
     def __enter__(self) -> "Trace":
         self._parameters(0)
