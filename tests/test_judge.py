@@ -134,7 +134,6 @@ CHANGES = {  # name of a cell: its tag, what changes in it, and whether that has
     "word-of-a-drawing": ("", "'b'", "'c'", True),
     "time": ("time", "1.0", "10.0", False),
     "words-beside-times": ("time", "fast", "slow", True),
-    "unit-of-a-time": ("time", "unit='s'", "unit='B'", True),
     "machine": ("machine", "fast", "slow", False),
 }
 
