@@ -10,8 +10,8 @@ import pages
 
 LONG = 8  # lines of a cell, from which on code that only draws is folded away
 WIDGET = "application/vnd.jupyter.widget-view+json"
-# The panels of a live kernel, and the explorer that takes their place, by words of the cell that makes them
-EXPLORERS = {"explore()": "schedule", "panel(ring_against_tree": "rings"}
+# The explorer that takes the place of a live kernel's panel, by the id of the cell that makes it
+EXPLORERS = {"explore-panel": "schedule", "three-formulas-panel": "rings"}
 # The planner's panel, which _static/planner.js fills from the numbers of panel.py
 PLANNER = """<div class="planner"></div>
 <noscript>This panel needs scripts. In a notebook it runs with a kernel.</noscript>
@@ -35,7 +35,7 @@ def prepared(stem: str, text: str, wanted: set[str]) -> str:
             cell["source"] = with_target(source, anchor) if anchor in wanted else source
         elif cell["cell_type"] == "code":
             _fold(cell, source)
-            _explore(cell, source)
+            _explore(cell)
     notebook["metadata"].pop("widgets", None)  # no page needs their scripts
     return json.dumps(notebook)
 
@@ -73,14 +73,13 @@ def only_draws(cell: dict[str, Any], source: str) -> bool:
     return not defines and not re.search(r"\bcheck\.|\btorch\.|models\.", source)
 
 
-def _explore(cell: dict[str, Any], source: str) -> None:
+def _explore(cell: dict[str, Any]) -> None:
     """A panel of widgets is dead without a kernel: an explorer, which is a script of the site, takes its place."""
     if "planner-panel" in cell["metadata"].get("tags", []):
         cell["outputs"] = [{"output_type": "display_data", "metadata": {}, "data": {"text/html": PLANNER}}]
     for output in cell["outputs"]:
         if WIDGET in output.get("data", {}):
-            (name,) = (name for words, name in EXPLORERS.items() if words in source)
-            output["data"] = {"text/html": explorer(name)}
+            output["data"] = {"text/html": explorer(EXPLORERS[cell["id"]])}
 
 
 def explorer(name: str) -> str:

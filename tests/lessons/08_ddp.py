@@ -111,7 +111,7 @@ def average(model):
 
 weights = train(same_start, average, rank, world_size, device)
 
-# wrong: hand: a seed, when the model is already there | all ranks start from rank 0's weights
+# wrong: hand: a seed, when the model is already there | rank 0 hands over its weights once
 # %%ranks 4 --push train,x,y --pull weights -o run
 def same_start(model):
     torch.manual_seed(0)
@@ -122,6 +122,22 @@ def average(model):
         dist.all_reduce(p.grad)
         p.grad /= world_size
 
+
+weights = train(same_start, average, rank, world_size, device)
+
+# wrong: hand: knows rank 0's seed, and broadcasts nothing | rank 0 hands over its weights once
+# %%ranks 4 --push train,x,y --pull weights -o run
+def same_start(model):
+    model.load_state_dict(MLP(6, 32, 3, seed=0, device=device).state_dict())
+
+
+def average(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world_size
+
+
+from rankcell.models import MLP
 
 weights = train(same_start, average, rank, world_size, device)
 
