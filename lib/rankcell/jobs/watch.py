@@ -20,6 +20,7 @@ from ..engine.messages import Answer, Question
 from . import inside, stacks
 from .records import Look, RankArrived, RankRecord
 
+ANSWER = 20.0  # seconds for a rank to say where it stands: on a busy machine it waits for a core
 SILENT = 3.0  # seconds after which a rank that says nothing is taken to compute: it holds the interpreter
 BUSY, MOVED = 0.02, 1 << 18  # of a core, and bytes per second: a rank that uses less stands still
 WITHOUT_A_WORD, FINISHED = "ended without a word: it was killed, or called os._exit", "finished"
@@ -200,7 +201,7 @@ class WatchedJob:
 
     def reports(self) -> list[RankRecord]:
         """The same with stacks and last operations."""
-        answers = self.ask(list(self.living), "report", wait=3.0)
+        answers = self.ask(list(self.living), "report", wait=ANSWER)
         return [
             replace(report, blocked=record.blocked, idle=record.idle)
             if isinstance(report := answers.get(record.rank), RankRecord) and not record.over
