@@ -20,7 +20,7 @@ from ..engine.messages import Answer, Question
 from . import inside, stacks
 from .records import Look, RankArrived, RankRecord
 
-ANSWER = 20.0  # seconds for a rank to say where it stands: on a busy machine it waits for a core
+ANSWER = 20.0  # seconds for a rank to answer a question: on a busy machine it waits for a core
 SILENT = 3.0  # seconds after which a rank that says nothing is taken to compute: it holds the interpreter
 BUSY, MOVED = 0.02, 1 << 18  # of a core, and bytes per second: a rank that uses less stands still
 WITHOUT_A_WORD, FINISHED = "ended without a word: it was killed, or called os._exit", "finished"
@@ -156,7 +156,7 @@ class WatchedJob:
             crash, stack = stacks.crash_in(arrival.crash_file)
         else:
             near = [r for r, k in self.living.items() if k.arrival.host == arrival.host and k is not known]
-            told = self.ask(near[:1], "crash", arrival.crash_file, wait=2.0)
+            told = self.ask(near[:1], "crash", arrival.crash_file, wait=ANSWER)
             crash, stack = next(iter(told.values()), ("", ()))
         if how == FINISHED:  # the last that it said was before its end
             return replace(record, phase="finished", waits=(), threads=False, at=time.time())
