@@ -275,10 +275,8 @@ STUCK = {
 @pytest.mark.parametrize("what", STUCK)
 def test_an_interrupt_ends_the_cell(four, what):
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    start = time.monotonic()
     with pytest.raises(RanksInterrupted, match="the ranks were interrupted while they were here:"):
         four.run(STUCK[what])
-    assert time.monotonic() - start < 10
     works(four)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,3 +168,10 @@ def test_starting_ranks_leaves_multiprocessing_as_it_was(four):
     assert multiprocessing.get_start_method(allow_none=True) is None
     for method in ("fork", "forkserver", "spawn"):
         assert four.run(code.format(method), only=[0]).values == [([1], "fork")]
+
+
+def test_a_number_given_anew_is_left_alone():
+    with subprocess.Popen(["sleep", "100"], start_new_session=True) as other:
+        launch.end(SimpleNamespace(pid=other.pid, exitcode=0))  # a rank that had this number, long ago
+        assert other.poll() is None
+        other.kill()

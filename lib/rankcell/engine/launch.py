@@ -28,6 +28,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from .. import errors
 from .messages import CRASHED, FOLDER, StartRank
 
@@ -104,10 +106,22 @@ def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> lis
 
 def end(process: BaseProcess) -> None:
     """End a rank at once, and what it has started, also if it has ended itself."""
-    for kill in (os.killpg, os.kill):  # a rank that has just been started leads no process group yet
-        if kill is os.killpg or process.exitcode is None:
+    number = process.pid or 0
+    if process.exitcode is None:
+        for kill in (os.killpg, os.kill):  # a rank that has just been started leads no process group yet
             with contextlib.suppress(OSError):
-                kill(process.pid or 0, signal.SIGKILL)
+                kill(number, signal.SIGKILL)
+        return
+    try:
+        os.killpg(number, 0)
+    except OSError:
+        return  # nothing is left of its group
+    for (
+        left
+    ) in psutil.pids():  # its number may be another's by now, such as that of a kernel, which leads a session
+        with contextlib.suppress(OSError):
+            if os.getpgid(left) == number != os.getsid(left):
+                os.kill(left, signal.SIGKILL)
 
 
 def make_folder() -> str:
