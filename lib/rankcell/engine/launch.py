@@ -71,8 +71,11 @@ def _import_torch() -> None:
 def _has_imported() -> bool:
     """Whether the fork server has imported torch, or has ended, or cannot say."""
     pid = server._forkserver_pid  # type: ignore[attr-defined]
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return not _folder or ended is not None or Path(_folder, str(pid)).exists()
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # the learner's code has waited for all children
+        ended = True
+    return not _folder or ended or Path(_folder, str(pid)).exists()
 
 
 def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> list[BaseProcess]:
@@ -116,9 +119,8 @@ def end(process: BaseProcess) -> None:
         os.killpg(number, 0)
     except OSError:
         return  # nothing is left of its group
-    for (
-        left
-    ) in psutil.pids():  # its number may be another's by now, such as that of a kernel, which leads a session
+    # its number may be another's by now, such as that of a kernel; but that leads a session, and no rank does
+    for left in psutil.pids():
         with contextlib.suppress(OSError):
             if os.getpgid(left) == number != os.getsid(left):
                 os.kill(left, signal.SIGKILL)
@@ -218,7 +220,10 @@ def _environment() -> Iterator[None]:
     A file in the learner's folder that is called like a module of the standard library is for the ranks to import, not
     for torch. The last entry is for a package of ours that lies in that folder only.
     """
-    path, environment = list(sys.path), dict(os.environ)
+    path, before = (
+        list(sys.path),
+        {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)},
+    )
     sys.path[:] = [p for p in path if p and str(Path(p).absolute()) != _here()]
     sys.path.append(str(Path(__file__).absolute().parents[2]))
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
@@ -228,8 +233,11 @@ def _environment() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = path
-        os.environ.clear()
-        os.environ.update(environment)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _here() -> str:
