@@ -176,7 +176,9 @@ class Inside:
             "DistStoreError",
         )
         failed_in = recorder.failed_wait if recorder and of_operations else None
-        return replace(record, why=str(failure), failure=failure, failed_in=failed_in)
+        # where the others are gone, the operation that waited for them fails: the stack tells where it stood
+        stack = failure.frames if failed_in is not None else ()
+        return replace(record, why=str(failure), failure=failure, failed_in=failed_in, stack=stack)
 
     def _used(self) -> tuple[float, int]:
         """CPU seconds and bytes read or written by this process, without this thread, and those that it has started."""
