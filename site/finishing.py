@@ -61,7 +61,7 @@ def _mend(app: Any, name: str, template: str, context: dict[str, Any], tree: Any
     if stem != name:
         body = name_the_cells(number_the_figures(body, int(stem[:2])), stem)
         body = body.replace(
-            '<div id="cell-', f'{landing.run_it(context["course_repository"])}<div id="cell-', 1
+            '<div id="cell-', f'{landing.run_it(context["course_repository"], stem)}<div id="cell-', 1
         )
         took = course.minutes(stem)
         context["course_minutes"] = f"{took.all} min"

@@ -110,14 +110,32 @@ def page(further: list[str], repository: str) -> str:
 
 RUN_IT = """<details class="run-it"><summary>Run this lesson</summary>
 <p>The cells run on your own machine, on Linux, macOS or WSL2; a laptop will do. Once: 1.7 GB on disk and a few minutes,
-with Python 3.11 or newer, git and make. Then 4 ranks take about {memory} beside the notebook, and no network.</p>
+with Python 3.11 or newer, git and make. Then 4 ranks take about 240 MiB beside the notebook, and no network.</p>
 <pre tabindex="0">{clone}make lab        # JupyterLab on all lessons
-make student    # copies without solutions</pre></details>
+make student    # copies without solutions</pre>{elsewhere}</details>
 """
-MEMORY = "240 MiB"  # of four idle ranks, PSS; tests/test_wheel.py measures it
+ELSEWHERE = """
+<p>Or on a machine of somebody else. <b>None of these has been tried.</b> {links}.</p>
+<p>Colab and Kaggle open the notebook alone. Run this in a new first cell there:</p>
+<pre tabindex="0">%pip install -q git+{repository}</pre>"""
+PLACES = {
+    "Binder": "https://mybinder.org/v2/gh/{name}/main?labpath={path}",  # takes binder/requirements.txt
+    "Colab": "https://colab.research.google.com/github/{name}/blob/main/{path}",
+    "Kaggle": "https://kaggle.com/kernels/welcome?src=https://github.com/{name}/blob/main/{path}",
+    "Codespaces": "https://codespaces.new/{name}",  # takes .devcontainer
+}
 
 
-def run_it(repository: str) -> str:
-    """How to run a lesson, in a fold (HTML)."""
+def run_it(repository: str, stem: str) -> str:
+    """How to run a lesson, in a fold (HTML); links that start it elsewhere if the repository is on GitHub."""
     clone = f"git clone {course.escaped(repository)} course && cd course\n" if repository else ""
-    return RUN_IT.format(clone=clone, memory=MEMORY)
+    return RUN_IT.format(clone=clone, elsewhere=_elsewhere(repository, stem))
+
+
+def _elsewhere(repository: str, stem: str) -> str:
+    name = repository.removeprefix("https://github.com/").removesuffix(".git").strip("/")
+    if not repository.startswith("https://github.com/") or name.count("/") != 1:
+        return ""
+    path = f"notebooks/{stem}.ipynb"
+    links = [f'<a href="{url.format(name=name, path=path)}">{place}</a>' for place, url in PLACES.items()]
+    return ELSEWHERE.format(links=", ".join(links), repository=f"https://github.com/{name}")

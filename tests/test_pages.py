@@ -73,6 +73,16 @@ def test_the_options_of_the_reference_are_those_of_the_magic():
     assert all(f"* `%ranks {word}`" in made for word in ("stop", "restart", "export"))
 
 
+def test_links_start_a_lesson_of_a_repository_on_github():
+    shown = landing.run_it("https://github.com/us/course.git", "05_bandwidth")
+    links = re.findall(r'href="([^"]+)"', shown)
+    assert len(links) == 4 and all("us/course" in link and ".git" not in link for link in links)
+    assert sum(link.endswith("notebooks/05_bandwidth.ipynb") for link in links) == 3
+    assert "None of these has been tried" in shown and "git clone https://github.com/us/course.git" in shown
+    for elsewhere in ("", "https://example.org/us/course"):
+        assert "href" not in landing.run_it(elsewhere, "05_bandwidth")
+
+
 def test_figures_get_captions_and_sliders_what_their_pictures_share():
     def slider(*alts):
         return Frames(tuple(drawing(10, 10, alt=alt) for alt in alts), ("1", "2"))
