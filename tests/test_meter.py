@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import rankcell
-from rankcell import models
+from rankcell import meter, models
 from rankcell.draw import memory
-from rankcell.engine import meter
 from rankcell.engine import spans as modules
 
 

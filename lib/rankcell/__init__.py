@@ -108,9 +108,7 @@ def memory(*owners: Any) -> AbstractContextManager[Any]:
     `owners` are modules, optimizers and tensors; what they own are states. On a rank the samples are also in
     `run.ranks[r].memory`, and a `span` names the phase.
     """
-    from .engine.meter import Meter
-
-    return Meter(*owners) if current.recorder is None else current.recorder.measure(*owners)
+    return extensions.find("rankcell.memory")(*owners)
 
 
 def trace(model: Any) -> AbstractContextManager[Any]:

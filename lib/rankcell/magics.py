@@ -14,7 +14,7 @@ import os
 import re
 import types
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -27,7 +27,7 @@ from IPython.display import clear_output, display
 from . import errors, extensions, source, versions
 from .draw import page
 from .draw.svg import format_bytes
-from .engine import devices, world
+from .engine import devices, launch, world
 from .results import Run
 
 _AUTORELOAD = (
@@ -52,7 +52,7 @@ class RankMagics(Magics):
         self.shell: Any = shell
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
-        self._warned = False  # of a torch on which nobody has tried this
+        self._started = False  # a world; the first one waits for torch, and tells of one that was not tried
 
     @line_cell_magic
     @_with_options
@@ -78,8 +78,8 @@ class RankMagics(Magics):
         push = self._pushed(options.push or ())
         model = self._model(options.against)
         text = self._translated(cell)
-        ranks = self._world(options)
         live = _Live()
+        ranks = self._world(options, live)
         try:
             run = ranks.run(
                 text,
@@ -146,44 +146,38 @@ class RankMagics(Magics):
         number = len(self.shell.user_ns.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
         return f"<cell {number}>" if number > 0 else "<cell>"
 
-    def _world(self, options: Any) -> world.Ranks:
+    def _world(self, options: Any, live: "_Live") -> world.Ranks:
         """The world of the cell: the one that is alive, or a new one."""
         size, nodes, on, as_rank = options.world_size, options.nodes, options.on or "", options.as_rank or 0
-        kind = f"{on} {as_rank}" if on else options.device
-        if nodes is None and not on:
-            with _as_option_error():
+        if not self._started:  # a slow disk takes a minute for it
+            what = f"starting {_count(size)}: torch is being imported, once for all of this notebook"
+            live.show("", "", what)
+        try:
+            kind = f"{on} {as_rank}" if on else options.device
+            if nodes is None and not on:
                 kind = devices.choose(size, options.device, devices.look(mps=False)).device
-        if options.start == "spawn":
-            kind += " spawn"
-        ranks = self.worlds.get((size, kind, nodes))
-        if ranks is not None and ranks.alive:
-            if options.fresh:
-                ranks.restart()
-            return ranks
-        if nodes is None and not on:
-            self._wait_for_torch(size)
-        with _as_option_error() if on else contextlib.nullcontext():
-            ranks = world.Ranks(
-                size, device=options.device, nodes=nodes, start=options.start, on=on, as_rank=as_rank
-            )
-        self.worlds[size, kind, nodes] = ranks
+            key = size, f"{kind} {options.start}", nodes
+            ranks = self.worlds.get(key)
+            if ranks is not None and ranks.alive:
+                if options.fresh:
+                    ranks.restart()
+                return ranks
+            start = {"device": options.device, "nodes": nodes, "start": options.start}
+            ranks = self.worlds[key] = world.Ranks(size, on=on, as_rank=as_rank, **start)
+        except errors.WorldSizeError:
+            raise
+        except ValueError as error:  # one of the line's: its message is enough
+            raise errors.OptionError(str(error)) from None
+        finally:
+            live.end()
         talk = "rank talks" if size == 1 else "ranks talk"
         ranks.notes.append(ranks.device_note if on else f"{size} {talk} over {ranks.device_note}.")
-        if not self._warned and (said := versions.untried(version("torch"))):
+        if not self._started and (said := versions.untried(version("torch"))):
             ranks.notes.append(said)
-        self._warned = True
+        self._started = True
         if any(name.endswith("autoreload") for name in self.shell.extension_manager.loaded):
             ranks.notes.append(_AUTORELOAD)
         return ranks
-
-    def _wait_for_torch(self, world_size: int) -> None:
-        """The first world of a notebook has to wait until torch is imported: say so, as a slow disk takes a minute."""
-        live = _Live()
-        what = f"starting {_count(world_size)}: torch is being imported, once for all of this notebook"
-        try:
-            world.warm_up(lambda seconds: live.show("", "", f"{what} ({seconds:.0f} s)"))
-        finally:
-            live.end()
 
     def _keep(self, run: Run, options: Any) -> Run:
         """Give the notebook the names that it asked for; the run that is the cell's value, which Out keeps.
@@ -204,7 +198,8 @@ class RankMagics(Magics):
         word, *more = line.split() or [""]
         alive = [w for w in self.worlds.values() if w.alive]
         if word == "":
-            return _WorldTable(alive)
+            print("\n".join(map(_row, alive)) or "No ranks are alive. A `%%ranks 4` cell starts four.")
+            return None
         if f"%ranks {word}" in extensions.TABLE:
             return extensions.find(f"%ranks {word}")(more)
         if word == "stop":
@@ -256,17 +251,6 @@ class RankMagics(Magics):
         return SimpleMatcherResult(completions=[SimpleCompletion(text=n[prefix:]) for n in found])
 
 
-@contextlib.contextmanager
-def _as_option_error() -> Any:
-    """A value that cannot be is one of the line's: its message is enough."""
-    try:
-        yield
-    except errors.WorldSizeError:
-        raise
-    except ValueError as error:
-        raise errors.OptionError(str(error)) from None
-
-
 def _count(world_size: int) -> str:
     return f"{world_size} rank{'s' * (world_size != 1)}"
 
@@ -297,21 +281,13 @@ def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
     return hints
 
 
-class _WorldTable:
-    """What `%ranks` shows: a row per world, with its processes and their memory."""
-
-    def __init__(self, alive: Iterable[world.Ranks]) -> None:
-        self.rows = []
-        for w in alive:
-            size = f"{'1 of ' * (w.backend == 'fake')}{_count(w.world_size)}"
-            memory = w.memory()
-            known = [m for m in memory if m is not None]
-            used = format_bytes(sum(known)) if len(known) == len(memory) else "unknown memory"
-            pids = ", ".join(map(str, w.pids))
-            self.rows.append(f"{size} on {w.device} ({w.backend}), {used} in all, pids {pids}")
-
-    def __repr__(self) -> str:
-        return "\n".join(self.rows) or "No ranks are alive. A `%%ranks 4` cell starts four."
+def _row(ranks: world.Ranks) -> str:
+    """What `%ranks` shows of a world: its processes and their memory."""
+    size = f"{'1 of ' * (ranks.backend == 'fake')}{_count(ranks.world_size)}"
+    memory = [0 if used is None else used for used in ranks.memory()]
+    used = format_bytes(sum(memory)) if all(memory) else "unknown memory"
+    pids = ", ".join(map(str, ranks.pids))
+    return f"{size} on {ranks.device} ({ranks.backend}), {used} in all, pids {pids}"
 
 
 class _Live:
@@ -373,7 +349,7 @@ def load(shell: Any) -> RankMagics:
     # a small training of one process takes 20 times as long. Asleep they cost some microseconds.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # torch takes over a second to import: the fork server does it meanwhile, and so does this process when it is idle
-    world.warm_up()
+    launch.warm_up()
     with contextlib.suppress(RuntimeError):  # there is no event loop in a terminal
         asyncio.get_running_loop().call_later(0.2, _import_torch)
     return magics

@@ -53,8 +53,6 @@ class Control:
         if question.about in ("interrupt", "free"):
             self._free(wanted=question.about == "interrupt")
             return True
-        if question.about == "memory":
-            return system.process_memory(os.getpid())
         return complete(question.argument, self._rank.names)
 
     def _free(self, *, wanted: bool) -> None:

@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -45,37 +44,6 @@ def warm_up() -> None:
         server.set_forkserver_preload(["rankcell.engine.preloaded"])
         with _environment():
             server.ensure_running()
-
-
-def wait(on_wait: Callable[[float], None]) -> None:
-    """Return when torch is imported here and in the fork server, or cannot be, which `start` explains.
-
-    `on_wait` hears each second how many seconds that has taken so far.
-    """
-    warm_up()
-    began = time.monotonic()
-    importing = threading.Thread(target=_import_torch, daemon=True)
-    importing.start()
-    heard = 0.0
-    while importing.is_alive() or not _has_imported():
-        time.sleep(0.01)
-        if (seconds := time.monotonic() - began) > heard + 1.0:
-            on_wait(heard := seconds)
-
-
-def _import_torch() -> None:
-    with contextlib.suppress(ImportError):  # `start` says so
-        import torch.multiprocessing  # noqa: F401
-
-
-def _has_imported() -> bool:
-    """Whether the fork server has imported torch, or has ended, or cannot say."""
-    pid = server._forkserver_pid  # type: ignore[attr-defined]
-    try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the learner's code has waited for all children
-        ended = True
-    return not _folder or ended or Path(_folder, str(pid)).exists()
 
 
 def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> list[BaseProcess]:

@@ -71,7 +71,6 @@ class Operation:
     )
     work_id = 0
     batch: Sequence["Operation"] = ()  # operations that share its Work
-    landing: Any = None  # a receive on a GPU over gloo: the tensor, and its buffer on the host
 
     _over = False
 

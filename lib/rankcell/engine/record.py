@@ -175,9 +175,6 @@ class Recorder(Observer):
     def waited(self, o: Operation) -> None:
         """The program has waited for `o`."""
         o.wait_end = self.clock()
-        if o.error is None and o.landing is not None:
-            tensor, buffer = o.landing
-            tensor.copy_(buffer)
         if o.passed is None or o.error is not None:
             self.close(o)
         else:
@@ -199,7 +196,7 @@ class Recorder(Observer):
             self.note_result(o)
         # these hold tensors: keeping them would keep the learner's memory
         o.inputs = o.outputs = ()
-        o.work = o.landing = None
+        o.work = None
         if o.passed is not None:
             o.passed = _is_over
         if self.by_work.get(o.work_id) is o:

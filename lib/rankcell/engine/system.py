@@ -9,7 +9,6 @@ import ctypes
 import os
 import re
 import resource
-import select
 import signal
 import socket
 import struct
@@ -38,38 +37,24 @@ def enlarge_pipe(fd: int, nbytes: int = 1 << 20) -> None:
     if LINUX:
         import fcntl
 
-        with contextlib.suppress(
-            PermissionError
-        ):  # the user's share of pipe memory is used up: slower, no worse
+        with contextlib.suppress(PermissionError):  # the user's share of it is used up: slower, no worse
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, nbytes)
 
 
-def shared_file(nbytes: int) -> tuple[int, str]:
-    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes, and a sentence if it is
-    not in /dev/shm ("" if it is).
+def shared_file(nbytes: int) -> int:
+    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes.
 
     Raises:
-        OSError: no folder has room for it.
+        OSError: there is no room for it.
     """
-    note = ""
-    for folder in ("/dev/shm", None):  # None: TMPDIR
-        if folder is not None and not Path(folder).is_dir():
-            continue
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(
-                    bytes(nbytes)
-                )  # in a file that only has a length, a write to a full disk is a SIGBUS
-                file.flush()
-                return os.dup(file.fileno()), note
-        except OSError as error:
-            if folder is None:
-                raise
-            note = (
-                f"{folder} cannot hold {nbytes >> 10} KiB ({error.strerror}): the ranks share memory in "
-                f"{tempfile.gettempdir()} instead. A DataLoader with workers needs {folder}."
-            )
-    raise AssertionError("TMPDIR was tried last")
+    if LINUX:
+        fd = os.memfd_create("rankcell")
+        os.truncate(fd, nbytes)
+        return fd
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(nbytes))  # in a file that only has a length, a write to a full disk is a SIGBUS
+        file.flush()
+        return os.dup(file.fileno())
 
 
 def process_memory(pid: int) -> int | None:
@@ -314,8 +299,3 @@ def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[str, str], tuple
 def _end(name: tuple[str, int]) -> str:
     """One end of a connection as text: IPv4 addresses that are mapped into IPv6 look alike at both ends."""
     return f"{name[0].removeprefix('::ffff:')}:{name[1]}"
-
-
-def wait_readable(fd: int, timeout: float) -> bool:
-    """Whether there is something to read at `fd`, after at most `timeout` seconds."""
-    return bool(select.select([fd], [], [], timeout)[0])

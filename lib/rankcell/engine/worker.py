@@ -26,7 +26,6 @@ from .execute import execute
 from .groups import Groups
 from .match import SignatureTable
 from .messages import Done, Join, Joined, RankState, Shown, StartRank, Task
-from .meter import Meter
 from .operation import caller, clock
 from .stdio import Stdio
 
@@ -118,7 +117,6 @@ class Rank:
         """Run one cell or function call and say what happened. Never raises."""
         self._begin(task)
         moved_before = system.bytes_moved(self.groups.connections)
-        meter = Meter(began=0.0, clock=self.stage.clock, watches=False) if self.stage else None
         start = clock()
         failed: RankFailure | None = None
         value: bytes | NotSent | None = None
@@ -127,7 +125,7 @@ class Rank:
         seconds = 0.0
         try:
             try:
-                found, seconds = self._work(task, start, meter)
+                found, seconds = self._work(task, start)
                 # a __repr__ of the learner's is part of the cell: it may raise, wait, and communicate
                 if found is not None:
                     data, _ = self.shell.display_formatter.format(found)
@@ -157,7 +155,7 @@ class Rank:
             events=recorder.events(),
             dropped=recorder.dropped,
             connections=_moved(moved_before, moved),
-            memory=recorder.memory or (meter.samples if meter is not None else ()),
+            memory=recorder.memory,
             trace=recorder.trace,
             mismatch=recorder.matcher.found,
             order=self.stdio.turns,
@@ -194,7 +192,7 @@ class Rank:
         self._notes += self._names.restore()
         self.stdio.flush()
 
-    def _work(self, task: Task, start: float, meter: Meter | None) -> tuple[Any, float]:
+    def _work(self, task: Task, start: float) -> tuple[Any, float]:
         """The value of the cell or call, and the seconds until all that it waits for was through."""
         pushed = cloudpickle.loads(task.push) if task.push else {}
         call = cloudpickle.loads(task.call) if task.call else None
@@ -203,7 +201,7 @@ class Rank:
             self._synchronize()
             return value, clock() - start
         pushed, call = self.stage.faked((pushed, call))
-        with self.stage.playing(meter):
+        with self.stage.playing():
             value = self._execute(task, pushed, call)
         return value, self.stage.clock.finish()
 

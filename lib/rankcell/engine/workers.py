@@ -115,18 +115,11 @@ class Workers:
         return self._answers.pop(number)
 
     def start_all(self) -> None:
-        """Start the ranks, where they can be started, and wait until they have joined their process group."""
-        while True:
-            self.received = {rank: Received(runs=False) for rank in range(self.world_size)}
-            self.with_threads.clear()
-            try:
-                self._start(self.host.ranks)
-                self._await_ready(START_TIMEOUT)
-                return
-            except errors.StartError as error:
-                if (other := self.host.fallback(error)) is None:
-                    raise
-                self.host = other
+        """Start the ranks, and wait until they have joined their process group."""
+        self.received = {rank: Received(runs=False) for rank in range(self.world_size)}
+        self.with_threads.clear()
+        self._start(self.host.ranks)
+        self._await_ready(START_TIMEOUT)
 
     def restart(self) -> None:
         """End the ranks and start new ones."""

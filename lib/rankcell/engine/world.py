@@ -14,11 +14,12 @@ from typing import Any
 
 import cloudpickle
 
-from .. import errors
+from .. import errors, extensions
 from ..results import Run, name_ranks
-from . import launch
+from . import launch, system
 from .cell import Cell, Ending, OnUpdate, deferred_interrupt
-from .host import Host, host_for
+from .host import Host
+from .local import Rehearsal, this_machine
 from .messages import Task
 from .workers import Workers
 
@@ -67,19 +68,21 @@ class Ranks:
         self._cells = 0
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        host = host_for(world_size, device=device, nodes=nodes, method=start, on=on, as_rank=as_rank)
-        self._workers = Workers(host, world_size)
+        self.notes: list[str] = []  # what the learner should know about the ranks
+        self._host: Host
+        if on:
+            self._host = Rehearsal(world_size, on, as_rank)
+        elif nodes is not None:
+            self._host = extensions.find("--nodes")(world_size, nodes, device)
+        else:
+            self._host = this_machine(world_size, device, start)
+        self._workers = Workers(self._host, world_size)
         atexit.register(self.stop)
         try:
             self._workers.start_all()
         except BaseException:
             self.stop()
             raise
-        self.notes = list(self._host.notes)
-
-    @property
-    def _host(self) -> Host:
-        return self._workers.host
 
     def __enter__(self) -> "Ranks":
         return self
@@ -114,10 +117,8 @@ class Ranks:
         return [pid for _, pid in sorted(self._host.pids.items())]
 
     def memory(self) -> list[int | None]:
-        """Bytes of memory each rank stands for (PSS), by rank; None where nobody tells."""
-        with self._lock:
-            answers = self._workers.ask(self._host.ranks, "memory", wait=0.5)
-            return [answers.get(rank) for rank in self._host.ranks]
+        """Bytes of memory each rank stands for (PSS), by rank; None where nobody tells, as of another machine."""
+        return [None if self._host.names else system.process_memory(pid) for pid in self.pids]
 
     def stop(self) -> None:
         """End the ranks. Safe to call twice; a world that was stopped cannot be used again."""
@@ -361,16 +362,6 @@ def rehearse(
     """
     with Ranks(world_size, on=on, as_rank=as_rank) as ranks:
         return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout)
-
-
-def warm_up(on_wait: Callable[[float], None] | None = None) -> None:
-    """Have torch imported for the ranks while the notebook goes on; or wait for it, and have `on_wait` hear each
-    second how many seconds that has taken so far.
-    """
-    if on_wait is None:
-        launch.warm_up()
-    else:
-        launch.wait(on_wait)
 
 
 def _work(

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import RehearsalError
+from ..meter import Meter
 from .clock import StreamClock
 from .cluster import Cluster
 
@@ -82,12 +83,12 @@ class Rehearsal:
         self._replace_what_reads_numbers()
 
     @contextlib.contextmanager
-    def playing(self, meter: Any) -> Iterator[None]:
-        """Inside, tensors are fake, operations take no time but the clock's, and `meter` measures."""
+    def playing(self) -> Iterator[None]:
+        """Inside, tensors are fake, operations take no time but the clock's, and memory is measured."""
         self.clock.begin()
         self.pending.clear()
-        self.meter = meter
-        meter.follow(self.modules, self.optimizers)
+        self.meter = meter = Meter(began=0.0, clock=self.clock, watches=False)
+        meter.modules, meter.optimizers = self.modules, self.optimizers
         swap = torch.utils.swap_tensors
 
         def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -99,14 +100,17 @@ class Rehearsal:
             meter.forget(b)
             swap(a, b)
 
-        with (
-            mock.patch("torch.utils.swap_tensors", swap_tensors),
-            self.clock.running(),
-            self.fakes,
-            _Dispatched(self),
-            meter,
-        ):
-            yield
+        try:
+            with (
+                mock.patch("torch.utils.swap_tensors", swap_tensors),
+                self.clock.running(),
+                self.fakes,
+                _Dispatched(self),
+                meter,
+            ):
+                yield
+        finally:
+            self.recorder.memory = self.recorder.memory or meter.samples
 
     def _replace_what_reads_numbers(self) -> None:
         """DDP compares shapes and orders buckets in C++, in tensors of integers that it reads: those are real.
