@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import rankcell
-from rankcell import meter, models
+from rankcell import models
 from rankcell.draw import memory
-from rankcell.engine import spans as modules
+from rankcell.observers import meter
+from rankcell.observers import spans as modules
 
 
 @pytest.fixture(scope="module")

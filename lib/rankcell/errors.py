@@ -25,15 +25,13 @@ class UserFacingError:
 
 def _wrapped(text: str, width: int = 88) -> str:
     """`text` in lines that JupyterLab shows without breaking words; a line goes on below its own beginning."""
-    wrapper = textwrap.TextWrapper(
-        width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
-    )
+    how: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
     lines = []
     for line in text.split("\n"):
         # below a row about some ranks, "  ranks 0, 1  wait in ...", what they do stands apart
         begin = re.match(r" +ranks? [0-9, -]+  +", line) or re.match(r"\s*", line)
-        wrapper.subsequent_indent = " " * len(begin[0]) if begin else ""
-        lines += wrapper.wrap(line) or [""]
+        indent = " " * len(begin[0]) if begin else ""
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, **how) or [""]
     return "\n".join(lines)
 
 

@@ -20,7 +20,8 @@ TABLE = {
     "1 of N, cluster": "rehearsal.cluster:Cluster",  # where one rank of a large job rehearses
     "1 of N, stage": "rehearsal.stage:Rehearsal",  # what answers it there
     "check.against": "compare.judge:compare",
-    "rankcell.memory": "meter:measure",
+    "rankcell.memory": "observers.meter:measure",
+    "rankcell.spans": "observers.spans:spans",
     "rankcell.trace": "compare.trace:of",
     "rankcell run": "jobs.command:add_command",  # with attach and explain
     "rankcell export": "cluster.export:add_command",

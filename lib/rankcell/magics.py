@@ -8,13 +8,12 @@ to words of `extensions.TABLE`.
 import ast
 import asyncio
 import contextlib
-import gc
 import inspect
 import os
 import re
 import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -226,29 +225,32 @@ class RankMagics(Magics):
                 ranks.stop()
         self.worlds.clear()
 
-    def completions(self, text: str, word: str) -> list[str]:
-        """Names that complete `word` in the rank cell `text`: predefined ones and the ranks'."""
-        head = re.match(r"\s*%%ranks\s+(?:1\s+of\s+)?(\d+)", text)
-        if not head:
-            return []
-        alive = [w for w in reversed(self.worlds.values()) if w.world_size == int(head[1]) and w.alive]
-        if "." in word:
-            return alive[0].complete(word) if alive else []
-        known = dict.fromkeys((*source.LENT, *(alive[0].names if alive else ())))
-        return [n for n in known if n.startswith(word)]
-
     @context_matcher(identifier="rankcell")
     def match(self, context: Any) -> SimpleMatcherResult:
         """What IPython's completer asks: the options on the first line of a rank cell, names below it."""
-        first = context.full_text.lstrip().startswith("%%ranks") and not context.cursor_line
-        if first and context.token.startswith("-"):
+        head = re.match(r"\s*%%ranks\s+(?:1\s+of\s+)?(\d+)?", context.full_text)
+        if head and not context.cursor_line and context.token.startswith("-"):
             options = [o for o in source.option_strings() if o.startswith(context.token)]
             return SimpleMatcherResult(completions=[SimpleCompletion(text=o) for o in options], suppress=True)
         before = context.line_with_cursor[: context.cursor_position] or context.token
         word = (re.search(r"[\w.]*$", before) or [""])[0]  # the name, dotted or not, that ends at the cursor
+        owner, _, _ = word.rpartition(".")
+        known: Iterable[str] = ()
+        if head and not owner:
+            worlds = [w for w in self.worlds.values() if w.alive and str(w.world_size) == head[1]]
+            known = dict.fromkeys((*source.LENT, *(name for w in worlds for name in w.names)))
+        elif head and owner in _modules():
+            known = [f"{owner}.{name}" for name in dir(_modules()[owner])]
         prefix = len(word) - len(context.token)
-        found = self.completions(context.full_text, word)
-        return SimpleMatcherResult(completions=[SimpleCompletion(text=n[prefix:]) for n in found])
+        found = [SimpleCompletion(text=name[prefix:]) for name in known if name.startswith(word)]
+        return SimpleMatcherResult(completions=found)
+
+
+def _modules() -> dict[str, Any]:
+    """What a rank cell finds without importing it."""
+    import torch.distributed
+
+    return {"torch": torch, "dist": torch.distributed}
 
 
 def _count(world_size: int) -> str:
@@ -366,10 +368,7 @@ def unload(shell: Any, magics: RankMagics) -> None:
 
 def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
     """What the shell says of `name`, which may begin with a module that only the ranks have imported."""
-    import torch.distributed
-
-    lent = {"torch": torch, "dist": torch.distributed}
-    first = name.partition(".")[0]
+    lent, first = _modules(), name.partition(".")[0]
     ask = type(shell).object_inspect_mime
     if first not in lent or first in shell.user_ns:
         return ask(shell, name, *args, **more)
@@ -381,15 +380,8 @@ def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
 
 
 def _import_torch() -> None:
-    """Only while no cell runs or the one that runs waits for us: two threads that import parts of torch at once may
-    each hold a lock that the other one needs, and Python then raises in one of them.
+    """Only while no cell runs: two threads that import parts of torch at once may each hold a lock that the other one
+    needs, and Python then raises in one of them.
     """
-    collects = gc.isenabled()
-    gc.disable()  # a quarter of the import's time is garbage collection, and imports leave no garbage
-    try:
+    with contextlib.suppress(Exception):  # whoever needs it meets the error
         import torch.multiprocessing  # noqa: F401
-    except Exception:  # noqa: BLE001, S110 - whoever needs it meets the error
-        pass
-    finally:
-        if collects:
-            gc.enable()

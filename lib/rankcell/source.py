@@ -7,7 +7,6 @@ import argparse
 import ast
 import re
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 from .errors import OptionError, unknown_option
@@ -112,15 +111,6 @@ def parser() -> argparse.ArgumentParser:
     for flags, how in OPTIONS:
         made.add_argument(*flags, **how)
     return made
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The options in the words behind `%%ranks`; words that are none of them are passed over.
-
-    Raises:
-        argparse.ArgumentError: an option has no value, or one that is none.
-    """
-    return parser().parse_known_args(words)[0]
 
 
 def rehearsed(line: str) -> tuple[str, bool]:

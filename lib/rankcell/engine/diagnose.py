@@ -11,25 +11,7 @@ from typing import Any
 
 from ..results import at_line, name_ranks
 from .messages import LEAVES, Wait
-from .states import CELL, OVER, SCRIPT, State, describe, doing, from_status, missing_peers, standings, summary
-
-__all__ = [  # the states belong to what others know this module for
-    "CELL",
-    "OVER",
-    "SCRIPT",
-    "Diagnosis",
-    "State",
-    "describe",
-    "diagnose",
-    "doing",
-    "from_status",
-    "left",
-    "missing_peers",
-    "settled",
-    "standings",
-    "summary",
-    "unmatched",
-]
+from .states import CELL, OVER, State, describe, missing_peers
 
 
 @dataclass(frozen=True)
@@ -53,7 +35,7 @@ _Stuck = Mapping[int, list[_Edge]]
 
 def diagnose(states: Sequence[State]) -> Diagnosis | None:
     """The deadlock that `states` prove, or None while somebody can still go on."""
-    states = [left(state) for state in states]
+    states = [finished_if_leaving(state) for state in states]
     by_rank = {s.rank: s for s in states}
     threads: dict[int, list[list[_Edge]]] = {}  # by rank, of each of its threads
     for state in states:
@@ -79,7 +61,7 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
     return _explain(by_rank, stuck, over)
 
 
-def left(state: State) -> State:
+def finished_if_leaving(state: State) -> State:
     """A rank that stands in `destroy_process_group` calls nothing more, as one that is through."""
     wait = next((w for w in state.blocking if w.group == LEAVES), None)
     if wait is None or state.phase != "running":
@@ -88,7 +70,7 @@ def left(state: State) -> State:
     return replace(state, phase="finished", waits=(), why=f"stands in {LEAVES}{where}")
 
 
-def settled(states: Sequence[State]) -> bool:
+def all_have_stopped(states: Sequence[State]) -> bool:
     """Whether every rank is through with the cell or stands in an operation: nobody is still on the way to one."""
     return all(state.phase != "running" or state.standing for state in states)
 

@@ -189,7 +189,9 @@ class Groups(GroupCalls):
                 self._destroy()
         forget_groups()
         _forget_meshes()
-        self._let_go(self.connections)
+        for s in self.connections:
+            s.close()
+        self.connections = []
         self._generation, self._again, self.aborted = generation, 0, False
         config = self._config
         store = self._store(f"{generation}")
@@ -207,8 +209,7 @@ class Groups(GroupCalls):
         if not dist.is_initialized():
             forget_groups()
             _forget_meshes()
-        held = system.held_elsewhere(self.connections)
-        self._let_go([s for s in self.connections if system.inode(s) not in held])
+        self.connections = system.still_used(self.connections)
 
     def init(
         self,
@@ -246,13 +247,9 @@ class Groups(GroupCalls):
         self._again += 1
         generation = f"{self._generation}.{self._again}"
         group = dist.PrefixStore(generation, self._store(f"{self._generation}"))
-
-        def make() -> None:
-            self._init_with(group, timeout)
-
         self.recorder.join(generation)
-        everybody = tuple(range(config.world_size))
-        self.waited_for("init_process_group", everybody, make, label=f"default group {generation}")
+        everybody, label = tuple(range(config.world_size)), f"default group {generation}"
+        self.waited_for("init_process_group", everybody, lambda: self._init_with(group, timeout), label=label)
         self._note_timeout(dist.distributed_c10d._get_default_group(), timeout)
 
     def close(self) -> None:
@@ -299,8 +296,3 @@ class Groups(GroupCalls):
             yield
         finally:
             self.connections += system.duplicate(set(system.tcp_connections()) - before)
-
-    def _let_go(self, sockets: list[socket.socket]) -> None:
-        for s in list(sockets):
-            s.close()
-        self.connections = [s for s in self.connections if s.fileno() >= 0]

@@ -6,7 +6,7 @@ milliseconds; "spawn" is what `torch.multiprocessing.spawn` does: each rank is a
 The fork server is an object of the standard library's own class, beside the one that `multiprocessing` keeps for
 everybody: the learner's own use of `multiprocessing`, whichever start method, neither disturbs it nor inherits
 anything from it. Private reaches into the standard library: `start_processes` asks the module
-`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`_ours`), and
+`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`_start`), and
 the "alive" descriptor is closed in ranks and in forks of the notebook, as it would keep the server up (`_let_go`).
 """
 
@@ -26,6 +26,7 @@ from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import psutil
 
@@ -140,22 +141,10 @@ def _start(function: Callable[..., None], arguments: tuple[Any, ...], method: st
     with _lock:
         if method == "forkserver":
             warm_up()
-        with _undisturbed(), _ours():
+        ours = mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        with _undisturbed(), ours:
             (process,) = start_processes(function, arguments, join=False, start_method=method).processes
     return process
-
-
-@contextlib.contextmanager
-def _ours() -> Iterator[None]:
-    """Processes come from our fork server."""
-    theirs, forkserver.connect_to_new_process = (
-        forkserver.connect_to_new_process,
-        server.connect_to_new_process,
-    )
-    try:
-        yield
-    finally:
-        forkserver.connect_to_new_process = theirs
 
 
 @contextlib.contextmanager
@@ -188,10 +177,8 @@ def _environment() -> Iterator[None]:
     A file in the learner's folder that is called like a module of the standard library is for the ranks to import, not
     for torch. The last entry is for a package of ours that lies in that folder only.
     """
-    path, before = (
-        list(sys.path),
-        {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)},
-    )
+    path = list(sys.path)
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)}
     sys.path[:] = [p for p in path if p and str(Path(p).absolute()) != _here()]
     sys.path.append(str(Path(__file__).absolute().parents[2]))
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")

@@ -73,6 +73,8 @@ class _Member:
 class Local(Host):
     """The ranks of a world of `world_size` ranks that live on this machine; each `start` says which.
 
+    Its methods are those of `Host`.
+
     Args:
         choice: what the ranks talk over, and what they find in their environment unless the learner has set it.
         method: how their processes are started, one of `launch.METHODS`.
@@ -127,7 +129,6 @@ class Local(Host):
         Path(self.address_for(0), str(generation - 2)).unlink(missing_ok=True)
 
     def start(self, orders: Sequence[StartRank]) -> None:
-        """Start a process for each of `orders`; its `Joined` tells more."""
         environment = {**self.choice.environment, **os.environ}
         if self.choice.backend == "gloo":
             environment.setdefault("GLOO_SOCKET_IFNAME", self._interface)
@@ -166,19 +167,16 @@ class Local(Host):
                 self._selector.register(source, selectors.EVENT_READ, (member, kind))
 
     def send(self, ranks: Sequence[int], message: bytes, *, control: bool = False) -> None:
-        """Give a packed message to the main threads of `ranks`, or to their control threads, without waiting."""
         for rank in ranks:
             if rank in self._members:
                 self._push(self._members[rank], "control" if control else "work", message)
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` at once; `ProcessExited` follows."""
         for rank in ranks:
             if rank in self._members:
                 launch.end(self._members[rank].process)
 
     def end(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks`, and hear nothing of them any more."""
         members = [self._members.pop(rank) for rank in ranks if rank in self._members]
         for member in members:
             launch.end(member.process)
@@ -190,7 +188,6 @@ class Local(Host):
                 member.process.close()
 
     def stop(self) -> None:
-        """End all ranks. Safe to call twice."""
         self.end(list(self._members))
         if self._table >= 0:
             os.close(self._table)
@@ -200,7 +197,6 @@ class Local(Host):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def pump(self, timeout: float) -> list[HostEvent]:
-        """What has come from the ranks, after waiting at most `timeout` seconds for something."""
         found: list[HostEvent] = []
         selected = self._selector.select(timeout)
         for key, ready in selected:
@@ -311,7 +307,6 @@ class Rehearsal(Local):
         self.ranks, self.on = (rank,), on
 
     def place_of(self, rank: int) -> tuple[int, int, str]:
-        """Local rank, ranks on the node, and its name."""
         per_node = self._cluster.per_node
         return rank % per_node, per_node, self._cluster.node_of(rank)
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from ..results import Display, RankResult
 
-FOLDER = (
-    "RANKCELL_FOLDER"  # in its environment the fork server finds what to remove when the notebook is gone
-)
+# in its environment the fork server finds what to remove when the notebook is gone
+FOLDER = "RANKCELL_FOLDER"
 LEAVES = "destroy_process_group"  # what a rank stands in that has called it, where it waits for the others
 
 # --- to a rank's main thread ---
@@ -57,9 +56,7 @@ class Task:
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
     values: bool = False
-    around: str = (
-        ""  # "module:name" of a context manager that is given the recorder, and the cell runs inside
-    )
+    around: str = ""  # "module:name" of a context manager around the cell, which is given the recorder
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
 
 
@@ -122,7 +119,7 @@ class Done:
 class Question:
     """Something that the control thread answers while the main thread runs or waits.
 
-    `about` is "status", "interrupt" (the learner wants to stop), "free" (nobody will ever answer) or "complete".
+    `about` is "status", "interrupt" (the learner wants to stop) or "free" (nobody will ever answer); a job asks more.
     """
 
     number: int

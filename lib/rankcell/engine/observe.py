@@ -1,20 +1,18 @@
 """Inside a rank: what is recorded besides communication, when a program asks for it.
 
-Spans of computing (`rankcell.span`, `rankcell.spans`), an array whose numbers are noted with every communication
-(`rankcell.watch`), and what others measure (`rankcell.memory`, `rankcell.trace`), to go with the cell's result.
+Spans of computing (`rankcell.span`), an array whose numbers are noted with every communication (`rankcell.watch`), and
+what other parts measure (`rankcell.spans`, `rankcell.memory`, `rankcell.trace`), to go with the cell's result.
 """
 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..results import Event, Memory, Watched
-from . import spans
 from .operation import MAX_VALUES, Operation, caller, clock, numbers, part_of
 
 MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; older ones are only counted
@@ -51,9 +49,10 @@ class Observer:
             now = self.clock()
             for meter, phase in outside:
                 meter.phase = phase
-            self._note_span(name, start, now, caller()[0])
+            self.note_span(name, start, now, caller()[0])
 
-    def _note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
+    def note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
+        """Something was computed from `start` to `end`."""
         self.make_room(self.computing)
         span = Event(self.rank, name, start - self.began, end - self.began, kind="compute", line=line)
         self.computing.append(span)
@@ -63,10 +62,6 @@ class Observer:
         if len(kept) >= MAX_EVENTS:
             kept.popleft()
             self.dropped += 1
-
-    def spans(self, model: torch.nn.Module, *names: str) -> AbstractContextManager[None]:
-        """Record forward and backward of the model's modules as compute spans while the block runs."""
-        return spans.watched(spans.chosen(model, names), self._note_span, self.clock)
 
     @contextlib.contextmanager
     def watch(self, array: torch.Tensor) -> Iterator[None]:

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ..results import Call, Event
 from .match import Matcher, SignatureStore, SignatureTable
@@ -19,18 +19,6 @@ from .observe import Observer
 from .operation import Operation, clock, numbers, queued
 
 MAX_WAITS = 64  # operations in a device's queues of which the notebook is told: the first ones say it all
-
-
-class Rehearsal(Protocol):
-    """What answers the operations of a rank that rehearses, see `rankcell.rehearsal`."""
-
-    def issue(self, o: Operation, returns: int, filled: Any, inputs: list[Any], outputs: list[Any]) -> Any:
-        """What the dispatcher gets for `o`: its Work, behind what it fills if it `returns` two; `o.done` is set."""
-        ...
-
-    def wait(self, o: Operation) -> None:
-        """The program waits for `o`."""
-        ...
 
 
 class Recorder(Observer):
@@ -48,7 +36,7 @@ class Recorder(Observer):
         self.matcher = Matcher()
         self.cell = self.generation = ""
         self.groups_with_timeout: set[str] = set()  # of their own: their waits end by themselves
-        self.stage: Rehearsal | None = None  # ... and answers instead of the backend
+        self.stage: Any = None  # a `rehearsal.stage.Rehearsal`, which answers instead of the backend
         self.counts: dict[Any, int] = {}
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
@@ -231,7 +219,7 @@ class Recorder(Observer):
                 reached[o.key] -= 1
         return tuple(o.wait(behind=behind) for o, behind in order[:MAX_WAITS]), reached
 
-    def settled(self) -> bool:
+    def device_is_through(self) -> bool:
         """Whether the device is through with every operation that the rank waits for."""
         # a call that blocks its thread is over when the cell is, or a thread that serves others stands in it
         return not any(o.passed is not None and o.waiting for o in list(self.open.values()))

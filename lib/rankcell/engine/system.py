@@ -247,17 +247,6 @@ def tcp_connections() -> dict[int, int]:
     return found
 
 
-def held_elsewhere(sockets: Iterable[socket.socket]) -> set[int]:
-    """Inodes of the connections for which this process has descriptors besides those of `sockets`."""
-    ours = {s.fileno() for s in sockets}
-    return {number for number, fd in _sockets() if fd not in ours}
-
-
-def inode(s: socket.socket) -> int:
-    """The number by which the kernel knows a socket."""
-    return os.fstat(s.fileno()).st_ino
-
-
 def duplicate(inodes: set[int]) -> list[socket.socket]:
     """Sockets of our own for those TCP connections of this process, to ask them and to shut them down."""
     found = []
@@ -266,6 +255,19 @@ def duplicate(inodes: set[int]) -> list[socket.socket]:
             with contextlib.suppress(OSError):  # closed meanwhile
                 found.append(socket.socket(fileno=os.dup(fd)))
     return found
+
+
+def still_used(sockets: Iterable[socket.socket]) -> list[socket.socket]:
+    """Those of our own sockets for whose connection this process has another descriptor; the others are closed."""
+    ours = {s.fileno(): s for s in sockets}
+    used = {number for number, fd in _sockets() if fd not in ours}
+    kept = []
+    for fd, s in ours.items():
+        if os.fstat(fd).st_ino in used:
+            kept.append(s)
+        else:
+            s.close()
+    return kept
 
 
 def shut_down(sockets: Iterable[socket.socket]) -> None:

@@ -6,6 +6,7 @@ exception of the learner's is caught in `run`, to report it.
 
 import importlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -19,9 +20,8 @@ import cloudpickle
 from .. import extensions
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult
-from . import current, environment, listen, record, report, shell, system
+from . import control, current, environment, listen, record, report, shell, system
 from .channel import Channel
-from .control import Control
 from .execute import execute
 from .groups import Groups
 from .match import SignatureTable
@@ -61,8 +61,6 @@ class Rank:
         self.main_thread = threading.get_ident()
         self._pid = os.getpid()
         self._notes: list[str] = []
-        self._sending = False  # the main thread is in the middle of a message: an interrupt waits
-        self._interrupted = False
         environment.enter(config)
         self._process = environment.Process()
         self._process.restore(self._on_interrupt)
@@ -72,7 +70,7 @@ class Rank:
         self.stage: Any = None
         self._meet_others(board_fd)
         self.groups = Groups(config, self.recorder, self._notes.append)
-        self.control = Control(self, Channel(socket.socket(fileno=control_fd)))
+        self.control = control.Control(self, Channel(socket.socket(fileno=control_fd)))
         self._names = environment.Names(config, self.shell)
         self.names = self._names.values
         shell.Publisher.show = self.show
@@ -171,14 +169,13 @@ class Rank:
             broken=recorder.broken,
             group=self.groups.name,
             open=sum(not o.finished for o in list(recorder.open.values())),
-            threads=self.control.threads(busy=False),
+            threads=control.threads(recorder, {self.main_thread, self.control.thread.ident}, busy=False),
             names=tuple(n for n in self.names if not n.startswith("_")),
             notes=tuple(dict.fromkeys(self._notes)),
         )
 
     def _begin(self, task: Task) -> None:
         self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
-        self._interrupted = False
         self._notes.clear()
         self._process.restore(self._on_interrupt)
         self.stdio.begin()
@@ -226,7 +223,7 @@ class Rank:
         while True:
             if self.groups.aborted:  # the host went on, with whatever stood in the tensors
                 raise GroupError("the process groups were aborted while the device waited in them.")
-            if self.recorder.settled():
+            if self.recorder.device_is_through():
                 return
             time.sleep(0.0005)
 
@@ -253,23 +250,15 @@ class Rank:
         self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool
     ) -> None:
         """Send a rich display, with the place in stdout where it belongs."""
-        message = Shown(Display(data, metadata, self.stdio.place(), display_id), update)
-        if threading.get_ident() != self.main_thread:
-            self.work.send(message)
-            return
-        self._sending = True  # half a message would make all later ones unreadable
+        # half a message would make all later ones unreadable: an interrupt waits
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self.work.send(message)
+            self.work.send(Shown(Display(data, metadata, self.stdio.place(), display_id), update))
         finally:
-            self._sending = False
-        if self._interrupted:
-            self._interrupted = False
-            raise KeyboardInterrupt
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _on_interrupt(self, *_: Any) -> None:
-        if self._sending:
-            self._interrupted = True
-        elif self.running:  # asked for by the notebook, or by the program itself
+        if self.running:  # asked for by the notebook, or by the program itself
             raise KeyboardInterrupt
 
 

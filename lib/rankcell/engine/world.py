@@ -59,9 +59,7 @@ class Ranks:
         if not isinstance(world_size, int) or world_size < 1:
             raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
         if start not in launch.METHODS:
-            raise ValueError(
-                f"start={start!r} is no way to start ranks: take one of {', '.join(launch.METHODS)}."
-            )
+            raise ValueError(f"start={start!r} is none of {', '.join(launch.METHODS)}.")
         self.world_size = world_size
         self.alive = True  # whether the world can run cells
         self.names: tuple[str, ...] = ()
@@ -230,15 +228,6 @@ class Ranks:
             ) from error
         return ending
 
-    def complete(self, text: str, timeout: float = 0.2) -> list[str]:
-        """Names known on rank 0 that begin with `text`, for completion. Empty while the rank is busy."""
-        if not self.alive or not self._lock.acquire(blocking=False):
-            return []
-        try:
-            return self._workers.ask([0], "complete", text, wait=timeout).get(0) or []
-        finally:
-            self._lock.release()
-
     def _go_on(self, ending: Ending) -> None:
         """Keep what matters of a cell that is over, and repair what it has broken."""
         self._workers.next_cell("", [])  # what a thread prints from now on belongs to the next cell
@@ -310,12 +299,9 @@ def run(
     work: str | Callable[..., Any],
     *,
     world_size: int,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
     device: str = "auto",
     nodes: int | None = None,
-    values: bool = False,
+    **how: Any,
 ) -> Run:
     """Run a function (or source text) on `world_size` fresh ranks and return what each of them did.
 
@@ -326,31 +312,17 @@ def run(
 
         rankcell.run(mean_rank, world_size=4).values  # four times tensor([1.5000])
 
-    The function may be defined in a notebook cell, a script or a module. For ranks that live on, use
-    `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
+    The function may be defined in a notebook cell, a script or a module; `how` is as in `Ranks.run`: args, kwargs,
+    timeout, values. For ranks that live on, use `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
     """
     with Ranks(world_size, device=device, nodes=nodes) as ranks:
-        return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout, values=values)
+        return ranks.run(work, **how)
 
 
 def rehearse(
-    work: str | Callable[..., Any],
-    *,
-    world_size: int,
-    as_rank: int = 0,
-    on: str = "h100",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
+    work: str | Callable[..., Any], *, world_size: int, as_rank: int = 0, on: str = "h100", **how: Any
 ) -> Run:
     """Run a function (or source text) as rank `as_rank` of `world_size`, without the others and without computing.
-
-        def step():
-            model = fully_shard(make_model())
-            model(batch).sum().backward()
-
-        run = rankcell.rehearse(step, world_size=1024, as_rank=7, on="128xh100x8")
-        run.ranks[7].peak, run.events
 
     Tensors are fake: they have shapes, dtypes and storages, and no numbers. What comes back is a `Run` as of real
     ranks, of which one ran: its communication, its memory over time, and times in seconds of a clock that goes by the
@@ -361,7 +333,7 @@ def rehearse(
             for a number (`.item()`), which a rehearsal does not have.
     """
     with Ranks(world_size, on=on, as_rank=as_rank) as ranks:
-        return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout)
+        return ranks.run(work, **how)
 
 
 def _work(

@@ -59,6 +59,8 @@ class _Node:
 class Nodes(Host):
     """The ranks of a world on `nodes` nodes of this allocation, `world_size / nodes` on each, in blocks.
 
+    Its methods are those of `Host`.
+
     Raises:
         AllocationError: not inside a Slurm allocation, or one with fewer nodes, or srun could not start.
         WorldSizeError: the ranks cannot be spread evenly, or do not fit. ValueError: there is no such device.
@@ -92,7 +94,6 @@ class Nodes(Host):
             self._tell(node, Order("world", (world_size, self.choice)))
 
     def place_of(self, rank: int) -> tuple[int, int, str]:
-        """Its local rank, how many ranks are on its node, and the node's name."""
         return rank % self._per_node, self._per_node, self._node_of(rank).name
 
     def address_for(self, rank: int) -> str:
@@ -107,7 +108,6 @@ class Nodes(Host):
         return f"{self._node_of(rank).address}:{self._port}"
 
     def reachable(self, rank: int) -> bool:
-        """Whether the node of `rank` is there."""
         return self._node_of(rank).alive
 
     def clock_offset(self, rank: int) -> float:
@@ -115,29 +115,24 @@ class Nodes(Host):
         return self._node_of(rank).offset
 
     def start(self, orders: Sequence[StartRank]) -> None:
-        """Start a process for each of `orders`; its `Joined` tells more."""
         for node, mine in self._by_node(orders, key=lambda order: order.rank):
             self._tell(node, Order("start", (mine,)))
 
     def send(self, ranks: Sequence[int], message: bytes, *, control: bool = False) -> None:
-        """Give a packed message to the main threads of `ranks`, or to their control threads, without waiting."""
         for node, mine in self._by_node(ranks):
             self._tell(node, Order("send", (mine, message), {"control": control}))
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` at once; `ProcessExited` follows."""
         for node, mine in self._by_node(ranks):
             self._tell(node, Order("kill", (mine,)))
 
     def end(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks`, and hear nothing of them any more."""
         for node, mine in self._by_node(ranks):
             if node.alive:
                 self._ending.update(mine)
                 self._tell(node, Order("end", (mine,)))
 
     def pump(self, timeout: float) -> list[HostEvent]:
-        """What has come from the ranks, after waiting at most `timeout` seconds for something."""
         found: list[HostEvent] = []
         with selectors.DefaultSelector() as selector:
             for node in self._nodes:

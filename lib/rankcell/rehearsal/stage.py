@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import RehearsalError
-from ..meter import Meter
+from ..observers.meter import Meter
 from .clock import StreamClock
 from .cluster import Cluster
 

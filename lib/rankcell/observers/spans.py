@@ -1,7 +1,6 @@
-"""When each module of a model computes: its forward and backward as spans, by hooks that are taken off again.
+"""`rankcell.spans`: when each module of a model computes, forward and backward, by hooks that are taken off again.
 
-Times are those of the thread that runs Python: on a GPU, when the work was enqueued. It records nothing by
-itself: whoever asks gets name, begin and end of each span.
+Times are those of the thread that runs Python: on a GPU, when the work was enqueued.
 """
 
 import contextlib
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from ..engine import current
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WRAPPED = "module"  # what DistributedDataParallel, FSDP and ours call the model inside
@@ -34,6 +35,11 @@ def chosen(model: nn.Module, names: Sequence[str] = ()) -> dict[str, nn.Module]:
         else:
             found[name] = child
     return found
+
+
+def spans(model: nn.Module, *names: str) -> contextlib.AbstractContextManager[None]:
+    """Record forward and backward of the model's modules as compute spans of this rank while the block runs."""
+    return watched(chosen(model, names), current.recorder.note_span, current.recorder.clock)
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .engine import current
-from .results import KINDS, Memory
+from ..engine import current
+from ..results import KINDS, Memory
 
 MAX_SAMPLES = 20_000  # then every second one goes; the highest of all is kept
 _PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
