@@ -256,7 +256,7 @@ class Cell:
         workers, results, pulled = self._workers, [], {}
         for rank, received in sorted(workers.received.items()):
             node = workers.host.place_of(rank)[2]
-            results.append(received.so_far(rank, node) if live else received.result(rank, node))
+            results.append(received.result(rank, node, live=live))
         if not live:
             done = [r.done for r in workers.received.values() if r.done and r.done.result.error is None]
             pulled = {name: [unpack(d.state.pulled[name]) for d in done] for name in self._task.pull}

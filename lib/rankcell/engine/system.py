@@ -57,14 +57,6 @@ def shared_file(nbytes: int) -> int:
         return os.dup(file.fileno())
 
 
-def process_memory(pid: int) -> int | None:
-    """Bytes of memory of process `pid` (PSS: shared pages counted in parts); None where unknown."""
-    try:
-        return getattr(psutil.Process(pid).memory_full_info(), "pss", None)
-    except psutil.Error:
-        return None
-
-
 def available_memory() -> int:
     """Bytes of memory that new processes can have: what is free, and what the cgroups of this process still allow."""
     left = [psutil.virtual_memory().available]

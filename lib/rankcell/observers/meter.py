@@ -74,7 +74,7 @@ class Meter:
         self._changed: dict[int, int] = {}  # by number, sizes that differ since then; 0 of one that is gone
         self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
         # parameters that the owners ever showed, by id: FSDP shows now the shard, now the whole
-        self._trained: dict[int, weakref.ref[Tensor]] = {}
+        self._trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
         # when, phase, what changed, CUDA's count
         self._log: list[tuple[float, str, dict[int, int], int | None]] = []
@@ -130,18 +130,11 @@ class Meter:
                 known = seen.get(tensor.untyped_storage()._cdata)
                 if known is not None and kinds.get(known[1]) == kind:
                     continue  # the usual case, and this is called for every parameter again and again
-            for number in self._numbers(tensor):
+            for storage in _storages(tensor, self.device.type):  # one, or those of the parts of a DTensor
+                _, number = seen.get(storage._cdata) or self._meet(storage)
                 now = kinds.get(number)
                 if now is None or _STATES.index(kind) < _STATES.index(now):
                     kinds[number] = kind
-
-    def _numbers(self, tensor: Any) -> Iterator[int]:
-        """The numbers of the storages behind a tensor: one, or those of the parts of a DTensor."""
-        for storage in _storages(tensor, self.device.type):
-            found = self._seen.get(storage._cdata)
-            if found is None:
-                found = self._meet(storage)
-            yield found[1]
 
     def _meet(self, storage: torch.UntypedStorage) -> tuple[Any, int]:
         """Give a storage that is new a number."""
@@ -213,12 +206,9 @@ class Meter:
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
         for parameter in self._parameters():
-            known = self._trained.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._trained[id(parameter)] = weakref.ref(parameter)
-        parameters = [p for reference in self._trained.values() if (p := reference()) is not None]
-        if len(parameters) < len(self._trained):
-            self._trained = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+            if id(parameter) not in self._trained:
+                self._trained[id(parameter)] = parameter
+        parameters = list(self._trained.values())
         self._claim(parameters, "parameters")
         self._claim([p.grad for p in parameters if p.grad is not None], "gradients")
         for optimizer in self.optimizers:
