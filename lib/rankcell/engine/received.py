@@ -73,11 +73,6 @@ class Received:
         """Whether nothing more comes from this rank in the cell."""
         return not self.runs or self.done is not None or self.lost is not None
 
-    @property
-    def has_threads(self) -> bool:
-        """Whether threads of the learner's are still there after the cell."""
-        return self.done is not None and self.done.state.threads
-
     def next(self, *, runs: bool) -> "Received":
         """What to go on with in the next cell: it begins with what a thread of the rank's printed in no cell."""
         found = Received(runs=runs)

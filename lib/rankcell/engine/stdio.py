@@ -83,10 +83,6 @@ class Stdio:
         self._flush(sys.stderr)
         self._libc.fflush(None)
 
-    def flush_from_another_thread(self) -> None:
-        """The same for stdout only, which the main thread may be writing to."""
-        self._flush(sys.stdout)
-
     @staticmethod
     def _flush(stream: Any) -> None:
         try:

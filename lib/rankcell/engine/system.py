@@ -239,16 +239,6 @@ def tcp_connections() -> dict[int, int]:
     return found
 
 
-def duplicate(inodes: set[int]) -> list[socket.socket]:
-    """Sockets of our own for those TCP connections of this process, to ask them and to shut them down."""
-    found = []
-    for number, fd in tcp_connections().items():
-        if number in inodes:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                found.append(socket.socket(fileno=os.dup(fd)))
-    return found
-
-
 def still_used(sockets: Iterable[socket.socket]) -> list[socket.socket]:
     """Those of our own sockets for whose connection this process has another descriptor; the others are closed."""
     ours = {s.fileno(): s for s in sockets}

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle
@@ -210,13 +210,10 @@ class Rank:
             function, args, kwargs = call
             self._names.lend(function)
             return function(*args, **kwargs)
-        with self._around(task.around):
+        module, _, name = task.around.partition(":")  # other parts put their observers around the cell
+        around = getattr(importlib.import_module(module), name)(self.recorder) if name else nullcontext()
+        with around:
             return execute(task.source, task.filename, self.names)
-
-    def _around(self, name: str) -> AbstractContextManager[Any]:
-        """What the cell runs inside: other parts put their observers there."""
-        module, _, found = name.partition(":")
-        return getattr(importlib.import_module(module), found)(self.recorder) if name else nullcontext()
 
     def _synchronize(self) -> None:
         """Wait until the device is through with what the cell waits for: its failures belong to this cell."""
