@@ -76,8 +76,7 @@ class Meter:
         # parameters that the owners ever showed, by id: FSDP shows now the shard, now the whole
         self._trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
-        # when, phase, what changed, CUDA's count
-        self._log: list[tuple[float, str, dict[int, int], int | None]] = []
+        self._log: list[tuple[float, str, dict[int, int]]] = []  # when, phase, what changed
         self._samples: tuple[Memory, ...] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -112,11 +111,11 @@ class Meter:
     def _replayed(self) -> Iterator[Memory]:
         """The samples, from what changed from one to the next."""
         held, sizes = dict.fromkeys(KINDS, 0), dict[int, int]()
-        for at, phase, changes, allocated in self._log:
+        for at, phase, changes in self._log:
             for number, size in changes.items():
                 held[self._kinds.get(number, "rest")] += size - sizes.get(number, 0)
                 sizes[number] = size
-            yield Memory(at=at - (self.began or 0.0), phase=phase, allocated=allocated, **held)
+            yield Memory(at=at - (self.began or 0.0), phase=phase, **held)
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Autograd keeps this one for backward."""
@@ -183,9 +182,7 @@ class Meter:
         """Note what is held now, if it is not what was held before."""
         if not self._log:
             self._ask_owners()
-        allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
-        changes = self._news()
-        if not changes and self._log and (self._log[-1][1], self._log[-1][3]) == (self.phase, allocated):
+        if self._log and self._log[-1][1] == self.phase and not self._news():
             return
         self._ask_owners()
         changes = self._news()
@@ -195,7 +192,7 @@ class Meter:
                 self._nbytes[number] = size
             else:
                 self._nbytes.pop(number, None)
-        self._log.append((self._clock(), self.phase, changes, allocated))
+        self._log.append((self._clock(), self.phase, changes))
         if len(self._log) > MAX_SAMPLES:
             self._thin()
 
@@ -235,10 +232,10 @@ class Meter:
         totals = [sample.total for sample in self._replayed()]
         highest = totals.index(max(totals))
         log, self._log, missed = self._log, [], dict[int, int]()
-        for i, (at, phase, changes, allocated) in enumerate(log):
+        for i, (at, phase, changes) in enumerate(log):
             missed |= changes
             if i % 2 == 0 or i in (highest, len(log) - 1):
-                self._log.append((at, phase, missed, allocated))
+                self._log.append((at, phase, missed))
                 missed = {}
 
 
