@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from rankcell.engine import match
-from rankcell.engine.diagnose import State, diagnose, from_status, standings, unmatched
+from rankcell.engine.diagnose import diagnose, unmatched
 from rankcell.engine.messages import Status, Wait
 from rankcell.engine.operation import NONBLOCKING_GRACE, Operation, clock, queued
+from rankcell.engine.states import State, from_status, standings
 
 WORLD = (0, 1, 2)
 

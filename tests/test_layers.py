@@ -13,13 +13,13 @@ MODULES = sorted(LIB.rglob("*.py"))
 CORE = "__init__ magics extensions command source results errors check versions engine draw/page draw/parts draw/svg"
 # Of each other part what it may import beside the core and itself.
 ALLOWED = """
-draw: schedules hardware   compare:   planner: schedules   rehearsal: costs planner   cluster:   jobs: draw
-parallel: actions models schedules   models: corpus   schedules: actions   simulate: races   teaching: cluster
-actions: stand_ins: corpus: costs: races: hardware: figures: doctor:
+draw: schedules hardware   compare:   planner: schedules   rehearsal: costs planner observers   nodes:   cluster:
+jobs: draw   parallel: actions models schedules   models: corpus   schedules: actions   simulate: races
+teaching: cluster   actions: stand_ins: corpus: costs: observers: races: hardware: figures: doctor:
 """
 # Of the engine's notebook side what its rank side may not import, and the other way round.
-NOTEBOOK_SIDE = "world cell diagnose devices local nodes agent"
-RANK_SIDE = "worker control execute report stdio shell groups record operation streams spans meter"
+NOTEBOOK_SIDE = "world cell diagnose devices local"
+RANK_SIDE = "worker control execute report stdio shell groups record operation streams"
 SIZES = {ast.Module: 450, ast.ClassDef: 250, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines
 
 

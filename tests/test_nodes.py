@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rankcell import errors
-from rankcell.engine import nodes
+from rankcell.nodes import allocation
 
 pytestmark = pytest.mark.slow
 NOTEBOOK = """
@@ -74,7 +73,7 @@ def notebook(cluster):
         yield found
 
 
-def ours(text="rankcell.engine.agent"):
+def ours(text="rankcell.nodes.agent"):
     """Pids of the processes with `text` in their command line."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -205,12 +204,5 @@ def test_nodes_that_cannot_be_had_say_how_to_get_them(monkeypatch, tmp_path, ask
     for name, value in ({"HOME": tmp_path, "PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables).items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises((errors.AllocationError, errors.WorldSizeError)) as caught:
-        nodes.Nodes(*asked, "auto")
+        allocation.Nodes(*asked, "auto")
     assert text in str(caught.value) and not list(tmp_path.glob(".rankcell/*"))
-
-
-def test_a_clock_is_off_by_half_the_way_at_most():
-    node = partial(nodes._Node, "node1", None, "", 0, (4, ""))
-    told, sent = node(), time.monotonic() - 2.0
-    nodes._agree(told, sent=sent, theirs=100.0)  # read in the middle, as far as anybody can tell
-    assert told.doubt >= 1.0 and told.offset == pytest.approx(100.0 - sent - told.doubt)

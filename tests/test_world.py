@@ -32,7 +32,6 @@ def test_every_rank_is_a_process_in_one_group(four):
     for rank, (_, *found) in enumerate(run.values):
         assert found == [[6.0] * 3, [str(rank), "4", str(rank), "4", "127.0.0.1"], str(Path.cwd()), 1]
     assert (run.backend, run.device, run.world_size) == ("gloo", "cpu", 4)
-    assert all(held > 1 << 20 for held in four.memory())
 
 
 def test_all_output_comes_back_by_rank(four):
@@ -146,11 +145,7 @@ def test_nothing_listens_beyond_this_machine(four):
     assert Path(four._host.address_for(0)).stat().st_mode & 0o077 == 0  # the store is no other user's
 
 
-def test_who_waits_for_torch_hears_each_second(monkeypatch):
-    heard = []
-    monkeypatch.setattr(launch, "_has_imported", lambda: len(heard) == 2)
-    launch.wait(heard.append)
-    assert heard == sorted(heard) and heard[0] >= 1
+def test_a_torch_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.multiprocessing", None)
     with pytest.raises(errors.StartError, match=r"torch cannot be imported .* in a fresh Python of this"):
         rankcell.Ranks(1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import versions
+from . import errors, versions
 from .engine import devices, system
 from .engine.local import FILES_PER_RANK, MEMORY_PER_RANK
 
@@ -220,8 +220,11 @@ def probe() -> None:
     said: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
     said["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if said["gpus"]:
-        choice = devices.choose(4, "cuda", devices.look())
-        said |= {"choice": choice.note, "better": choice.better}
+        try:
+            choice = devices.choose(4, "cuda", devices.look())
+            said |= {"choice": choice.note, "better": choice.better}
+        except errors.WorldSizeError as error:
+            said |= {"choice": "not possible", "better": str(error)}
         try:
             torch.ones(2, device="cuda").sum().item()
         except RuntimeError as error:

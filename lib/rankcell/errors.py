@@ -25,15 +25,13 @@ class UserFacingError:
 
 def _wrapped(text: str, width: int = 88) -> str:
     """`text` in lines that JupyterLab shows without breaking words; a line goes on below its own beginning."""
-    wrapper = textwrap.TextWrapper(
-        width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
-    )
+    how: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
     lines = []
     for line in text.split("\n"):
         # below a row about some ranks, "  ranks 0, 1  wait in ...", what they do stands apart
         begin = re.match(r" +ranks? [0-9, -]+  +", line) or re.match(r"\s*", line)
-        wrapper.subsequent_indent = " " * len(begin[0]) if begin else ""
-        lines += wrapper.wrap(line) or [""]
+        indent = " " * len(begin[0]) if begin else ""
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, **how) or [""]
     return "\n".join(lines)
 
 
@@ -124,16 +122,6 @@ class RankInputError(EOFError):
     def __init__(self, message: str = "") -> None:
         keyboard = "input() does not work on a rank: the ranks have no keyboard. Ask in an ordinary cell and push the "
         super().__init__(message or f"{keyboard}answer with `--push NAME`.")
-
-
-class RehearsalError(RuntimeError):
-    """A rank that rehearses was asked for something that only computing gives."""
-
-    def __init__(self, what: str, line: int = 0) -> None:
-        super().__init__(
-            f"{what[0].upper()}{what[1:]}{_at_line(Call('', line))}: a rehearsal cannot know that. Its tensors have "
-            f"shapes and no numbers. Leave it out of the cell, or run the cell on real ranks: `%%ranks 4`."
-        )
 
 
 class SpawnError(RuntimeError):

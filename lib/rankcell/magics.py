@@ -8,7 +8,6 @@ to words of `extensions.TABLE`.
 import ast
 import asyncio
 import contextlib
-import gc
 import inspect
 import os
 import re
@@ -26,13 +25,12 @@ from IPython.display import clear_output, display
 
 from . import errors, extensions, source, versions
 from .draw import page
-from .draw.svg import format_bytes
-from .engine import devices, world
+from .engine import devices, launch, world
 from .results import Run
 
 _AUTORELOAD = (
-    "autoreload does not reach the ranks: after you edit a module, `--fresh` in the `%%ranks` line starts ranks that "
-    "import it anew."
+    "autoreload does not reach the ranks: after you edit a module, `%ranks restart` starts ranks that import it "
+    "anew."
 )
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 
@@ -52,7 +50,7 @@ class RankMagics(Magics):
         self.shell: Any = shell
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
-        self._warned = False  # of a torch on which nobody has tried this
+        self._started = False  # a world; the first one waits for torch, and tells of one that was not tried
 
     @line_cell_magic
     @_with_options
@@ -78,8 +76,8 @@ class RankMagics(Magics):
         push = self._pushed(options.push or ())
         model = self._model(options.against)
         text = self._translated(cell)
-        ranks = self._world(options)
         live = _Live()
+        ranks = self._world(options, live)
         try:
             run = ranks.run(
                 text,
@@ -146,44 +144,36 @@ class RankMagics(Magics):
         number = len(self.shell.user_ns.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
         return f"<cell {number}>" if number > 0 else "<cell>"
 
-    def _world(self, options: Any) -> world.Ranks:
+    def _world(self, options: Any, live: "_Live") -> world.Ranks:
         """The world of the cell: the one that is alive, or a new one."""
         size, nodes, on, as_rank = options.world_size, options.nodes, options.on or "", options.as_rank or 0
-        kind = f"{on} {as_rank}" if on else options.device
-        if nodes is None and not on:
-            with _as_option_error():
+        if not self._started:  # a slow disk takes a minute for it
+            what = f"starting {_count(size)}: torch is being imported, once for all of this notebook"
+            live.show("", "", what)
+        try:
+            kind = f"{on} {as_rank}" if on else options.device
+            if nodes is None and not on:
                 kind = devices.choose(size, options.device, devices.look(mps=False)).device
-        if options.start == "spawn":
-            kind += " spawn"
-        ranks = self.worlds.get((size, kind, nodes))
-        if ranks is not None and ranks.alive:
-            if options.fresh:
-                ranks.restart()
-            return ranks
-        if nodes is None and not on:
-            self._wait_for_torch(size)
-        with _as_option_error() if on else contextlib.nullcontext():
-            ranks = world.Ranks(
-                size, device=options.device, nodes=nodes, start=options.start, on=on, as_rank=as_rank
-            )
-        self.worlds[size, kind, nodes] = ranks
+            key = size, f"{kind} {options.start}", nodes
+            ranks = self.worlds.get(key)
+            if ranks is not None and ranks.alive:
+                return ranks
+            start = {"device": options.device, "nodes": nodes, "start": options.start}
+            ranks = self.worlds[key] = world.Ranks(size, on=on, as_rank=as_rank, **start)
+        except errors.WorldSizeError:
+            raise
+        except ValueError as error:  # one of the line's: its message is enough
+            raise errors.OptionError(str(error)) from None
+        finally:
+            live.end()
         talk = "rank talks" if size == 1 else "ranks talk"
         ranks.notes.append(ranks.device_note if on else f"{size} {talk} over {ranks.device_note}.")
-        if not self._warned and (said := versions.untried(version("torch"))):
+        if not self._started and (said := versions.untried(version("torch"))):
             ranks.notes.append(said)
-        self._warned = True
+        self._started = True
         if any(name.endswith("autoreload") for name in self.shell.extension_manager.loaded):
             ranks.notes.append(_AUTORELOAD)
         return ranks
-
-    def _wait_for_torch(self, world_size: int) -> None:
-        """The first world of a notebook has to wait until torch is imported: say so, as a slow disk takes a minute."""
-        live = _Live()
-        what = f"starting {_count(world_size)}: torch is being imported, once for all of this notebook"
-        try:
-            world.warm_up(lambda seconds: live.show("", "", f"{what} ({seconds:.0f} s)"))
-        finally:
-            live.end()
 
     def _keep(self, run: Run, options: Any) -> Run:
         """Give the notebook the names that it asked for; the run that is the cell's value, which Out keeps.
@@ -204,7 +194,8 @@ class RankMagics(Magics):
         word, *more = line.split() or [""]
         alive = [w for w in self.worlds.values() if w.alive]
         if word == "":
-            return _WorldTable(alive)
+            print("\n".join(map(_row, alive)) or "No ranks are alive. A `%%ranks 4` cell starts four.")
+            return None
         if f"%ranks {word}" in extensions.TABLE:
             return extensions.find(f"%ranks {word}")(more)
         if word == "stop":
@@ -231,40 +222,32 @@ class RankMagics(Magics):
                 ranks.stop()
         self.worlds.clear()
 
-    def completions(self, text: str, word: str) -> list[str]:
-        """Names that complete `word` in the rank cell `text`: predefined ones and the ranks'."""
-        head = re.match(r"\s*%%ranks\s+(?:1\s+of\s+)?(\d+)", text)
-        if not head:
-            return []
-        alive = [w for w in reversed(self.worlds.values()) if w.world_size == int(head[1]) and w.alive]
-        if "." in word:
-            return alive[0].complete(word) if alive else []
-        known = dict.fromkeys((*source.LENT, *(alive[0].names if alive else ())))
-        return [n for n in known if n.startswith(word)]
-
     @context_matcher(identifier="rankcell")
     def match(self, context: Any) -> SimpleMatcherResult:
         """What IPython's completer asks: the options on the first line of a rank cell, names below it."""
-        first = context.full_text.lstrip().startswith("%%ranks") and not context.cursor_line
-        if first and context.token.startswith("-"):
+        head = re.match(r"\s*%%ranks\s+(?:1\s+of\s+)?(\d+)?", context.full_text)
+        if head and not context.cursor_line and context.token.startswith("-"):
             options = [o for o in source.option_strings() if o.startswith(context.token)]
             return SimpleMatcherResult(completions=[SimpleCompletion(text=o) for o in options], suppress=True)
         before = context.line_with_cursor[: context.cursor_position] or context.token
         word = (re.search(r"[\w.]*$", before) or [""])[0]  # the name, dotted or not, that ends at the cursor
+        owner, _, _ = word.rpartition(".")
+        known: Iterable[str] = ()
+        if head and not owner:
+            worlds = [w for w in self.worlds.values() if w.alive and str(w.world_size) == head[1]]
+            known = dict.fromkeys((*source.LENT, *(name for w in worlds for name in w.names)))
+        elif head and owner in _modules():
+            known = [f"{owner}.{name}" for name in dir(_modules()[owner])]
         prefix = len(word) - len(context.token)
-        found = self.completions(context.full_text, word)
-        return SimpleMatcherResult(completions=[SimpleCompletion(text=n[prefix:]) for n in found])
+        found = [SimpleCompletion(text=name[prefix:]) for name in known if name.startswith(word)]
+        return SimpleMatcherResult(completions=found)
 
 
-@contextlib.contextmanager
-def _as_option_error() -> Any:
-    """A value that cannot be is one of the line's: its message is enough."""
-    try:
-        yield
-    except errors.WorldSizeError:
-        raise
-    except ValueError as error:
-        raise errors.OptionError(str(error)) from None
+def _modules() -> dict[str, Any]:
+    """What a rank cell finds without importing it."""
+    import torch.distributed
+
+    return {"torch": torch, "dist": torch.distributed}
 
 
 def _count(world_size: int) -> str:
@@ -297,21 +280,10 @@ def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
     return hints
 
 
-class _WorldTable:
-    """What `%ranks` shows: a row per world, with its processes and their memory."""
-
-    def __init__(self, alive: Iterable[world.Ranks]) -> None:
-        self.rows = []
-        for w in alive:
-            size = f"{'1 of ' * (w.backend == 'fake')}{_count(w.world_size)}"
-            memory = w.memory()
-            known = [m for m in memory if m is not None]
-            used = format_bytes(sum(known)) if len(known) == len(memory) else "unknown memory"
-            pids = ", ".join(map(str, w.pids))
-            self.rows.append(f"{size} on {w.device} ({w.backend}), {used} in all, pids {pids}")
-
-    def __repr__(self) -> str:
-        return "\n".join(self.rows) or "No ranks are alive. A `%%ranks 4` cell starts four."
+def _row(ranks: world.Ranks) -> str:
+    """What `%ranks` shows of a world: its processes."""
+    size = f"{'1 of ' * (ranks.backend == 'fake')}{_count(ranks.world_size)}"
+    return f"{size} on {ranks.device} ({ranks.backend}), pids {', '.join(map(str, ranks.pids))}"
 
 
 class _Live:
@@ -373,7 +345,7 @@ def load(shell: Any) -> RankMagics:
     # a small training of one process takes 20 times as long. Asleep they cost some microseconds.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # torch takes over a second to import: the fork server does it meanwhile, and so does this process when it is idle
-    world.warm_up()
+    launch.warm_up()
     with contextlib.suppress(RuntimeError):  # there is no event loop in a terminal
         asyncio.get_running_loop().call_later(0.2, _import_torch)
     return magics
@@ -390,10 +362,7 @@ def unload(shell: Any, magics: RankMagics) -> None:
 
 def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
     """What the shell says of `name`, which may begin with a module that only the ranks have imported."""
-    import torch.distributed
-
-    lent = {"torch": torch, "dist": torch.distributed}
-    first = name.partition(".")[0]
+    lent, first = _modules(), name.partition(".")[0]
     ask = type(shell).object_inspect_mime
     if first not in lent or first in shell.user_ns:
         return ask(shell, name, *args, **more)
@@ -405,15 +374,8 @@ def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
 
 
 def _import_torch() -> None:
-    """Only while no cell runs or the one that runs waits for us: two threads that import parts of torch at once may
-    each hold a lock that the other one needs, and Python then raises in one of them.
+    """Only while no cell runs: two threads that import parts of torch at once may each hold a lock that the other one
+    needs, and Python then raises in one of them.
     """
-    collects = gc.isenabled()
-    gc.disable()  # a quarter of the import's time is garbage collection, and imports leave no garbage
-    try:
+    with contextlib.suppress(Exception):  # whoever needs it meets the error
         import torch.multiprocessing  # noqa: F401
-    except Exception:  # noqa: BLE001, S110 - whoever needs it meets the error
-        pass
-    finally:
-        if collects:
-            gc.enable()

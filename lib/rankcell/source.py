@@ -7,7 +7,6 @@ import argparse
 import ast
 import re
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 from .errors import OptionError, unknown_option
@@ -83,7 +82,6 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in"}),
     (("--start",), {"choices": ("forkserver", "spawn"), "default": "forkserver", "help":
         "how ranks are started: from a process that has torch, or as torch.multiprocessing.spawn does"}),
-    (("--fresh",), {"action": "store_true", "help": "start new ranks first: no names from earlier cells"}),
     (("--against",), {"type": _name, "metavar": "MODEL", "help":
         "compare the cell's one forward and backward with those of this model, in one process"}),
     (("--on",), {"metavar": "CLUSTER", "help":
@@ -112,15 +110,6 @@ def parser() -> argparse.ArgumentParser:
     for flags, how in OPTIONS:
         made.add_argument(*flags, **how)
     return made
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The options in the words behind `%%ranks`; words that are none of them are passed over.
-
-    Raises:
-        argparse.ArgumentError: an option has no value, or one that is none.
-    """
-    return parser().parse_known_args(words)[0]
 
 
 def rehearsed(line: str) -> tuple[str, bool]:

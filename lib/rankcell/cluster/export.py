@@ -106,7 +106,7 @@ def _cell(place: int, cell: dict[str, Any]) -> CodeCell:
     # a rehearsal (1 of N) has one process and no values: it stays with the notebook, as other magics do
     if first.startswith("%%ranks") and not cell_source.rehearsed(first.removeprefix("%%ranks"))[1]:
         try:
-            source, options = rest, cell_source.parse(first.split()[1:])
+            source, options = rest, cell_source.parser().parse_known_args(first.split()[1:])[0]
         except argparse.ArgumentError as error:
             raise ExportError(f"In [{number}]: the line `{first}` is not understood: {error}.") from None
     return CodeCell((number, cell.get("id", "")), source, tuple(cell["metadata"].get("tags", ())), options)

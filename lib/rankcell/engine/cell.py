@@ -10,7 +10,6 @@ import pickle
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,20 +19,17 @@ from ..results import NotSent, Run, name_ranks
 from . import diagnose, system
 from .messages import RankState, Status, Task
 from .received import unpack
+from .states import State, doing, from_status, standings, summary
 from .workers import Workers
 
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
-SETTLE = (
-    2.0  # seconds that ranks on the way to an operation get to reach it, so that the report counts them, too
-)
+SETTLE = 2.0  # seconds that ranks on the way to an operation get to reach it: the report counts them, too
 GRACE = 0.8  # seconds that a freed or interrupted rank has to come back before it is replaced
 PATIENCE = 4.0  # ... if it gets no processor: on a busy machine that is not its fault
 SPINS = 0.5  # seconds of computing meanwhile that show that it does get one
 
 OnUpdate = Callable[[Run, str], None]
-
-
 Cause = errors.RankError | errors.RanksInterrupted  # why a cell was ended
 
 
@@ -71,7 +67,7 @@ class Cell:
         self._workers, self._task, self._members = workers, task, members
         self._source, self._timeout, self._on_update = source, timeout, on_update
         self._last: dict[int, Status] = {}  # what each rank answered last
-        self._states: list[diagnose.State] = []  # at the last look
+        self._states: list[State] = []  # at the last look
 
     def run(self, interrupted: Callable[[], bool]) -> Ending:
         """Give the task to the ranks, and wait until it is over on all of them, or until `interrupted`."""
@@ -85,11 +81,10 @@ class Cell:
     def _send(self) -> None:
         """Give the task to the ranks, its beginning as the clock of each one's machine shows it."""
         host = self._workers.host
-        by_offset: dict[float, list[int]] = {}
-        for rank in self._members:
-            by_offset.setdefault(host.clock_offset(rank), []).append(rank)
-        for offset, mine in by_offset.items():
-            task = replace(self._task, began=self._task.began + offset) if offset else self._task
+        offsets = {rank: host.clock_offset(rank) for rank in self._members}
+        for offset in set(offsets.values()):
+            task = replace(self._task, began=self._task.began + offset)
+            mine = [rank for rank in self._members if offsets[rank] == offset]
             host.send(mine, pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
 
     def _over(self) -> bool:
@@ -122,14 +117,15 @@ class Cell:
                 self._look()
                 diagnosis = diagnose.diagnose(self._states)
                 proved = (proved or now) if diagnosis is not None else None
-                patient = proved is not None and now < proved + SETTLE and not diagnose.settled(self._states)
+                on_the_way = any(s.phase == "running" and not s.standing for s in self._states)
+                patient = proved is not None and now < proved + SETTLE and on_the_way
                 if diagnosis is not None and seen == _fingerprint(self._states) and not patient:
                     return errors.Deadlock(str(diagnosis))
                 seen = _fingerprint(self._states) if diagnosis is not None else None
                 next_poll = time.monotonic() + (CONFIRM if diagnosis is not None else POLL)
                 if self._on_update is not None:
                     try:
-                        self._on_update(self._run(live=True), diagnose.summary(self._states))
+                        self._on_update(self._run(live=True), summary(self._states))
                     except Exception:  # noqa: BLE001 - a display that fails must not end the ranks' cell
                         self._on_update = None
         return None
@@ -140,7 +136,9 @@ class Cell:
         asked = [
             rank
             for rank, r in received.items()
-            if not r.over or r.has_threads or (not r.runs and rank in self._workers.with_threads)
+            if not r.over
+            or (r.done and r.done.state.threads)
+            or (not r.runs and rank in self._workers.with_threads)
         ]
         answers: dict[int, Status | None] = self._workers.ask(asked, "status", wait=0.3)
         states = []
@@ -150,38 +148,36 @@ class Cell:
             if status is not None and part.runs and status.cell != self._task.cell:
                 status = None  # it has not taken the task up: what it says is about the cell before
             if not part.runs:
-                states.append(_with_threads(diagnose.State(rank, "absent", counts=before), status))
+                states.append(_with_threads(State(rank, "absent", counts=before), status))
             elif part.lost:
-                states.append(diagnose.State(rank, "lost", counts=before, why=part.lost.message))
+                states.append(State(rank, "lost", counts=before, why=part.lost.message))
             elif part.done is not None:
                 left, error = part.done.state, part.done.result.error
                 phase, why = ("error", str(error)) if error else ("finished", "")
-                state = diagnose.State(rank, phase, counts=left.counts, calls=left.calls, why=why)
+                state = State(rank, phase, counts=left.counts, calls=left.calls, why=why)
                 if left.threads and status is None:
                     state = replace(state, other_threads=True)  # it did not answer: nobody knows
                 states.append(_with_threads(state, status))
             elif status is not None:
-                states.append(diagnose.from_status(status, self._last.get(rank)))
+                states.append(from_status(status, self._last.get(rank)))
                 self._last[rank] = status
             else:  # it holds the interpreter in a long C call: busy, as far as anybody can tell
-                states.append(diagnose.State(rank, "running", counts=before))
+                states.append(State(rank, "running", counts=before))
         self._states = states
 
     def _where(self, headline: str) -> str:
         """`headline`, and under it where the ranks were; those in the same place together."""
-        alike: dict[str, list[diagnose.State]] = {}
+        alike: dict[str, list[State]] = {}
         for state in self._states:
             if state.phase != "absent":
-                alike.setdefault(diagnose.doing(state, self._workers.world_size), []).append(state)
+                alike.setdefault(doing(state, self._workers.world_size), []).append(state)
+        names = [name_ranks([s.rank for s in same]) for same in alike.values()]
+        width = max(map(len, names), default=0)
         rows = [
-            (
-                name_ranks([s.rank for s in same]),
-                diagnose.doing(same[0], self._workers.world_size, many=len(same) > 1),
-            )
-            for same in alike.values()
+            f"  {name:<{width}}  {doing(same[0], self._workers.world_size, many=len(same) > 1)}"
+            for name, same in zip(names, alike.values(), strict=True)
         ]
-        width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join([headline, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+        return "\n".join([headline, *rows])
 
     def _free(self, *, wanted: bool) -> None:
         """Get every rank out of the cell; one that does not react is ended.
@@ -194,20 +190,14 @@ class Cell:
         for rank in running:
             received[rank].freed = True
         began = time.monotonic()
-        cpu = {rank: status.cpu for rank, status in self._last.items()}
         used = {rank: self._used(rank) for rank in running}
         workers.ask(running, about, wait=GRACE / 2)
         again = time.monotonic() + GRACE / 4
-        silent: Counter[int] = Counter()  # how often a rank did not even answer
         while running := [rank for rank, r in received.items() if not r.over]:
             now = time.monotonic()
             if now > began + GRACE:
-                answers: dict[int, Status | None] = workers.ask(running, "status", wait=GRACE / 4)
-                silent.update(r for r in running if answers.get(r) is None)
-                late = now > began + PATIENCE
-                # a silent rank that has run meanwhile holds the interpreter; another one may only want a core
-                deaf = {r for r in running if silent[r] > 1 and self._used(r) - used[r] >= SPINS}
-                self._end([r for r in running if late or r in deaf or _spins(answers.get(r), cpu.get(r))])
+                late = now > began + PATIENCE  # until then it may only want a core
+                self._end([r for r in running if late or self._used(r) - used[r] >= SPINS])
             elif now > again:  # a first interrupt may have been swallowed by an `except`
                 again = now + GRACE / 4
                 workers.ask(running, about, wait=0.05)
@@ -236,7 +226,7 @@ class Cell:
         left = tuple(rank for rank, state in states.items() if not state.group)
         run = self._run(live=False)
         if cause is not None:
-            run = replace(run, standstill=diagnose.standings(self._states))
+            run = replace(run, standstill=standings(self._states))
         broken = (
             cause is not None
             or bool(lost or unmatched or left)
@@ -265,7 +255,7 @@ class Cell:
         workers, results, pulled = self._workers, [], {}
         for rank, received in sorted(workers.received.items()):
             node = workers.host.place_of(rank)[2]
-            results.append(received.so_far(rank, node) if live else received.result(rank, node))
+            results.append(received.result(rank, node, live=live))
         if not live:
             done = [r.done for r in workers.received.values() if r.done and r.done.result.error is None]
             pulled = {name: [unpack(d.state.pulled[name]) for d in done] for name in self._task.pull}
@@ -327,7 +317,7 @@ def _pull_error(run: Run, pull: Sequence[str]) -> errors.PullError | None:
     )
 
 
-def _with_threads(state: diagnose.State, status: Status | None) -> diagnose.State:
+def _with_threads(state: State, status: Status | None) -> State:
     """A rank whose main thread is through: its other threads may still call something, or wait."""
     if status is None:
         return state
@@ -335,14 +325,7 @@ def _with_threads(state: diagnose.State, status: Status | None) -> diagnose.Stat
     return replace(state, counts=status.counts, waits=waits, other_threads=status.threads)
 
 
-def _spins(status: Status | None, cpu_before: float | None) -> bool:
-    """Whether a rank goes on computing although it was told to leave the cell."""
-    if status is None or status.cpu is None or cpu_before is None:
-        return False
-    return status.phase == "running" and status.cpu - cpu_before > SPINS
-
-
-def _fingerprint(states: Sequence[diagnose.State]) -> Any:
+def _fingerprint(states: Sequence[State]) -> Any:
     """What must not change between two looks for a deadlock to be believed."""
     return [
         (s.rank, s.phase, tuple((w.key, w.seq) for w in s.blocking), dict(s.counts or {})) for s in states

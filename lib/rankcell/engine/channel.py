@@ -4,8 +4,11 @@ On one machine the socket is an unnamed pair, so no other user can reach it. Bet
 prove that they know a key (`authenticate`) before either unpickles a byte of the other.
 """
 
+import contextlib
 import hashlib
 import hmac
+import json
+import os
 import pickle
 import secrets
 import socket
@@ -13,7 +16,12 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import psutil
+
+from . import system
 
 _HEADER = struct.Struct("!Q")
 _NONCE = 32  # bytes
@@ -170,6 +178,31 @@ def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
         sock.settimeout(None)
         return sock
     raise OSError("\n".join(f"{address}: {why}" for address, why in problems.items()))
+
+
+def write_key(key: bytes, port: int, **more: Any) -> Path:
+    """A new file, which only the user can read, that tells others where to connect and with which key.
+
+    It lies in the home directory, which the nodes of a cluster share.
+
+    Raises:
+        OSError: the home directory cannot be written to.
+    """
+    folder = Path.home() / ".rankcell"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for left in folder.glob(
+        "*.json"
+    ):  # by processes of this machine that were killed before they could remove it
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+            said = json.loads(left.read_text("utf-8"))
+            if said["addresses"][0] == socket.gethostname() and not psutil.pid_exists(said["pid"]):
+                left.unlink()
+    addresses = [socket.gethostname(), *system.addresses()]
+    told = {"addresses": addresses, "port": port, "key": key.hex(), "pid": os.getpid(), **more}
+    path = folder / f"{secrets.token_hex(8)}.json"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(told, file)
+    return path
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

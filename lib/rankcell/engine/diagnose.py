@@ -11,25 +11,7 @@ from typing import Any
 
 from ..results import at_line, name_ranks
 from .messages import LEAVES, Wait
-from .states import CELL, OVER, SCRIPT, State, describe, doing, from_status, missing_peers, standings, summary
-
-__all__ = [  # the states belong to what others know this module for
-    "CELL",
-    "OVER",
-    "SCRIPT",
-    "Diagnosis",
-    "State",
-    "describe",
-    "diagnose",
-    "doing",
-    "from_status",
-    "left",
-    "missing_peers",
-    "settled",
-    "standings",
-    "summary",
-    "unmatched",
-]
+from .states import CELL, OVER, State, describe, missing_peers
 
 
 @dataclass(frozen=True)
@@ -53,7 +35,7 @@ _Stuck = Mapping[int, list[_Edge]]
 
 def diagnose(states: Sequence[State]) -> Diagnosis | None:
     """The deadlock that `states` prove, or None while somebody can still go on."""
-    states = [left(state) for state in states]
+    states = [finished_if_leaving(state) for state in states]
     by_rank = {s.rank: s for s in states}
     threads: dict[int, list[list[_Edge]]] = {}  # by rank, of each of its threads
     for state in states:
@@ -62,13 +44,17 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
             threads.setdefault(state.rank, []).append([(w, m) for w, m in missing if m])
     over = {s.rank for s in states if s.phase in OVER and not s.other_threads and s.rank not in threads}
     free = {s.rank for s in states if s.rank not in over and (s.rank not in threads or s.other_threads)}
+
+    def answerable(wait: Wait, missing: Sequence[int]) -> bool:
+        anyone = wait.op == "recv" and wait.peer is None
+        return (any if anyone else all)(peer in free for peer in missing)
+
     while True:
         freed = {
             rank
             for rank, mine in threads.items()
             # one thread that goes on may do whatever the others wait for
-            if rank not in free
-            and any(all(_answerable(wait, missing, free) for wait, missing in waits) for waits in mine)
+            if rank not in free and any(all(answerable(*edge) for edge in waits) for waits in mine)
         }
         if not freed:
             break
@@ -79,24 +65,13 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
     return _explain(by_rank, stuck, over)
 
 
-def left(state: State) -> State:
+def finished_if_leaving(state: State) -> State:
     """A rank that stands in `destroy_process_group` calls nothing more, as one that is through."""
     wait = next((w for w in state.blocking if w.group == LEAVES), None)
     if wait is None or state.phase != "running":
         return state
     where = f" ({at_line(wait.line, wait.file)})" if wait.line else ""
     return replace(state, phase="finished", waits=(), why=f"stands in {LEAVES}{where}")
-
-
-def settled(states: Sequence[State]) -> bool:
-    """Whether every rank is through with the cell or stands in an operation: nobody is still on the way to one."""
-    return all(state.phase != "running" or state.standing for state in states)
-
-
-def _answerable(wait: Wait, missing: Sequence[int], free: set[int]) -> bool:
-    if wait.op == "recv" and wait.peer is None:
-        return any(peer in free for peer in missing)
-    return all(peer in free for peer in missing)
 
 
 def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diagnosis:

@@ -8,6 +8,7 @@ watched like operations, because they wait for other ranks and open connections.
 import contextlib
 import datetime
 import functools
+import os
 import socket
 import sys
 import zlib
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from ..errors import GroupError
 from . import system
-from .match import Signature
+from .match import Signature, SignatureStore
 from .messages import LEAVES, StartRank
 from .operation import Operation, caller, forget_groups
 from .record import Recorder
@@ -146,12 +147,12 @@ def _forget_meshes() -> None:
 class Groups(GroupCalls):
     """The default process group of one rank, and what the learner's code makes beside it."""
 
-    def __init__(self, birth: StartRank, recorder: Recorder, say: Callable[[str], None]) -> None:
-        super().__init__(recorder, birth.rank, birth.world_size)
-        self._birth, self._say = birth, say
-        self.default_timeout = DEFAULT_TIMEOUT if birth.enqueues else None
+    def __init__(self, config: StartRank, recorder: Recorder, say: Callable[[str], None]) -> None:
+        super().__init__(recorder, config.rank, config.world_size)
+        self._config, self._say = config, say
+        self.default_timeout = DEFAULT_TIMEOUT if config.enqueues else None
         self.aborted = False  # the groups of this generation can send nothing more
-        self._generation = birth.generation
+        self._generation = config.generation
         self._again = 0  # how often a program has set the default group up anew in this generation
         # of our own for the backend's connections: to count their bytes and to shut them down
         self.connections: list[socket.socket] = []
@@ -171,7 +172,7 @@ class Groups(GroupCalls):
     @property
     def renewed(self) -> bool:
         """Whether groups of earlier cells were closed."""
-        return self._generation != self._birth.generation or self._again > 0
+        return self._generation != self._config.generation or self._again > 0
 
     @property
     def name(self) -> str:
@@ -189,16 +190,20 @@ class Groups(GroupCalls):
                 self._destroy()
         forget_groups()
         _forget_meshes()
-        self._let_go(self.connections)
+        for s in self.connections:
+            s.close()
+        self.connections = []
         self._generation, self._again, self.aborted = generation, 0, False
-        birth = self._birth
+        config = self._config
         store = self._store(f"{generation}")
         with self._adopting():
             self._init_with(dist.PrefixStore(f"{generation}", store))
-        if birth.node and not birth.on:
-            first = birth.rank - birth.local_rank
-            near = range(first, first + birth.local_world_size)
-            self.recorder.enable_cross_node(dist.PrefixStore(f"calls {generation}", store), near)
+        if config.node and not config.on:
+            first = config.rank - config.local_rank
+            near = range(first, first + config.local_world_size)
+            matcher = self.recorder.matcher  # ranks of other nodes are met in the store
+            matcher.store = SignatureStore(dist.PrefixStore(f"calls {generation}", store), config.rank)
+            matcher.near = frozenset(near)
         self.recorder.join(f"{generation}")
 
     def destroy(self, group: Any = None) -> None:
@@ -207,8 +212,7 @@ class Groups(GroupCalls):
         if not dist.is_initialized():
             forget_groups()
             _forget_meshes()
-        held = system.held_elsewhere(self.connections)
-        self._let_go([s for s in self.connections if system.inode(s) not in held])
+        self.connections = system.still_used(self.connections)
 
     def init(
         self,
@@ -222,26 +226,20 @@ class Groups(GroupCalls):
         **kwargs: Any,
     ) -> None:
         """`dist.init_process_group` as a script calls it: a rank is in a group already, and can join anew."""
-        birth = self._birth
-        asked = [
-            f"{name}={given}"
-            for name, given, ours in (
-                ("rank", rank, birth.rank),
-                ("world_size", world_size, birth.world_size),
-            )
-            if given not in (-1, None, ours)
-        ]
+        config = self._config
+        given = {"rank": rank, "world_size": world_size}
+        asked = [f"{name}={n}" for name, n in given.items() if n not in (-1, None, getattr(config, name))]
         if asked:
             raise GroupError(
-                f"init_process_group({', '.join(asked)}) on rank {birth.rank} of {birth.world_size}: a rank cell "
+                f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}: a rank cell "
                 f"has its ranks already. Leave the arguments out, or choose the number of ranks in the "
                 f"`%%ranks` line."
             )
-        name = str(backend or birth.backend).lower()
-        if not birth.on and name not in (birth.backend, f"cpu:{birth.backend}", "cpu:gloo,cuda:nccl"):
+        name = str(backend or config.backend).lower()
+        if not config.on and name not in (config.backend, f"cpu:{config.backend}", "cpu:gloo,cuda:nccl"):
             raise GroupError(
-                f"init_process_group({name!r}): the ranks of this world talk over {birth.backend} on "
-                f"{birth.device}. Write `backend=None`, or start a world on the other device with `--device`."
+                f"init_process_group({name!r}): the ranks of this world talk over {config.backend} on "
+                f"{config.device}. Write `backend=None`, or start a world on the other device with `--device`."
             )
         if dist.is_initialized():
             self._say(
@@ -252,13 +250,9 @@ class Groups(GroupCalls):
         self._again += 1
         generation = f"{self._generation}.{self._again}"
         group = dist.PrefixStore(generation, self._store(f"{self._generation}"))
-
-        def make() -> None:
-            self._init_with(group, timeout)
-
         self.recorder.join(generation)
-        everybody = tuple(range(birth.world_size))
-        self.waited_for("init_process_group", everybody, make, label=f"default group {generation}")
+        everybody, label = tuple(range(config.world_size)), f"default group {generation}"
+        self.waited_for("init_process_group", everybody, lambda: self._init_with(group, timeout), label=label)
         self._note_timeout(dist.distributed_c10d._get_default_group(), timeout)
 
     def close(self) -> None:
@@ -267,57 +261,44 @@ class Groups(GroupCalls):
         gloo: its connections are shut down, and whoever waits on one gets an error. nccl's kernels spin on the GPU
         until their communicator is aborted, and then the host goes on.
         """
-        if self._birth.enqueues and not self.aborted:
+        if self._config.enqueues and not self.aborted:
             self.aborted = True
             for group in list(dist.distributed_c10d._world.pg_map):
                 with contextlib.suppress(RuntimeError):  # it was aborted before
-                    part = (
-                        group._get_backend(torch.device("cuda")) if self._birth.backend == "nccl" else group
-                    )
-                    part.abort()
+                    nccl = self._config.backend == "nccl"
+                    (group._get_backend(torch.device("cuda")) if nccl else group).abort()
         system.shut_down(self.connections)
 
     def _store(self, name: str) -> Any:
-        where = self._birth.store
-        if self._birth.on:
-            return _alone()
+        where = self._config.store
+        if self._config.on:  # the store of a rank that rehearses says yes to everything
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            return FakeStore()
         if where.startswith("/"):
-            return dist.FileStore(f"{where}/{name}", self._birth.world_size)
+            return dist.FileStore(f"{where}/{name}", self._config.world_size)
         host, _, port = where.rpartition(":")
         return dist.TCPStore(host, int(port), None, False)
 
     def _init_with(self, store: Any, timeout: Any = None) -> None:
-        birth = self._birth
+        config = self._config
         options: dict[str, Any] = {}
-        if birth.backend == "nccl":
+        if config.backend == "nccl":
             options["device_id"] = torch.device("cuda", torch.cuda.current_device())
-        if timeout is not None or birth.enqueues:
+        if timeout is not None or config.enqueues:
             options["timeout"] = timeout or DEFAULT_TIMEOUT
         # as torch itself does where no backend is named: tensors on the CPU have theirs beside nccl
-        both = "cpu:gloo,cuda:nccl" if birth.backend == "nccl" else birth.backend
-        backend = "fake" if birth.on else both
-        self._init(backend, store=store, rank=birth.rank, world_size=birth.world_size, **options)
+        backend = "cpu:gloo,cuda:nccl" if config.backend == "nccl" else config.backend
+        self._init(backend, store=store, rank=config.rank, world_size=config.world_size, **options)
 
     @contextlib.contextmanager
     def _adopting(self) -> Any:
-        """Keep a copy of every connection that is opened in the block; a rehearsal opens none."""
-        if self._birth.on:
-            yield
-            return
+        """Keep a copy of every connection that is opened in the block."""
         before = set(system.tcp_connections())
         try:
             yield
         finally:
-            self.connections += system.duplicate(set(system.tcp_connections()) - before)
-
-    def _let_go(self, sockets: list[socket.socket]) -> None:
-        for s in list(sockets):
-            s.close()
-        self.connections = [s for s in self.connections if s.fileno() >= 0]
-
-
-def _alone() -> Any:
-    """The store of a rank that rehearses: it says yes to everything."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
+            for number, fd in system.tcp_connections().items():
+                if number not in before:
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        self.connections.append(socket.socket(fileno=os.dup(fd)))

@@ -6,7 +6,7 @@ milliseconds; "spawn" is what `torch.multiprocessing.spawn` does: each rank is a
 The fork server is an object of the standard library's own class, beside the one that `multiprocessing` keeps for
 everybody: the learner's own use of `multiprocessing`, whichever start method, neither disturbs it nor inherits
 anything from it. Private reaches into the standard library: `start_processes` asks the module
-`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`_ours`), and
+`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`start`), and
 the "alive" descriptor is closed in ranks and in forks of the notebook, as it would keep the server up (`_let_go`).
 """
 
@@ -19,14 +19,15 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import psutil
 
@@ -47,37 +48,6 @@ def warm_up() -> None:
             server.ensure_running()
 
 
-def wait(on_wait: Callable[[float], None]) -> None:
-    """Return when torch is imported here and in the fork server, or cannot be, which `start` explains.
-
-    `on_wait` hears each second how many seconds that has taken so far.
-    """
-    warm_up()
-    began = time.monotonic()
-    importing = threading.Thread(target=_import_torch, daemon=True)
-    importing.start()
-    heard = 0.0
-    while importing.is_alive() or not _has_imported():
-        time.sleep(0.01)
-        if (seconds := time.monotonic() - began) > heard + 1.0:
-            on_wait(heard := seconds)
-
-
-def _import_torch() -> None:
-    with contextlib.suppress(ImportError):  # `start` says so
-        import torch.multiprocessing  # noqa: F401
-
-
-def _has_imported() -> bool:
-    """Whether the fork server has imported torch, or has ended, or cannot say."""
-    pid = server._forkserver_pid  # type: ignore[attr-defined]
-    try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the learner's code has waited for all children
-        ended = True
-    return not _folder or ended or Path(_folder, str(pid)).exists()
-
-
 def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> list[BaseProcess]:
     """Start a rank for each order, which gets copies of the descriptors beside it.
 
@@ -86,23 +56,29 @@ def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> lis
     """
     started: list[BaseProcess] = []
     try:
-        for order, descriptors in orders:
-            started.append(_start(run_rank, (order, *map(_Descriptor, descriptors)), method))
-    except ImportError as error:
-        raise errors.StartError(
-            f"ranks could not be started: torch cannot be imported ({error}). Does `import torch` work in a fresh "
-            f"Python of this environment?"
-        ) from None
-    except (EOFError, ConnectionError, BlockingIOError, ChildProcessError) as error:
+        from torch.multiprocessing import start_processes
+
+        with _lock:
+            if method == "forkserver":
+                warm_up()
+            ours = mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
+            with _undisturbed(), ours:
+                for order, descriptors in orders:
+                    given = (order, *map(_Descriptor, descriptors))
+                    started += start_processes(run_rank, given, join=False, start_method=method).processes
+    except BaseException as error:
         for process in started:
             end(process)
-        raise errors.StartError(
-            f"the system gave {len(started)} of {len(orders)} processes ({type(error).__name__}): the limit of "
-            f"processes is reached (`ulimit -u`), or memory is. Start fewer ranks, or end other processes."
-        ) from None
-    except BaseException:
-        for process in started:
-            end(process)
+        if isinstance(error, ImportError):
+            raise errors.StartError(
+                f"ranks could not be started: torch cannot be imported ({error}). Does `import torch` work in a "
+                f"fresh Python of this environment?"
+            ) from None
+        if isinstance(error, (EOFError, ConnectionError, BlockingIOError, ChildProcessError)):
+            raise errors.StartError(
+                f"the system gave {len(started)} of {len(orders)} processes ({type(error).__name__}): the limit of "
+                f"processes is reached (`ulimit -u`), or memory is. Start fewer ranks, or end other processes."
+            ) from None
         raise
     return started
 
@@ -159,35 +135,7 @@ class _Descriptor:
         self._fd = fd
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _detach, (reduction.DupFd(self._fd),)
-
-
-def _detach(duplicate: Any) -> int:
-    return duplicate.detach()
-
-
-def _start(function: Callable[..., None], arguments: tuple[Any, ...], method: str) -> BaseProcess:
-    from torch.multiprocessing import start_processes
-
-    with _lock:
-        if method == "forkserver":
-            warm_up()
-        with _undisturbed(), _ours():
-            (process,) = start_processes(function, arguments, join=False, start_method=method).processes
-    return process
-
-
-@contextlib.contextmanager
-def _ours() -> Iterator[None]:
-    """Processes come from our fork server."""
-    theirs, forkserver.connect_to_new_process = (
-        forkserver.connect_to_new_process,
-        server.connect_to_new_process,
-    )
-    try:
-        yield
-    finally:
-        forkserver.connect_to_new_process = theirs
+        return methodcaller("detach"), (reduction.DupFd(self._fd),)
 
 
 @contextlib.contextmanager
@@ -220,10 +168,8 @@ def _environment() -> Iterator[None]:
     A file in the learner's folder that is called like a module of the standard library is for the ranks to import, not
     for torch. The last entry is for a package of ours that lies in that folder only.
     """
-    path, before = (
-        list(sys.path),
-        {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)},
-    )
+    path = list(sys.path)
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)}
     sys.path[:] = [p for p in path if p and str(Path(p).absolute()) != _here()]
     sys.path.append(str(Path(__file__).absolute().parents[2]))
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")

@@ -104,14 +104,17 @@ class Listener:
         outputs = inputs if self._at_in == self._at_out else flatten(args[self._at_out])
         o = self._operation(args, inputs, outputs)
         recorder.call(o, inputs, outputs)
+        stage = recorder.stage
         try:
             if self._matches and len(o.ranks) > 1:
                 self._compare(o, inputs, outputs)
-            result = self._issue(o, keyset, args, kwargs, inputs, outputs)
+            if stage is None:
+                result = self._redispatch(keyset.remove(_KEY), *args, **kwargs)
+            else:
+                result = stage.issue(o, self._returns, args[self._at_out], inputs, outputs)
         except BaseException as error:
-            recorder.broken = (
-                recorder.broken or not self._matches
-            )  # a barrier that gave up closes its connections
+            # a barrier that gave up closes its connections
+            recorder.broken = recorder.broken or not self._matches
             recorder.fail(o, error)
             recorder.close(o)
             raise
@@ -124,7 +127,7 @@ class Listener:
         o.group, o.ranks = group.group_name, ranks_of(group)
         first = inputs[0] if inputs else outputs[0] if outputs else None
         if first is not None and self._matches:
-            o.shape, o.dtype = tuple(first.shape), dtype_name(first)
+            o.shape, o.dtype = tuple(first.shape), dtype_name(first.dtype)
         if self.recorder.enqueues:
             o.enqueued = first is None or first.device.type in self.recorder.enqueues
         if not self._is_barrier:
@@ -160,41 +163,6 @@ class Listener:
         symmetric = o.op != "all_to_all"  # its pieces may be equal and not fit each other
         signature = signature_of(o, inputs, outputs)
         self.recorder.matcher.check(self.recorder.name_of(o), signature, o, ranks, symmetric=symmetric)
-
-    def _issue(
-        self,
-        o: Operation,
-        keyset: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[Any],
-        outputs: list[Any],
-    ) -> Any:
-        """Hand the call on: to the backend, or in a rehearsal to the stage."""
-        if self.recorder.stage is not None:
-            return self.recorder.stage.issue(o, self._returns, args[self._at_out], inputs, outputs)
-        keyset = keyset.remove(_KEY)
-        first = inputs[0] if inputs else outputs[0] if outputs else None
-        if first is not None and first.is_cuda and not o.enqueued:
-            # gloo on tensors of a GPU: torch does not let it send them
-            if self._is_message:
-                if o.op == "send":
-                    buffer = first.detach().cpu()  # gloo's Work keeps it until it is sent
-                else:
-                    buffer = torch.empty_like(first, device="cpu")
-                    o.landing = (first, buffer)
-                args = (*args[: self._at_in], [buffer], *args[self._at_in + 1 :])
-            elif self.name == "allgather_into_tensor_coalesced_":
-                # it ends the process: https://github.com/pytorch/pytorch/issues/152645
-                buffers = [torch.empty_like(t, device="cpu") for t in outputs]
-                on_host = list(args)
-                on_host[self._at_out], on_host[self._at_in] = buffers, [t.detach().cpu() for t in inputs]
-                result = self._redispatch(keyset, *on_host, **kwargs)
-                self._unbox_work(result).wait()  # here, as nobody in Python waits for it who could copy then
-                for tensor, buffer in zip(outputs, buffers, strict=True):
-                    tensor.copy_(buffer)
-                return result
-        return self._redispatch(keyset, *args, **kwargs)
 
     def _answered(self, o: Operation, result: Any, tensors: list[Any]) -> Any:
         """Note what tells when the call is over; returns what the dispatcher gets."""
@@ -329,7 +297,7 @@ def signature_of(o: Operation, inputs: list[Any], outputs: list[Any]) -> bytes:
         tensors = outputs  # nccl gathers pieces of different sizes: all must expect the same ones
     if o.op == "all_to_all":
         sends, expects = _pieces(o, inputs, outputs)
-        dtypes = ((dtype_name(tensors[0]), 0),) if tensors else ()
+        dtypes = ((dtype_name(tensors[0].dtype), 0),) if tensors else ()
         return Signature(o.describe(), o.op, dtypes, sends=sends, expects=expects, device=device).packed()
     single = len(inputs) <= 1 and len(outputs) <= 1
     key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None, device)
@@ -345,7 +313,7 @@ def signature_of(o: Operation, inputs: list[Any], outputs: list[Any]) -> bytes:
 
 
 def _counts(tensors: list[Any]) -> tuple[tuple[str, int], ...]:
-    return tuple((dtype_name(t), t.numel()) for t in tensors)
+    return tuple((dtype_name(t.dtype), t.numel()) for t in tensors)
 
 
 def _pieces(o: Operation, inputs: list[Any], outputs: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

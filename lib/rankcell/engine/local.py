@@ -1,7 +1,7 @@
 """Ranks that live on this machine: processes, their pipes and sockets, their ends.
 
-Hosts of a world on one machine are made of it (`host.py`), and the agent of a node uses it for its part of a world on
-several (`agent.py`), so that all ranks are started, heard and ended in the same way.
+The agent of a node uses it for its part of a world on several (`rankcell.nodes`), so that all ranks are started, heard
+and ended in the same way.
 """
 
 import contextlib
@@ -9,14 +9,16 @@ import os
 import selectors
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from .. import errors
-from . import launch, system
+from . import devices, launch, system
 from .channel import Channel, pair
+from .host import Host
 from .match import SignatureTable
 from .messages import CRASHED, HostEvent, Output, ProcessExited, StartRank, WorkerMessage
 
@@ -55,9 +57,9 @@ class _Member:
     ended: bool = False
 
     @property
-    def sources(self) -> dict[str, Channel | int]:
+    def sources(self) -> dict[str, Any]:
         """All that may have something to say, by kind."""
-        pipes: dict[str, Channel | int] = {"out": self.stdout, "err": self.stderr}
+        pipes: dict[str, Any] = {"out": self.stdout, "err": self.stderr}
         return pipes | {"work": self.work, "control": self.control, "end": self.process.sentinel}
 
     def close(self) -> None:
@@ -68,13 +70,13 @@ class _Member:
         os.close(self.stderr)
 
 
-class Local:
-    """The ranks of a world that live on this machine.
+class Local(Host):
+    """The ranks of a world of `world_size` ranks that live on this machine; each `start` says which.
+
+    Its methods are those of `Host`.
 
     Args:
-        world_size: ranks of the whole world, which share the memory that finds calls that do not match.
-        backend: what the ranks talk over; "gloo" wants an interface.
-        environment: what the ranks find in theirs beside this process's.
+        choice: what the ranks talk over, and what they find in their environment unless the learner has set it.
         method: how their processes are started, one of `launch.METHODS`.
         interface: the network interface of gloo; the loopback by default.
 
@@ -85,38 +87,32 @@ class Local:
     def __init__(
         self,
         world_size: int,
-        backend: str,
-        environment: Mapping[str, str] | None = None,
+        choice: devices.Choice,
         method: str = "forkserver",
         *,
         interface: str = system.LOOPBACK,
     ) -> None:
-        self._backend, self._interface, self._method = backend, interface, method
-        self._environment = dict(environment or {})
+        self.ranks, self.choice = range(world_size), choice
+        self._interface, self._method = interface, method
         self._members: dict[int, _Member] = {}
         asked = os.environ.get("GLOO_SOCKET_IFNAME")
-        if backend == "gloo" and (problem := system.interface_problem(asked)):
+        if choice.backend == "gloo" and (problem := system.interface_problem(asked)):
             raise errors.StartError(f"ranks could not be started: {problem}")
-        try:
-            self._board, note = system.shared_file(SignatureTable.nbytes(world_size))
+        try:  # the memory that finds calls that do not match
+            self._table = system.shared_file(SignatureTable.nbytes(world_size))
         except OSError as error:
             raise _nothing_can_be_written(error) from None
         self._folder = ""
-        self.notes = [note] if note else []
         self._selector = selectors.DefaultSelector()
 
     @property
-    def pids(self) -> dict[int, int]:
+    def pids(self) -> dict[int, int]:  # type: ignore[override]
         """Rank -> process id."""
         return {rank: m.process.pid or 0 for rank, m in self._members.items()}
 
     def fileno(self) -> int:
         """A descriptor that is readable when a rank has something to say."""
         return self._selector.fileno()  # type: ignore[attr-defined]
-
-    def place_of(self, rank: int) -> tuple[int, int, str]:
-        """Local rank, ranks on the node (0: all of them), its name: this machine needs none."""
-        return rank, 0, ""
 
     def address_for(self, rank: int) -> str:
         """The folder of the store, made when it is first asked for, and again if it was cleaned away."""
@@ -128,18 +124,13 @@ class Local:
         Path(self._folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._folder
 
-    def reachable(self, rank: int) -> bool:
-        """Whether a process can be started in the place of `rank`."""
-        return True
-
-    def clock_offset(self, rank: int) -> float:
-        """Seconds by which the clock of the rank's machine is ahead of ours."""
-        return 0.0
+    def prepare_store(self, generation: int) -> None:
+        """Make the folder of the store again if it was cleaned away; nobody reads what is older than one generation."""
+        Path(self.address_for(0), str(generation - 2)).unlink(missing_ok=True)
 
     def start(self, orders: Sequence[StartRank]) -> None:
-        """Start a process for each of `orders`; its `Joined` tells more."""
-        environment = {**os.environ, **self._environment}
-        if self._backend == "gloo":
+        environment = {**self.choice.environment, **os.environ}
+        if self.choice.backend == "gloo":
             environment.setdefault("GLOO_SOCKET_IFNAME", self._interface)
         members: list[_Member] = []
         asked: list[tuple[StartRank, list[int]]] = []
@@ -155,9 +146,7 @@ class Local:
                 members.append(_Member(order.rank, work, control, out_read, err_read))
                 theirs = [work_theirs.detach(), control_theirs.detach(), out_write, err_write]
                 asked.append((replace(order, environment=environment), theirs))
-            processes = launch.start(
-                [(order, [*theirs, self._board]) for order, theirs in asked], self._method
-            )
+            processes = launch.start([(order, [*fds, self._table]) for order, fds in asked], self._method)
         except BaseException as error:
             for member in members:
                 member.close()
@@ -178,43 +167,36 @@ class Local:
                 self._selector.register(source, selectors.EVENT_READ, (member, kind))
 
     def send(self, ranks: Sequence[int], message: bytes, *, control: bool = False) -> None:
-        """Give a packed message to the main threads of `ranks`, or to their control threads, without waiting."""
         for rank in ranks:
             if rank in self._members:
-                self._post(self._members[rank], "control" if control else "work", message)
+                self._push(self._members[rank], "control" if control else "work", message)
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` at once; `ProcessExited` follows."""
         for rank in ranks:
             if rank in self._members:
                 launch.end(self._members[rank].process)
 
     def end(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks`, and hear nothing of them any more."""
         members = [self._members.pop(rank) for rank in ranks if rank in self._members]
         for member in members:
             launch.end(member.process)
         for member in members:
-            self._forget(member)
+            self._unregister(*member.sources.values())
+            member.close()
+            member.process.join(2.0)
+            with contextlib.suppress(ValueError):  # it does not end: the system holds it
+                member.process.close()
 
     def stop(self) -> None:
-        """End all ranks. Safe to call twice."""
         self.end(list(self._members))
-        if self._board >= 0:
-            os.close(self._board)
-            self._board = -1
+        if self._table >= 0:
+            os.close(self._table)
+            self._table = -1
             self._selector.close()
             if self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def prepare_store(self, generation: int) -> None:
-        """Make the folder of the store again if it was cleaned away; nobody reads what is older than one generation."""
-        folder = Path(self.address_for(0))
-        with contextlib.suppress(FileNotFoundError):
-            (folder / str(generation - 2)).unlink()
-
     def pump(self, timeout: float) -> list[HostEvent]:
-        """What has come from the ranks, after waiting at most `timeout` seconds for something."""
         found: list[HostEvent] = []
         selected = self._selector.select(timeout)
         for key, ready in selected:
@@ -226,16 +208,14 @@ class Local:
                 self._push(member, kind)
             if not ready & selectors.EVENT_READ:
                 continue
-            if kind == "end":
+            if kind == "end" or (kind == "work" and not self._take_work(member, found)):
                 self._exited(member, found)
-            elif kind == "work":
-                self._take_work(member, found)
             elif kind == "control":
                 try:
                     found += [WorkerMessage(member.rank, m) for m in member.control.poll_packed()]
                 except (EOFError, OSError):
                     self._unregister(member.control)
-            else:
+            elif kind in ("out", "err"):
                 self._read(member, kind, found, turns=16)  # then give the others a turn
         if not selected:  # what a rank has forked may hold open all that would tell of its end
             for member in list(self._members.values()):
@@ -245,31 +225,23 @@ class Local:
 
     def _exited(self, member: _Member, found: list[HostEvent]) -> None:
         """The process of a rank has ended: what it said before comes first."""
-        with contextlib.suppress(EOFError, OSError):
-            messages = member.work.poll_packed()
-            self._drain(member, found)
-            found += [WorkerMessage(member.rank, m) for m in messages]
-        self._drain(member, found)
+        self._take_work(member, found)
         member.ended = True
         launch.end(member.process)  # what it has left behind
-        for source in member.sources.values():
-            self._unregister(source)
+        self._unregister(*member.sources.values())
         member.process.join(10.0)  # on a busy machine the process that knows how it ended may be seconds late
         found.append(ProcessExited(member.rank, how_it_ended(member.process.exitcode)))
 
-    def _take_work(self, member: _Member, found: list[HostEvent]) -> None:
+    def _take_work(self, member: _Member, found: list[HostEvent]) -> bool:
+        """A rank's messages, after what it wrote before them, which lies in the pipes; whether it may say more."""
         try:
-            messages = member.work.poll_packed()
+            messages, more = member.work.poll_packed(), True
         except (EOFError, OSError):
-            self._exited(member, found)
-            return
-        # what the rank wrote before its message already lies in the pipes
-        self._drain(member, found)
-        found += [WorkerMessage(member.rank, m) for m in messages]
-
-    def _drain(self, member: _Member, found: list[HostEvent]) -> None:
+            messages, more = [], False
         self._read(member, "out", found)
         self._read(member, "err", found)
+        found += [WorkerMessage(member.rank, m) for m in messages]
+        return more
 
     def _read(self, member: _Member, kind: str, found: list[HostEvent], *, turns: int = 64) -> None:
         """What lies in a pipe. A pipe holds 1 MiB at most, unless somebody goes on writing."""
@@ -284,39 +256,40 @@ class Local:
                 return
             found.append(Output(member.rank, kind, data))
 
-    def _post(self, member: _Member, kind: str, message: bytes) -> None:
-        channel = member.work if kind == "work" else member.control
+    def _push(self, member: _Member, kind: str, message: bytes | None = None) -> None:
+        """Send a message, or the rest of earlier ones, as far as the rank reads; the rest goes when it does."""
+        channel: Channel = member.sources[kind]
         with contextlib.suppress(OSError, KeyError, ValueError):  # it is gone, as `ProcessExited` will say
-            channel.post(message)
-            if channel.unsent:  # it does not read: the rest goes when it does, and nobody waits for that
-                both = selectors.EVENT_READ | selectors.EVENT_WRITE
-                self._selector.modify(channel, both, (member, kind))
+            if message is None:
+                channel.push()
+            else:
+                channel.post(message)
+            write = selectors.EVENT_WRITE if channel.unsent else 0
+            self._selector.modify(channel, selectors.EVENT_READ | write, (member, kind))
 
-    def _push(self, member: _Member, kind: str) -> None:
-        channel = member.work if kind == "work" else member.control
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            channel.push()
-            if not channel.unsent:
-                self._selector.modify(channel, selectors.EVENT_READ, (member, kind))
+    def _unregister(self, *sources: Channel | int) -> None:
+        for source in sources:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(source)
 
-    def _unregister(self, fd: Channel | int) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(fd)
 
-    def _forget(self, member: _Member) -> None:
-        """Stop listening to a rank that is being ended, and give back what it took."""
-        for source in member.sources.values():
-            self._unregister(source)
-        member.close()
-        member.process.join(2.0)
-        with contextlib.suppress(ValueError):  # it does not end: the system holds it
-            member.process.close()
+def this_machine(world_size: int, device: str, method: str) -> Local:
+    """All ranks are processes of this machine.
+
+    Raises:
+        WorldSizeError: the machine cannot hold that many ranks, or has no such device. ValueError: nor has any other.
+    """
+    choice = devices.choose(world_size, device, devices.look(mps=device == "cuda"))
+    most, why = room()
+    if world_size > most:
+        raise errors.WorldSizeError(f"{world_size} ranks do not fit on this machine: {why}")
+    return Local(world_size, choice, method)
 
 
 def _nothing_can_be_written(error: OSError) -> errors.StartError:
     return errors.StartError(
         f"ranks could not be started: no temporary file can be written ({error.strerror or error}). Make room in "
-        f"/dev/shm and in the folder of TMPDIR, or name another one there and restart the kernel."
+        f"the folder of TMPDIR, or name another one there and restart the kernel."
     )
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from ..results import Display, RankResult
 
-FOLDER = (
-    "RANKCELL_FOLDER"  # in its environment the fork server finds what to remove when the notebook is gone
-)
+# in its environment the fork server finds what to remove when the notebook is gone
+FOLDER = "RANKCELL_FOLDER"
 LEAVES = "destroy_process_group"  # what a rank stands in that has called it, where it waits for the others
 
 # --- to a rank's main thread ---
@@ -57,9 +56,7 @@ class Task:
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
     values: bool = False
-    around: str = (
-        ""  # "module:name" of a context manager that is given the recorder, and the cell runs inside
-    )
+    around: str = ""  # "module:name" of a context manager around the cell, which is given the recorder
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
 
 
@@ -122,8 +119,7 @@ class Done:
 class Question:
     """Something that the control thread answers while the main thread runs or waits.
 
-    `about` is "status", "interrupt" (the learner wants to stop), "free" (nobody will ever answer), "memory"
-    or "complete".
+    `about` is "status", "interrupt" (the learner wants to stop) or "free" (nobody will ever answer); a job asks more.
     """
 
     number: int
@@ -179,7 +175,7 @@ class Status:
     threads: bool = False  # a thread of the learner's runs, and stands in no operation
 
 
-# --- what a host has heard (local.py, nodes.py) ---
+# --- what a host has heard ---
 
 
 @dataclass(frozen=True)
@@ -209,51 +205,3 @@ class ProcessExited:
 
 HostEvent = Output | WorkerMessage | ProcessExited
 CRASHED = 70  # exit code of a rank whose own code raised, not the learner's (EX_SOFTWARE of sysexits.h)
-
-# --- between the notebook and the agent of a node (nodes.py, agent.py) ---
-
-
-@dataclass(frozen=True)
-class Hello:
-    """An agent says who it is."""
-
-    index: int  # of the node in the allocation
-    name: str
-    gpus: int
-    room: tuple[int, str]  # how many ranks fit, and why
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the notebook tells an agent.
-
-    `what` is "world" (once, before the first rank: `Local`'s arguments), "clock" (our time), or a method of
-    `Local` that hands things on: "start", "send", "kill", "end".
-    """
-
-    what: str
-    arguments: tuple[Any, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Clock:
-    """An agent's time when it read an order "clock"."""
-
-    asked: float
-    theirs: float
-
-
-@dataclass(frozen=True)
-class Started:
-    """An agent has started the ranks of an order "start", or could not."""
-
-    pids: dict[int, int]
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """An agent has ended these ranks: nothing that they said comes any more."""
-
-    ranks: tuple[int, ...]

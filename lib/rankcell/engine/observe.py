@@ -1,21 +1,18 @@
 """Inside a rank: what is recorded besides communication, when a program asks for it.
 
-Spans of computing (`rankcell.span`, `rankcell.spans`), measured memory (`rankcell.memory`), and an array whose numbers
-are noted with every communication (`rankcell.watch`).
+Spans of computing (`rankcell.span`), an array whose numbers are noted with every communication (`rankcell.watch`), and
+what other parts measure (`rankcell.spans`, `rankcell.memory`, `rankcell.trace`), to go with the cell's result.
 """
 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..results import Event, Memory, Watched
-from . import spans
-from .meter import Meter
 from .operation import MAX_VALUES, Operation, caller, clock, numbers, part_of
 
 MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; older ones are only counted
@@ -37,13 +34,13 @@ class Observer:
         self.memory: tuple[Memory, ...] = ()
         self.array: torch.Tensor | None = None  # that `watch` looks at
         self._watching: Operation | None = None  # the last operation seen by it
-        self._meters: list[Meter] = []  # those that measure now
+        self.meters: list[Any] = []  # what measures memory now: it wants to know the phase
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Record the time spent inside as a compute span called `name`."""
         start = self.clock()
-        outside = [(meter, meter.phase) for meter in self._meters]
+        outside = [(meter, meter.phase) for meter in self.meters]
         for meter, _ in outside:
             meter.phase = name
         try:
@@ -52,9 +49,10 @@ class Observer:
             now = self.clock()
             for meter, phase in outside:
                 meter.phase = phase
-            self._note_span(name, start, now, caller()[0])
+            self.note_span(name, start, now, caller()[0])
 
-    def _note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
+    def note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
+        """Something was computed from `start` to `end`."""
         self.make_room(self.computing)
         span = Event(self.rank, name, start - self.began, end - self.began, kind="compute", line=line)
         self.computing.append(span)
@@ -64,23 +62,6 @@ class Observer:
         if len(kept) >= MAX_EVENTS:
             kept.popleft()
             self.dropped += 1
-
-    def spans(self, model: torch.nn.Module, *names: str) -> AbstractContextManager[None]:
-        """Record forward and backward of the model's modules as compute spans while the block runs."""
-        return spans.watched(spans.chosen(model, names), self._note_span, self.clock)
-
-    @contextlib.contextmanager
-    def measure(self, *owners: Any) -> Iterator[Meter]:
-        """Measure the memory that the block inside holds; its samples go with the cell's result."""
-        meter = Meter(*owners, began=self.began, clock=self.clock)
-        self._meters.append(meter)
-        try:
-            with meter:
-                yield meter
-        finally:
-            if meter in self._meters:
-                self._meters.remove(meter)
-            self.memory += meter.samples
 
     @contextlib.contextmanager
     def watch(self, array: torch.Tensor) -> Iterator[None]:

@@ -21,14 +21,8 @@ MAX_VALUES = 64  # numbers kept per tensor with `--values`
 NONBLOCKING_GRACE = 1.0  # seconds in a call that should return at once, after which it counts as blocked
 KEEP_WORK = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _TORCH = f"{Path(torch.__file__).parent}/"
-_LIBRARY = (
-    _TORCH,
-    "/rankcell/engine/",
-    "/rankcell/compare/",
-    "/rankcell/jobs/",
-    "/rankcell/rehearsal/",
-    "<frozen",
-)
+_OURS = ("engine", "observers", "compare", "jobs", "rehearsal")
+_LIBRARY = (_TORCH, *(f"/rankcell/{part}/" for part in _OURS), "<frozen")
 
 
 class Operation:
@@ -66,12 +60,9 @@ class Operation:
     polls = 0  # how often a program has asked whether it is over
     # in a world whose device enqueues calls: whether this one is enqueued, or the host's
     enqueued: bool | None = None
-    passed: Callable[[], bool] | None = (
-        None  # of a call that only enqueues: whether the device is through with it
-    )
+    passed: Callable[[], bool] | None = None  # of a call that only enqueues: is the device through with it?
     work_id = 0
     batch: Sequence["Operation"] = ()  # operations that share its Work
-    landing: Any = None  # a receive on a GPU over gloo: the tensor, and its buffer on the host
 
     _over = False
 
@@ -183,15 +174,12 @@ def queued(pending: Iterable[Operation]) -> list[tuple[Operation, bool]]:
             continue
         head = heads.setdefault(o.group, o)
         waits_first = since is not None and o.start is not None and since <= o.start
-        found.append((o, waits_first or not (head is o or _one_batch(head, o))))
+        one_batch = head.via == o.via == "batch_isend_irecv" and head.line == o.line
+        found.append((o, waits_first or not (head is o or one_batch)))
         awaited = o.awaited
         if awaited is not None and (since is None or awaited < since):
             since = awaited
     return found
-
-
-def _one_batch(a: Operation, b: Operation) -> bool:
-    return a.via == b.via == "batch_isend_irecv" and a.line == b.line
 
 
 def flatten(value: Any) -> list[torch.Tensor]:
@@ -203,15 +191,10 @@ def flatten(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in flatten(v)] if isinstance(value, (list, tuple)) else []
 
 
-_dtype_names: dict[torch.dtype, str] = {}
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype: "float32"."""
-    name = _dtype_names.get(tensor.dtype)
-    if name is None:  # `str` of a dtype takes a microsecond
-        name = _dtype_names[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
-    return name
+@lru_cache  # `str` of a dtype takes a microsecond
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype: "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
@@ -272,13 +255,9 @@ def kind_of(code: Any) -> bool | str | None:
     filename, name = code.co_filename, code.co_name
     if filename.startswith("<cell"):
         return True
-    if not any(part in filename for part in _LIBRARY):
-        # a notebook function or a script
-        return (
-            "ipykernel_" in filename
-            or ("site-packages" not in filename and "/lib/python" not in filename)
-            or ""
-        )
+    if not any(part in filename for part in _LIBRARY):  # a notebook function or a script, or another library
+        library = "site-packages" in filename or "/lib/python" in filename
+        return "ipykernel_" in filename or not library or ""
     if _TORCH not in filename:
         return ""
     # how a learner calls the torch function: "all_reduce", "DistributedDataParallel", "backward"

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import warnings
-from pathlib import Path
 
 gc.disable()  # half of the import time of torch._dynamo is garbage collection
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported: one thread per rank
@@ -40,19 +39,12 @@ def _clean_up(server: int, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _serve() -> None:
-    """This process is the fork server."""
+if folder := os.environ.pop(FOLDER, ""):  # this process is the fork server
     os.setsid()  # Jupyter kills a kernel's process group, and this one has to clean up; Ctrl-C is not for it either
-    atexit.register(_clean_up, os.getpid(), os.environ[FOLDER])
+    atexit.register(_clean_up, os.getpid(), folder)
     # Python 3.12 warns of threads, which torch may have and does not use
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="multiprocessing.forkserver")
-
-
-if FOLDER in os.environ:
-    _serve()
 versions.complete(torch.distributed)
 worker.prepare()
 gc.freeze()  # these objects stay: the collector of a rank never looks at them, so that their pages stay shared
 gc.enable()
-if FOLDER in os.environ:
-    Path(os.environ.pop(FOLDER), str(os.getpid())).touch()  # `launch.wait` looks for it

@@ -8,29 +8,17 @@ draw, and it decides nothing about hangs: `diagnose.py` does.
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ..results import Call, Event
-from .match import Matcher, SignatureStore, SignatureTable
+from .match import Matcher, SignatureTable
 from .messages import Wait
 from .observe import Observer
 from .operation import Operation, clock, numbers, queued
 
 MAX_WAITS = 64  # operations in a device's queues of which the notebook is told: the first ones say it all
-
-
-class Rehearsal(Protocol):
-    """What answers the operations of a rank that rehearses, see `rankcell.rehearsal`."""
-
-    def issue(self, o: Operation, returns: int, filled: Any, inputs: list[Any], outputs: list[Any]) -> Any:
-        """What the dispatcher gets for `o`: its Work, behind what it fills if it `returns` two; `o.done` is set."""
-        ...
-
-    def wait(self, o: Operation) -> None:
-        """The program waits for `o`."""
-        ...
 
 
 class Recorder(Observer):
@@ -48,7 +36,7 @@ class Recorder(Observer):
         self.matcher = Matcher()
         self.cell = self.generation = ""
         self.groups_with_timeout: set[str] = set()  # of their own: their waits end by themselves
-        self.stage: Rehearsal | None = None  # ... and answers instead of the backend
+        self.stage: Any = None  # a `rehearsal.stage.Rehearsal`, which answers instead of the backend
         self.counts: dict[Any, int] = {}
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
@@ -67,10 +55,6 @@ class Recorder(Observer):
         self.failed_wait: Wait | None = None  # the same, as others are told of it
         self.trace: tuple[Any, ...] = ()  # what other parts observed
         self._before = dict(self.counts)
-
-    def enable_cross_node(self, store: Any, near: Iterable[int]) -> None:
-        """From now on there are ranks on other nodes than `near`'s, which are met in `store`."""
-        self.matcher.store, self.matcher.near = SignatureStore(store, self.rank), frozenset(near)
 
     def bind_rank(self, rank: int, table: SignatureTable | None, *, enqueues: frozenset[str]) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were started."""
@@ -175,9 +159,6 @@ class Recorder(Observer):
     def waited(self, o: Operation) -> None:
         """The program has waited for `o`."""
         o.wait_end = self.clock()
-        if o.error is None and o.landing is not None:
-            tensor, buffer = o.landing
-            tensor.copy_(buffer)
         if o.passed is None or o.error is not None:
             self.close(o)
         else:
@@ -199,9 +180,9 @@ class Recorder(Observer):
             self.note_result(o)
         # these hold tensors: keeping them would keep the learner's memory
         o.inputs = o.outputs = ()
-        o.work = o.landing = None
+        o.work = None
         if o.passed is not None:
-            o.passed = _is_over
+            o.passed = lambda: True
         if self.by_work.get(o.work_id) is o:
             del self.by_work[o.work_id]
         self.open.pop(id(o), None)
@@ -234,11 +215,7 @@ class Recorder(Observer):
                 reached[o.key] -= 1
         return tuple(o.wait(behind=behind) for o, behind in order[:MAX_WAITS]), reached
 
-    def settled(self) -> bool:
+    def device_is_through(self) -> bool:
         """Whether the device is through with every operation that the rank waits for."""
         # a call that blocks its thread is over when the cell is, or a thread that serves others stands in it
         return not any(o.passed is not None and o.waiting for o in list(self.open.values()))
-
-
-def _is_over() -> bool:
-    return True

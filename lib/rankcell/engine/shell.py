@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
@@ -28,10 +27,6 @@ class RankShell(InteractiveShell):
 
     def enable_gui(self, gui: Any = None) -> None:
         """A rank has no window."""
-
-
-class _QuietHook(DisplayHook):
-    """The rank shows the value of the last expression itself."""
 
 
 class Publisher(DisplayPublisher):
@@ -65,4 +60,4 @@ def make() -> RankShell:
     config.InteractiveShell.colors = "nocolor"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return RankShell.instance(config=config, display_pub_class=Publisher, displayhook_class=_QuietHook)
+        return RankShell.instance(config=config, display_pub_class=Publisher)

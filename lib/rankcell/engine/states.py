@@ -29,9 +29,7 @@ class State:
     joins: bool = False  # its main thread waits for another thread of the rank
     blocked_in_torch: bool = False  # its main thread stands still inside torch: C++ waits, not Python
     other_threads: bool = False  # a thread of the learner communicates too: it could still answer
-    why: str = (
-        ""  # for "error", "lost" and "still"; of a script for "absent", too; "finished": where it stands
-    )
+    why: str = ""  # "error", "lost", "still", and "absent" of a script: how; "finished": where it stands
     what: str = CELL
 
     @property

@@ -9,7 +9,6 @@ import ctypes
 import os
 import re
 import resource
-import select
 import signal
 import socket
 import struct
@@ -38,46 +37,24 @@ def enlarge_pipe(fd: int, nbytes: int = 1 << 20) -> None:
     if LINUX:
         import fcntl
 
-        with contextlib.suppress(
-            PermissionError
-        ):  # the user's share of pipe memory is used up: slower, no worse
+        with contextlib.suppress(PermissionError):  # the user's share of it is used up: slower, no worse
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, nbytes)
 
 
-def shared_file(nbytes: int) -> tuple[int, str]:
-    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes, and a sentence if it is
-    not in /dev/shm ("" if it is).
+def shared_file(nbytes: int) -> int:
+    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes.
 
     Raises:
-        OSError: no folder has room for it.
+        OSError: there is no room for it.
     """
-    note = ""
-    for folder in ("/dev/shm", None):  # None: TMPDIR
-        if folder is not None and not Path(folder).is_dir():
-            continue
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(
-                    bytes(nbytes)
-                )  # in a file that only has a length, a write to a full disk is a SIGBUS
-                file.flush()
-                return os.dup(file.fileno()), note
-        except OSError as error:
-            if folder is None:
-                raise
-            note = (
-                f"{folder} cannot hold {nbytes >> 10} KiB ({error.strerror}): the ranks share memory in "
-                f"{tempfile.gettempdir()} instead. A DataLoader with workers needs {folder}."
-            )
-    raise AssertionError("TMPDIR was tried last")
-
-
-def process_memory(pid: int) -> int | None:
-    """Bytes of memory of process `pid` (PSS: shared pages counted in parts); None where unknown."""
-    try:
-        return getattr(psutil.Process(pid).memory_full_info(), "pss", None)
-    except psutil.Error:
-        return None
+    if LINUX:
+        fd = os.memfd_create("rankcell")
+        os.truncate(fd, nbytes)
+        return fd
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(nbytes))  # in a file that only has a length, a write to a full disk is a SIGBUS
+        file.flush()
+        return os.dup(file.fileno())
 
 
 def available_memory() -> int:
@@ -262,25 +239,17 @@ def tcp_connections() -> dict[int, int]:
     return found
 
 
-def held_elsewhere(sockets: Iterable[socket.socket]) -> set[int]:
-    """Inodes of the connections for which this process has descriptors besides those of `sockets`."""
-    ours = {s.fileno() for s in sockets}
-    return {number for number, fd in _sockets() if fd not in ours}
-
-
-def inode(s: socket.socket) -> int:
-    """The number by which the kernel knows a socket."""
-    return os.fstat(s.fileno()).st_ino
-
-
-def duplicate(inodes: set[int]) -> list[socket.socket]:
-    """Sockets of our own for those TCP connections of this process, to ask them and to shut them down."""
-    found = []
-    for number, fd in tcp_connections().items():
-        if number in inodes:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                found.append(socket.socket(fileno=os.dup(fd)))
-    return found
+def still_used(sockets: Iterable[socket.socket]) -> list[socket.socket]:
+    """Those of our own sockets for whose connection this process has another descriptor; the others are closed."""
+    ours = {s.fileno(): s for s in sockets}
+    used = {number for number, fd in _sockets() if fd not in ours}
+    kept = []
+    for fd, s in ours.items():
+        if os.fstat(fd).st_ino in used:
+            kept.append(s)
+        else:
+            s.close()
+    return kept
 
 
 def shut_down(sockets: Iterable[socket.socket]) -> None:
@@ -314,8 +283,3 @@ def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[str, str], tuple
 def _end(name: tuple[str, int]) -> str:
     """One end of a connection as text: IPv4 addresses that are mapped into IPv6 look alike at both ends."""
     return f"{name[0].removeprefix('::ffff:')}:{name[1]}"
-
-
-def wait_readable(fd: int, timeout: float) -> bool:
-    """Whether there is something to read at `fd`, after at most `timeout` seconds."""
-    return bool(select.select([fd], [], [], timeout)[0])

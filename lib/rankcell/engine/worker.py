@@ -6,12 +6,13 @@ exception of the learner's is caught in `run`, to report it.
 
 import importlib
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle
@@ -19,14 +20,12 @@ import cloudpickle
 from .. import extensions
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult
-from . import current, environment, listen, record, report, shell, system
+from . import control, current, environment, listen, record, report, shell, system
 from .channel import Channel
-from .control import Control
 from .execute import execute
 from .groups import Groups
 from .match import SignatureTable
 from .messages import Done, Join, Joined, RankState, Shown, StartRank, Task
-from .meter import Meter
 from .operation import caller, clock
 from .stdio import Stdio
 
@@ -62,8 +61,6 @@ class Rank:
         self.main_thread = threading.get_ident()
         self._pid = os.getpid()
         self._notes: list[str] = []
-        self._sending = False  # the main thread is in the middle of a message: an interrupt waits
-        self._interrupted = False
         environment.enter(config)
         self._process = environment.Process()
         self._process.restore(self._on_interrupt)
@@ -73,7 +70,7 @@ class Rank:
         self.stage: Any = None
         self._meet_others(board_fd)
         self.groups = Groups(config, self.recorder, self._notes.append)
-        self.control = Control(self, Channel(socket.socket(fileno=control_fd)))
+        self.control = control.Control(self, Channel(socket.socket(fileno=control_fd)))
         self._names = environment.Names(config, self.shell)
         self.names = self._names.values
         shell.Publisher.show = self.show
@@ -118,7 +115,6 @@ class Rank:
         """Run one cell or function call and say what happened. Never raises."""
         self._begin(task)
         moved_before = system.bytes_moved(self.groups.connections)
-        meter = Meter(began=0.0, clock=self.stage.clock, watches=False) if self.stage else None
         start = clock()
         failed: RankFailure | None = None
         value: bytes | NotSent | None = None
@@ -127,7 +123,7 @@ class Rank:
         seconds = 0.0
         try:
             try:
-                found, seconds = self._work(task, start, meter)
+                found, seconds = self._work(task, start)
                 # a __repr__ of the learner's is part of the cell: it may raise, wait, and communicate
                 if found is not None:
                     data, _ = self.shell.display_formatter.format(found)
@@ -157,7 +153,7 @@ class Rank:
             events=recorder.events(),
             dropped=recorder.dropped,
             connections=_moved(moved_before, moved),
-            memory=recorder.memory or (meter.samples if meter is not None else ()),
+            memory=recorder.memory,
             trace=recorder.trace,
             mismatch=recorder.matcher.found,
             order=self.stdio.turns,
@@ -173,14 +169,13 @@ class Rank:
             broken=recorder.broken,
             group=self.groups.name,
             open=sum(not o.finished for o in list(recorder.open.values())),
-            threads=self.control.threads(busy=False),
+            threads=control.threads(recorder, {self.main_thread, self.control.thread.ident}, busy=False),
             names=tuple(n for n in self.names if not n.startswith("_")),
             notes=tuple(dict.fromkeys(self._notes)),
         )
 
     def _begin(self, task: Task) -> None:
         self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
-        self._interrupted = False
         self._notes.clear()
         self._process.restore(self._on_interrupt)
         self.stdio.begin()
@@ -194,7 +189,7 @@ class Rank:
         self._notes += self._names.restore()
         self.stdio.flush()
 
-    def _work(self, task: Task, start: float, meter: Meter | None) -> tuple[Any, float]:
+    def _work(self, task: Task, start: float) -> tuple[Any, float]:
         """The value of the cell or call, and the seconds until all that it waits for was through."""
         pushed = cloudpickle.loads(task.push) if task.push else {}
         call = cloudpickle.loads(task.call) if task.call else None
@@ -203,7 +198,7 @@ class Rank:
             self._synchronize()
             return value, clock() - start
         pushed, call = self.stage.faked((pushed, call))
-        with self.stage.playing(meter):
+        with self.stage.playing():
             value = self._execute(task, pushed, call)
         return value, self.stage.clock.finish()
 
@@ -215,20 +210,17 @@ class Rank:
             function, args, kwargs = call
             self._names.lend(function)
             return function(*args, **kwargs)
-        with self._around(task.around):
+        module, _, name = task.around.partition(":")  # other parts put their observers around the cell
+        around = getattr(importlib.import_module(module), name)(self.recorder) if name else nullcontext()
+        with around:
             return execute(task.source, task.filename, self.names)
-
-    def _around(self, name: str) -> AbstractContextManager[Any]:
-        """What the cell runs inside: other parts put their observers there."""
-        module, _, found = name.partition(":")
-        return getattr(importlib.import_module(module), found)(self.recorder) if name else nullcontext()
 
     def _synchronize(self) -> None:
         """Wait until the device is through with what the cell waits for: its failures belong to this cell."""
         while True:
             if self.groups.aborted:  # the host went on, with whatever stood in the tensors
                 raise GroupError("the process groups were aborted while the device waited in them.")
-            if self.recorder.settled():
+            if self.recorder.device_is_through():
                 return
             time.sleep(0.0005)
 
@@ -255,23 +247,15 @@ class Rank:
         self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool
     ) -> None:
         """Send a rich display, with the place in stdout where it belongs."""
-        message = Shown(Display(data, metadata, self.stdio.place(), display_id), update)
-        if threading.get_ident() != self.main_thread:
-            self.work.send(message)
-            return
-        self._sending = True  # half a message would make all later ones unreadable
+        # half a message would make all later ones unreadable: an interrupt waits
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self.work.send(message)
+            self.work.send(Shown(Display(data, metadata, self.stdio.place(), display_id), update))
         finally:
-            self._sending = False
-        if self._interrupted:
-            self._interrupted = False
-            raise KeyboardInterrupt
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _on_interrupt(self, *_: Any) -> None:
-        if self._sending:
-            self._interrupted = True
-        elif self.running:  # asked for by the notebook, or by the program itself
+        if self.running:  # asked for by the notebook, or by the program itself
             raise KeyboardInterrupt
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,11 +102,11 @@ class Workers:
             at = received.lost.at if received.lost else time.monotonic() - self.began
             received.lost = RankFailure("RankLost", how, at=at, caused_by_abort=by_us)
 
-    def ask(self, ranks: Sequence[int], about: str, argument: Any = None, *, wait: float) -> dict[int, Any]:
+    def ask(self, ranks: Sequence[int], about: str, *, wait: float) -> dict[int, Any]:
         """Ask the control threads of `ranks`; the answers that came within `wait` seconds. None: it found none."""
         number = next(self._questions)
         answers = self._answers[number] = {}
-        self.host.send(ranks, pickle.dumps(Question(number, about, argument)), control=True)
+        self.host.send(ranks, pickle.dumps(Question(number, about)), control=True)
         deadline = time.monotonic() + wait
         while any(r not in answers and self.received[r].lost is None for r in ranks):
             left = deadline - time.monotonic()
@@ -115,18 +116,11 @@ class Workers:
         return self._answers.pop(number)
 
     def start_all(self) -> None:
-        """Start the ranks, where they can be started, and wait until they have joined their process group."""
-        while True:
-            self.received = {rank: Received(runs=False) for rank in range(self.world_size)}
-            self.with_threads.clear()
-            try:
-                self._start(self.host.ranks)
-                self._await_ready(START_TIMEOUT)
-                return
-            except errors.StartError as error:
-                if (other := self.host.fallback(error)) is None:
-                    raise
-                self.host = other
+        """Start the ranks, and wait until they have joined their process group."""
+        self.received = {rank: Received(runs=False) for rank in range(self.world_size)}
+        self.with_threads.clear()
+        self._start(self.host.ranks)
+        self._await_ready(START_TIMEOUT)
 
     def restart(self) -> None:
         """End the ranks and start new ones."""
@@ -207,23 +201,15 @@ class Workers:
 
 
 def _can_reset(states: Mapping[int, RankState]) -> bool:
-    """Whether counters have grown many, and a reset changes nothing: all calls matched, and nothing is under way."""
-    counts = {rank: state.counts for rank, state in states.items()}
-    if not any(len(c) > MANY_COUNTS for c in counts.values()):
-        return False
+    """Whether counters have grown many, and a reset changes nothing: all that was sent has come, nothing is under way.
+    Collectives are known to match (`Cell._unmatched`).
+    """
     if any(state.open or state.threads for state in states.values()):
         return False
-    for mine in counts.values():
-        for key, count in mine.items():
-            if len(key) == 2:
-                others = [counts[r].get(key, 0) for r in key[1] if r in counts]
-            else:
-                group, kind, source, destination, tag, side = key
-                if source is None or destination is None:
-                    continue
-                peer = source if side == "recv" else destination
-                other = (group, kind, source, destination, tag, "send" if side == "recv" else "recv")
-                others = [counts[peer].get(other, 0)] if peer in counts else []
-            if any(other != count for other in others):
-                return False
-    return True
+    under_way: Counter[Any] = Counter()
+    for state in states.values():
+        for key, count in state.counts.items():
+            if len(key) > 2:  # of a send or its receive
+                under_way[key[:-1]] += count if key[-1] == "send" else -count
+    many = any(len(state.counts) > MANY_COUNTS for state in states.values())
+    return many and not any(under_way.values())

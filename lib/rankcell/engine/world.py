@@ -14,11 +14,12 @@ from typing import Any
 
 import cloudpickle
 
-from .. import errors
+from .. import errors, extensions
 from ..results import Run, name_ranks
 from . import launch
 from .cell import Cell, Ending, OnUpdate, deferred_interrupt
-from .host import Host, host_for
+from .host import Host
+from .local import this_machine
 from .messages import Task
 from .workers import Workers
 
@@ -58,28 +59,28 @@ class Ranks:
         if not isinstance(world_size, int) or world_size < 1:
             raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
         if start not in launch.METHODS:
-            raise ValueError(
-                f"start={start!r} is no way to start ranks: take one of {', '.join(launch.METHODS)}."
-            )
+            raise ValueError(f"start={start!r} is none of {', '.join(launch.METHODS)}.")
         self.world_size = world_size
         self.alive = True  # whether the world can run cells
         self.names: tuple[str, ...] = ()
         self._cells = 0
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        host = host_for(world_size, device=device, nodes=nodes, method=start, on=on, as_rank=as_rank)
-        self._workers = Workers(host, world_size)
+        self.notes: list[str] = []  # what the learner should know about the ranks
+        self._host: Host
+        if on:
+            self._host = extensions.find("1 of N, host")(world_size, on, as_rank)
+        elif nodes is not None:
+            self._host = extensions.find("--nodes")(world_size, nodes, device)
+        else:
+            self._host = this_machine(world_size, device, start)
+        self._workers = Workers(self._host, world_size)
         atexit.register(self.stop)
         try:
             self._workers.start_all()
         except BaseException:
             self.stop()
             raise
-        self.notes = list(self._host.notes)
-
-    @property
-    def _host(self) -> Host:
-        return self._workers.host
 
     def __enter__(self) -> "Ranks":
         return self
@@ -112,12 +113,6 @@ class Ranks:
     def pids(self) -> list[int]:
         """Process ids, by rank (each on its node)."""
         return [pid for _, pid in sorted(self._host.pids.items())]
-
-    def memory(self) -> list[int | None]:
-        """Bytes of memory each rank stands for (PSS), by rank; None where nobody tells."""
-        with self._lock:
-            answers = self._workers.ask(self._host.ranks, "memory", wait=0.5)
-            return [answers.get(rank) for rank in self._host.ranks]
 
     def stop(self) -> None:
         """End the ranks. Safe to call twice; a world that was stopped cannot be used again."""
@@ -229,15 +224,6 @@ class Ranks:
             ) from error
         return ending
 
-    def complete(self, text: str, timeout: float = 0.2) -> list[str]:
-        """Names known on rank 0 that begin with `text`, for completion. Empty while the rank is busy."""
-        if not self.alive or not self._lock.acquire(blocking=False):
-            return []
-        try:
-            return self._workers.ask([0], "complete", text, wait=timeout).get(0) or []
-        finally:
-            self._lock.release()
-
     def _go_on(self, ending: Ending) -> None:
         """Keep what matters of a cell that is over, and repair what it has broken."""
         self._workers.next_cell("", [])  # what a thread prints from now on belongs to the next cell
@@ -309,12 +295,9 @@ def run(
     work: str | Callable[..., Any],
     *,
     world_size: int,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
     device: str = "auto",
     nodes: int | None = None,
-    values: bool = False,
+    **how: Any,
 ) -> Run:
     """Run a function (or source text) on `world_size` fresh ranks and return what each of them did.
 
@@ -325,31 +308,17 @@ def run(
 
         rankcell.run(mean_rank, world_size=4).values  # four times tensor([1.5000])
 
-    The function may be defined in a notebook cell, a script or a module. For ranks that live on, use
-    `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
+    The function may be defined in a notebook cell, a script or a module; `how` is as in `Ranks.run`: args, kwargs,
+    timeout, values. For ranks that live on, use `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
     """
     with Ranks(world_size, device=device, nodes=nodes) as ranks:
-        return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout, values=values)
+        return ranks.run(work, **how)
 
 
 def rehearse(
-    work: str | Callable[..., Any],
-    *,
-    world_size: int,
-    as_rank: int = 0,
-    on: str = "h100",
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float | None = None,
+    work: str | Callable[..., Any], *, world_size: int, as_rank: int = 0, on: str = "h100", **how: Any
 ) -> Run:
     """Run a function (or source text) as rank `as_rank` of `world_size`, without the others and without computing.
-
-        def step():
-            model = fully_shard(make_model())
-            model(batch).sum().backward()
-
-        run = rankcell.rehearse(step, world_size=1024, as_rank=7, on="128xh100x8")
-        run.ranks[7].peak, run.events
 
     Tensors are fake: they have shapes, dtypes and storages, and no numbers. What comes back is a `Run` as of real
     ranks, of which one ran: its communication, its memory over time, and times in seconds of a clock that goes by the
@@ -360,17 +329,7 @@ def rehearse(
             for a number (`.item()`), which a rehearsal does not have.
     """
     with Ranks(world_size, on=on, as_rank=as_rank) as ranks:
-        return ranks.run(work, args=args, kwargs=kwargs, timeout=timeout)
-
-
-def warm_up(on_wait: Callable[[float], None] | None = None) -> None:
-    """Have torch imported for the ranks while the notebook goes on; or wait for it, and have `on_wait` hear each
-    second how many seconds that has taken so far.
-    """
-    if on_wait is None:
-        launch.warm_up()
-    else:
-        launch.wait(on_wait)
+        return ranks.run(work, **how)
 
 
 def _work(

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -84,7 +85,7 @@ class Inside:
     def _serve(self) -> None:
         with contextlib.suppress(EOFError, OSError):  # the runner is gone: the program goes on
             while True:
-                system.wait_readable(self._channel.fileno(), POLL)
+                select.select([self._channel], [], [], POLL)
                 questions = self._channel.poll()
                 for question in questions:
                     self._channel.send(Answer(question.number, self._answer(question)))

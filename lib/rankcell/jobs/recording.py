@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..engine import control, diagnose, listen, streams
+from ..engine import control, listen, states, streams
 from ..engine.groups import GroupCalls, replace_in_torch
 from ..engine.match import SignatureStore, SignatureTable
 from ..engine.messages import Status
@@ -105,7 +105,7 @@ class Recording:
     def look(self, record: RankRecord, main_thread: int, ours: int | None) -> RankRecord:
         """`record` with what its main thread does now; a thread of ours does not count."""
         status = control.look(self.recorder, record.rank, record.phase, main_thread, cell="", ours={ours})
-        state, self._before = diagnose.from_status(status, self._before), status
+        state, self._before = states.from_status(status, self._before), status
         return replace(
             record, line=status.line, file=status.file, waits=status.waits, counts=dict(status.counts),
             calls=status.calls, joins=status.joins, blocked=state.blocked_in_torch, threads=status.threads,

@@ -12,8 +12,9 @@ from typing import Any
 
 from .. import errors
 from ..engine import diagnose
-from ..engine.diagnose import SCRIPT, State
 from ..engine.messages import Wait
+from ..engine.states import SCRIPT, State, describe, doing, missing_peers
+from ..engine.states import standings as standings_of
 from ..results import Event, Frame, RankFailure, RankResult, Run, Standing, at_line, name_ranks
 from . import mismatch, stacks
 from .divergence import Divergence, find_divergent_rank
@@ -75,13 +76,13 @@ def waits_for(record: RankRecord) -> Wait | None:
 
 def standings(records: Sequence[RankRecord]) -> tuple[Standing, ...]:
     """Who stood where and waited for whom, as `draw.waits` takes it."""
-    return diagnose.standings([state_of(r) for r in records])
+    return standings_of([state_of(r) for r in records])
 
 
 def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
     """What happened, as far as `records` prove it; None while somebody may still go on and nobody has failed."""
     records = sorted(records, key=lambda r: r.rank)
-    states = [diagnose.left(state_of(r)) for r in records]
+    states = [diagnose.finished_if_leaving(state_of(r)) for r in records]
     proof = diagnose.diagnose(states)
     if (found := _mismatch(records, proved=proof is not None)) is not None:
         return found
@@ -183,9 +184,9 @@ def _deadlock(
         places = [
             (wait.file, wait.line)
             for rank, wait in waits.items()
-            if set(diagnose.missing_peers(wait, by_rank, rank)) & set(culprits)
+            if set(missing_peers(wait, by_rank, rank)) & set(culprits)
         ][:1]
-    extra = [line for line in proof.lines if line not in {diagnose.describe(s, len(states)) for s in states}]
+    extra = [line for line in proof.lines if line not in {describe(s, len(states)) for s in states}]
     kind = "still" if any(records[r].phase == "still" for r in culprits) else "hang"
     places = list(dict.fromkeys(p for p in places if p[1]))
     return JobVerdict(kind, tuple(culprits), head, (*_rows(states, culprits), *extra), advice, tuple(places))
@@ -239,10 +240,10 @@ def _rows(states: Sequence[State], culprits: Sequence[int]) -> tuple[str, ...]:
     """What each rank does, those that do the same together, the culprits first."""
     alike: dict[tuple[bool, str], list[State]] = {}
     for state in sorted(states, key=lambda s: (s.rank not in culprits, s.rank)):
-        key = state.rank not in culprits, diagnose.doing(state, len(states))
+        key = state.rank not in culprits, doing(state, len(states))
         alike.setdefault(key, []).append(state)
     rows = [
-        (name_ranks([s.rank for s in same]), diagnose.doing(same[0], len(states), many=len(same) > 1))
+        (name_ranks([s.rank for s in same]), doing(same[0], len(states), many=len(same) > 1))
         for same in alike.values()
     ]
     width = max((len(name) for name, _ in rows), default=0)

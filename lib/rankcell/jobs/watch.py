@@ -1,6 +1,6 @@
 """The ranks of a job under `rankcell run`, as the runner knows them: who has come, what each does, how it ended.
 
-The ranks connect back and prove that they know a key, as the agents of `engine/nodes.py` do; they may be on any node
+The ranks connect back and prove that they know a key, as the agents of `rankcell.nodes` do; they may be on any node
 that reads the user's home directory. Twice a second each says what it does. What that means is for `run` and `verdict`.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..engine import channel, nodes, system
+from ..engine import channel, system
 from ..engine.messages import Answer, Question
 from . import inside, stacks
 from .records import Look, RankArrived, RankRecord
@@ -78,7 +78,7 @@ class WatchedJob:
 
     def invite(self) -> Path:
         """The file by which the ranks find us. Raises OSError if the home directory cannot be written to."""
-        self._invitation = nodes.write_key(self._key, self._listener.getsockname()[1], token=self._token)
+        self._invitation = channel.write_key(self._key, self._listener.getsockname()[1], token=self._token)
         return self._invitation
 
     def close(self) -> None:

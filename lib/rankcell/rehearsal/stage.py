@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ..errors import RehearsalError
+from ..observers.meter import Meter
+from ..results import at_line
 from .clock import StreamClock
 from .cluster import Cluster
 
@@ -40,6 +41,17 @@ _FREE = set("empty empty_like empty_strided new_empty new_empty_strided lift_fre
 _MAKES = set("arange zeros ones full eye randint randperm linspace tril_indices scalar_tensor".split())
 _ITEM = "a number of a tensor, as `.item()`, `.tolist()`, `float(x)` or `if x:` ask for it"
 _FUNCTIONAL = ("_c10d_functional", "_dtensor")
+
+
+class RehearsalError(RuntimeError):
+    """A rank that rehearses was asked for something that only computing gives."""
+
+    def __init__(self, what: str, line: int = 0) -> None:
+        where = f" at {at_line(line)}" if line else ""
+        super().__init__(
+            f"{what[0].upper()}{what[1:]}{where}: a rehearsal cannot know that. Its tensors have shapes and no "
+            f"numbers. Leave it out of the cell, or run the cell on real ranks: `%%ranks 4`."
+        )
 
 
 class _Fakes(FakeTensorMode):
@@ -82,12 +94,12 @@ class Rehearsal:
         self._replace_what_reads_numbers()
 
     @contextlib.contextmanager
-    def playing(self, meter: Any) -> Iterator[None]:
-        """Inside, tensors are fake, operations take no time but the clock's, and `meter` measures."""
+    def playing(self) -> Iterator[None]:
+        """Inside, tensors are fake, operations take no time but the clock's, and memory is measured."""
         self.clock.begin()
         self.pending.clear()
-        self.meter = meter
-        meter.follow(self.modules, self.optimizers)
+        self.meter = meter = Meter(began=0.0, clock=self.clock, watches=False)
+        meter.modules, meter.optimizers = self.modules, self.optimizers
         swap = torch.utils.swap_tensors
 
         def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -99,14 +111,17 @@ class Rehearsal:
             meter.forget(b)
             swap(a, b)
 
-        with (
-            mock.patch("torch.utils.swap_tensors", swap_tensors),
-            self.clock.running(),
-            self.fakes,
-            _Dispatched(self),
-            meter,
-        ):
-            yield
+        try:
+            with (
+                mock.patch("torch.utils.swap_tensors", swap_tensors),
+                self.clock.running(),
+                self.fakes,
+                _Dispatched(self),
+                meter,
+            ):
+                yield
+        finally:
+            self.recorder.memory = self.recorder.memory or meter.samples
 
     def _replace_what_reads_numbers(self) -> None:
         """DDP compares shapes and orders buckets in C++, in tensors of integers that it reads: those are real.

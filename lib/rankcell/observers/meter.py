@@ -1,4 +1,4 @@
-"""What the memory of one process holds while a block of code runs, by kind: states, activations, the rest.
+"""`rankcell.memory`: what one process holds while a block of code runs, by kind: states, activations, the rest.
 
 After every operation of torch it notes which storages came, went or changed their size, and whose they are.
 Bytes are those of the storages, each counted once, whatever looks at it; what a library allocates inside an
@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from ..engine import current
 from ..results import KINDS, Memory
 
 MAX_SAMPLES = 20_000  # then every second one goes; the highest of all is kept
@@ -45,7 +47,23 @@ class Meter:
         clock: Callable[[], float] = time.monotonic,
         watches: bool = True,
     ) -> None:
-        self._owners = _Owners(*_sorted_out(owners))
+        modules: list[torch.nn.Module] = []
+        optimizers: list[torch.optim.Optimizer] = []
+        self._tensors: list[Tensor] = []
+        for owner in tree_leaves(list(owners)):
+            if isinstance(owner, torch.nn.Module):
+                modules += owner.modules()
+            elif isinstance(owner, torch.optim.Optimizer):
+                optimizers.append(owner)
+            elif isinstance(owner, Tensor):
+                self._tensors.append(owner)
+            elif owner is not None:
+                raise TypeError(
+                    f"rankcell.memory cannot tell what a {type(owner).__name__} holds. Name modules, optimizers "
+                    f"and tensors."
+                )
+        self.modules: Collection[torch.nn.Module] = modules
+        self.optimizers: Collection[torch.optim.Optimizer] = optimizers
         self.began = began
         self._clock, self._watches = clock, watches
         self.phase = ""  # the part of the program that the next samples belong to
@@ -56,10 +74,9 @@ class Meter:
         self._changed: dict[int, int] = {}  # by number, sizes that differ since then; 0 of one that is gone
         self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
         # parameters that the owners ever showed, by id: FSDP shows now the shard, now the whole
-        self._trained: dict[int, weakref.ref[Tensor]] = {}
-        self.device = next((p.device for p in self._owners.parameters()), torch.device("cpu"))
-        # when, phase, what changed, CUDA's count
-        self._log: list[tuple[float, str, dict[int, int], int | None]] = []
+        self._trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
+        self._log: list[tuple[float, str, dict[int, int]]] = []  # when, phase, what changed
         self._samples: tuple[Memory, ...] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -67,7 +84,7 @@ class Meter:
         if self.began is None:
             self.began = self._clock()
         self.look()
-        self._stack.enter_context(_resizing(self))
+        self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._resizing()))
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
         if self._watches:
             self._stack.enter_context(_Watch(self))
@@ -78,12 +95,6 @@ class Meter:
         self.look()
         self._ask_owners()
         self._seen.clear()
-
-    def follow(
-        self, modules: Collection[torch.nn.Module], optimizers: Collection[torch.optim.Optimizer]
-    ) -> None:
-        """Measure for whatever is in these collections, now and later."""
-        self._owners = _Owners(modules, optimizers, [])
 
     @property
     def samples(self) -> tuple[Memory, ...]:
@@ -100,11 +111,11 @@ class Meter:
     def _replayed(self) -> Iterator[Memory]:
         """The samples, from what changed from one to the next."""
         held, sizes = dict.fromkeys(KINDS, 0), dict[int, int]()
-        for at, phase, changes, allocated in self._log:
+        for at, phase, changes in self._log:
             for number, size in changes.items():
                 held[self._kinds.get(number, "rest")] += size - sizes.get(number, 0)
                 sizes[number] = size
-            yield Memory(at=at - (self.began or 0.0), phase=phase, allocated=allocated, **held)
+            yield Memory(at=at - (self.began or 0.0), phase=phase, **held)
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Autograd keeps this one for backward."""
@@ -118,18 +129,11 @@ class Meter:
                 known = seen.get(tensor.untyped_storage()._cdata)
                 if known is not None and kinds.get(known[1]) == kind:
                     continue  # the usual case, and this is called for every parameter again and again
-            for number in self._numbers(tensor):
+            for storage in _storages(tensor, self.device.type):  # one, or those of the parts of a DTensor
+                _, number = seen.get(storage._cdata) or self._meet(storage)
                 now = kinds.get(number)
                 if now is None or _STATES.index(kind) < _STATES.index(now):
                     kinds[number] = kind
-
-    def _numbers(self, tensor: Any) -> Iterator[int]:
-        """The numbers of the storages behind a tensor: one, or those of the parts of a DTensor."""
-        for storage in _storages(tensor, self.device.type):
-            found = self._seen.get(storage._cdata)
-            if found is None:
-                found = self._meet(storage)
-            yield found[1]
 
     def _meet(self, storage: torch.UntypedStorage) -> tuple[Any, int]:
         """Give a storage that is new a number."""
@@ -149,11 +153,17 @@ class Meter:
         """Take no tensor for a parameter that is about to become another one."""
         self._trained.pop(id(tensor), None)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Its size may have changed: FSDP takes memory away and gives it back."""
-        found = self._seen.get(storage._cdata)
-        if found is not None:
-            self._changed[found[1]] = storage.nbytes()
+    def _resizing(self) -> Any:
+        """`resize_` of a storage, which no operation tells: FSDP takes memory away by it and gives it back."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            result = original(storage, *args, **kwargs)
+            if (found := self._seen.get(storage._cdata)) is not None:
+                self._changed[found[1]] = storage.nbytes()
+            return result
+
+        return resize_
 
     def seen(self, operation: Any, leaves: Iterable[Any], result: Any) -> None:
         """An operation has had `leaves`, and given `result`."""
@@ -172,9 +182,7 @@ class Meter:
         """Note what is held now, if it is not what was held before."""
         if not self._log:
             self._ask_owners()
-        allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
-        changes = self._news()
-        if not changes and self._log and (self._log[-1][1], self._log[-1][3]) == (self.phase, allocated):
+        if self._log and self._log[-1][1] == self.phase and not self._news():
             return
         self._ask_owners()
         changes = self._news()
@@ -184,7 +192,7 @@ class Meter:
                 self._nbytes[number] = size
             else:
                 self._nbytes.pop(number, None)
-        self._log.append((self._clock(), self.phase, changes, allocated))
+        self._log.append((self._clock(), self.phase, changes))
         if len(self._log) > MAX_SAMPLES:
             self._thin()
 
@@ -194,77 +202,41 @@ class Meter:
 
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
-        for parameter in self._owners.parameters():
-            known = self._trained.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._trained[id(parameter)] = weakref.ref(parameter)
-        parameters = [p for reference in self._trained.values() if (p := reference()) is not None]
-        if len(parameters) < len(self._trained):
-            self._trained = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        for parameter in self._parameters():
+            if id(parameter) not in self._trained:
+                self._trained[id(parameter)] = parameter
+        parameters = list(self._trained.values())
         self._claim(parameters, "parameters")
         self._claim([p.grad for p in parameters if p.grad is not None], "gradients")
-        for kind, tensors in self._owners.others():
-            self._claim(tensors, kind)
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                self._claim(state.values(), "optimizer")
+        tellers: list[Any] = [m for m in list(self.modules) if hasattr(type(m), "held_by_kind")]
+        for teller in tellers:
+            for kind, tensors in teller.held_by_kind().items():
+                self._claim(tensors, kind)
+
+    def _parameters(self) -> list[Tensor]:
+        """The parameters and buffers that the owners show now. It is called after most operations."""
+        shown: list[Any] = list(self._tensors)
+        for module in list(self.modules):
+            shown += module._parameters.values()
+            shown += module._buffers.values()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                shown += group["params"]
+        return [tensor for tensor in shown if tensor is not None]
 
     def _thin(self) -> None:
         """Forget every second sample, but not the highest: what changed in it is told by the next."""
         totals = [sample.total for sample in self._replayed()]
         highest = totals.index(max(totals))
         log, self._log, missed = self._log, [], dict[int, int]()
-        for i, (at, phase, changes, allocated) in enumerate(log):
+        for i, (at, phase, changes) in enumerate(log):
             missed |= changes
             if i % 2 == 0 or i in (highest, len(log) - 1):
-                self._log.append((at, phase, missed, allocated))
+                self._log.append((at, phase, missed))
                 missed = {}
-
-
-class _Owners:
-    """Modules, optimizers and tensors, which own states; more may come."""
-
-    def __init__(
-        self,
-        modules: Collection[torch.nn.Module],
-        optimizers: Collection[torch.optim.Optimizer],
-        tensors: list[Tensor],
-    ) -> None:
-        self._modules, self._optimizers, self._tensors = modules, optimizers, tensors
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters and buffers that they show now. It is called after most operations."""
-        shown: list[Any] = list(self._tensors)
-        for module in list(self._modules):
-            shown += module._parameters.values()
-            shown += module._buffers.values()
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                shown += group["params"]
-        return [tensor for tensor in shown if tensor is not None]
-
-    def others(self) -> Iterator[tuple[str, Iterable[Any]]]:
-        """What optimizers keep, and what modules say they hold, by kind."""
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                yield "optimizer", state.values()
-        tellers: list[Any] = [m for m in list(self._modules) if hasattr(type(m), "held_by_kind")]
-        for teller in tellers:
-            yield from teller.held_by_kind().items()
-
-
-@contextlib.contextmanager
-def _resizing(meter: Meter) -> Iterator[None]:
-    """Inside, `meter` hears of every storage whose size is changed by hand, which no operation tells."""
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        result = original(storage, *args, **kwargs)
-        meter.resized(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
 # they hold nothing; autograd asks more of them for fake tensors than for real ones
@@ -302,23 +274,19 @@ def _storages(tensor: Any, device: str) -> Iterator[torch.UntypedStorage]:
         yield tensor.untyped_storage()
 
 
-def _sorted_out(
-    owners: Iterable[Any],
-) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer], list[Tensor]]:
-    """Modules with all that are inside them, optimizers, tensors."""
-    modules: list[torch.nn.Module] = []
-    optimizers: list[torch.optim.Optimizer] = []
-    tensors: list[Tensor] = []
-    for owner in tree_leaves(owners):
-        if isinstance(owner, torch.nn.Module):
-            modules += owner.modules()
-        elif isinstance(owner, torch.optim.Optimizer):
-            optimizers.append(owner)
-        elif isinstance(owner, Tensor):
-            tensors.append(owner)
-        elif owner is not None:
-            raise TypeError(
-                f"rankcell.memory cannot tell what a {type(owner).__name__} holds. Name modules, optimizers "
-                f"and tensors."
-            )
-    return modules, optimizers, tensors
+def measure(*owners: Any) -> contextlib.AbstractContextManager[Meter]:
+    """What `rankcell.memory` gives: a `Meter`; on a rank its samples go with the cell's result."""
+    return Meter(*owners) if current.recorder is None else _on_rank(current.recorder, owners)
+
+
+@contextlib.contextmanager
+def _on_rank(recorder: Any, owners: Iterable[Any]) -> Iterator[Meter]:
+    meter = Meter(*owners, began=recorder.began, clock=recorder.clock)
+    recorder.meters.append(meter)
+    try:
+        with meter:
+            yield meter
+    finally:
+        if meter in recorder.meters:  # a new cell has begun meanwhile
+            recorder.meters.remove(meter)
+        recorder.memory += meter.samples

@@ -1,0 +1,125 @@
+"""On a node: holds the node's ranks, does what the notebook says, and passes on what comes from them.
+
+Started by `srun`, one per node (`allocation.py`); it ends with the notebook, and its ranks with it.
+"""
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .. import errors
+from ..engine import channel, launch, system
+from ..engine.local import Local, room
+
+MAX_WAITING = 8 << 20  # bytes that an agent holds for a notebook that does not read: then its ranks wait
+
+
+@dataclass(frozen=True)
+class Hello:
+    """An agent says who it is."""
+
+    index: int  # of the node in the allocation
+    name: str
+    gpus: int
+    room: tuple[int, str]  # how many ranks fit, and why
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the notebook tells an agent: "world" (once, `Local`'s arguments), "clock", or a method of `Local`."""
+
+    what: str
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Started:
+    """An agent has started the ranks of an order "start", or could not."""
+
+    pids: dict[int, int]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An agent has ended these ranks: nothing that they said comes any more."""
+
+    ranks: tuple[int, ...]
+
+
+class Agent:
+    """The ranks of one node, and the notebook at the other end of `talk`."""
+
+    def __init__(self, talk: channel.Channel, interface: str) -> None:
+        self._talk, self._interface = talk, interface
+        self.ranks: Local | None = None
+
+    def serve(self) -> None:
+        """Until the notebook is gone."""
+        talk = self._talk
+        while True:
+            reads: list[Any] = [talk]
+            if self.ranks is not None and talk.unsent < MAX_WAITING:
+                reads.append(self.ranks)
+            readable, writable, _ = select.select(reads, [talk] if talk.unsent else [], [])
+            if writable:
+                talk.push()
+            if self.ranks is not None and self.ranks in readable:
+                for event in self.ranks.pump(0.0):
+                    talk.post(event)
+            if talk in readable:
+                for order in talk.poll():
+                    self._do(order)
+
+    def _do(self, order: Order) -> None:
+        if order.what == "clock":
+            self._talk.post(time.monotonic())
+        elif order.what == "world":
+            self.ranks = Local(*order.arguments, interface=self._interface)
+        elif order.what == "start":
+            assert self.ranks is not None
+            try:
+                self.ranks.start(*order.arguments)
+            except errors.StartError as error:
+                self._talk.post(Started({}, str(error)))
+            else:
+                self._talk.post(Started(self.ranks.pids))
+        else:
+            getattr(self.ranks, order.what)(*order.arguments, **order.options)
+            if order.what == "end":
+                self._talk.post(Ended(tuple(order.arguments[0])))
+
+
+def main() -> NoReturn:
+    """The life of an agent: connect, serve, end all ranks."""
+    told = json.loads(Path(sys.argv[1]).read_text())
+    launch.warm_up()  # imports torch in the background, while we connect
+    try:
+        sock = channel.connect(told["addresses"], told["port"], bytes.fromhex(told["key"]))
+    except OSError as error:
+        sys.exit(
+            f"{socket.gethostname()} cannot reach the notebook. Its machine must accept connections from the "
+            f"nodes. Tried:\n{error}"
+        )
+    system.keep_alive(sock, reads_always=False)
+    talk = channel.Channel(sock)
+    import torch
+
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    talk.send(Hello(int(os.environ.get("SLURM_NODEID", "0")), name, torch.cuda.device_count(), room()))
+    agent = Agent(talk, system.interface_of(sock.getsockname()[0]) or system.LOOPBACK)
+    try:
+        agent.serve()
+    except (EOFError, OSError):  # the notebook has ended, or has no more use for us
+        pass
+    finally:
+        if agent.ranks is not None:
+            agent.ranks.stop()
+        os._exit(0)
