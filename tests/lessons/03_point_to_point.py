@@ -1,25 +1,58 @@
 """What the notebook 03_point_to_point says is right, and wrong answers to its exercises; tests/judge.py runs them."""
 
 # after: problem-numbers
-from torch.distributed.constants import default_pg_timeout
-
-assert default_pg_timeout.total_seconds() == 30 * 60, "gloo's default limit is 30 minutes"
-check.close_to(ms, [1e3 * 2**27 / 450e9, 1e3 * 2**27 / (400e9 / 8)], name="ms over NVLink and over 400 Gb/s")
-check.close_to(gpu_hours, 1024 / 6, name="a sixth of an hour on each GPU")
-
-# after: send-recv
-calls = [[(e.op, e.nbytes) for e in r.events] for r in run.ranks]
-assert calls == [[("send", 24)], [("recv", 24)], [], []], "one message of 24 bytes, from rank 0 to rank 1"
-
-# after: unlike-dtypes
-assert {r.mismatch.problem for r in unlike.ran if r.mismatch} == {"different dtypes"}
+assert [round(x, 2) for x in ms] == [0.30, 2.68] and round(gpu_hours) == 171
 
 # after: late-timeline
-calls = [[e.op for e in r.events if e.kind == "comm"] for r in late.ranks]
-assert calls == [["barrier", "send"], ["barrier", "recv"], ["barrier"], ["barrier"]], "all begin together"
+calls = [[(e.op, e.nbytes) for e in r.events if e.kind == "comm" and e.op != "barrier"] for r in late.ranks]
+assert calls == [[("send", 24)], [("recv", 24)], [], []], "one message of 24 bytes, from rank 0 to rank 1"
 (sent,), (busy,) = ([e for e in at_once if e.op == op] for op in ("send", "something else"))
-assert sent.nbytes == 16 and not sent.is_async, "a blocking send of 16 bytes"
-assert busy.seconds >= 0.3 and sent.end > busy.end, "rank 0 leaves send when rank 1's 0.3 s are over"
+assert not sent.is_async and busy.seconds >= 0.3, "a blocking send, and a busy rank 1"
+assert sent.end > busy.end, "rank 0 leaves send when rank 1's 0.3 s are over"
+
+# after: all-send-graph
+assert {s.rank: s.waits_for for s in hang.standstill} == {0: (1,), 1: (2,), 2: (3,), 3: (0,)}
+
+# after: bad-batch-graph
+assert {s.rank: s.waits_for for s in hang.standstill if s.waits_for} == {0: (2,), 1: (2,), 3: (2,)}
+
+# after: bad-batch-check
+check.close_to(run.values[1].nanmean(), (1 + 2 + 4) / 3, name="the mean of the good ones, without a message")
+
+# after: too-early
+calls = [[e.op for e in r.events] for r in early.ranks[:2]]
+assert calls == [["send", "barrier"], ["barrier", "recv"]], "rank 1 asks after the barrier"
+
+# after: blocking-timeline
+for r in blocking.ranks:
+    works = [e for e in r.events if e.op.startswith("work")]
+    short, long = works[::2], works[1::2]
+    assert min(e.seconds for e in short) >= 0.02 and min(e.seconds for e in long) >= 0.1 and len(works) == 8
+(first,) = (e.start for e in blocking.ranks[0].events if e.op == "work 0")
+(last,) = (e.end for e in blocking.ranks[3].events if e.op == "work 7")
+assert last - first >= 0.02 + 10 * 0.1, "11 steps, and all but the first take 100 ms"
+messages = [e for e in held_up if e.op in ("send", "recv")]
+assert {(e.nbytes, e.is_async) for e in messages} == {(4096, False)}, "every message is 4 KiB and blocking"
+
+# after: ahead-timeline
+assert not any(e.op == "barrier" for e in ahead) and sum(e.is_async for e in ahead) == 2 * 3 * 8
+
+# after: real-number
+assert abs(2**30 / 5503.4e-6 / 195.10e9 - 1) < 1e-3, "the rate that the source prints"
+assert abs(396.4 / 450 - 0.88) < 1e-2 and abs(195.1 / 300 - 0.65) < 1e-3
+
+# after: batch
+assert {e.via for e in batched.events if e.is_async} == {"batch_isend_irecv"}
+
+# after: relay-graph
+assert {s.rank: s.waits_for for s in hang.standstill if s.waits_for} == {3: (2,)}
+
+# after: grid-graph
+assert {s.rank: s.waits_for for s in hang.standstill} == {0: (1,), 1: (3,), 2: (0,), 3: (2,)}
+
+# after: more-graph
+assert {s.rank: s.waits_for for s in hang.standstill if s.waits_for} == {0: (1, 2, 3)}
+assert [len(r.events) for r in hang.ranks[1:]] == [3] * 3, "ranks 1 to 3 made three all-reduces each"
 
 # after: recv-on-gpu
 ends = {e.op: e.end for e in gpu.events}
@@ -35,128 +68,88 @@ assert len(works) == 2 and all(e.is_async and e.wait_start is not None for e in 
 assert [[e.tag for e in r.events] for r in tagged.ranks[:2]] == [[7, 8], [8, 7]], "tag 8 is asked for first"
 assert all(e.wait_start is not None for e in tagged.ranks[0].events), "both sends are waited for"
 
-# after: too-early
-calls = [[e.op for e in r.events] for r in early.ranks[:2]]
-assert calls == [["send", "barrier"], ["barrier", "recv"]], "rank 1 asks after the barrier"
-
-# after: ring-timeline
-check.close_to(run.values, [[sum(2.0**rank for rank in range(4))] * 4] * 4, name="the sum on each rank")
-calls = [[e.op for e in shifts if e.rank == rank] for rank in range(4)]
-assert calls == [["send", "recv"] * 3, ["recv", "send"] * 3] * 2, (
-    "even ranks send first, odd ranks receive first"
-)
-assert {(e.rank, e.peer) for e in shifts if e.op == "send"} == {(0, 1), (1, 2), (2, 3), (3, 0)}, (
-    "to the right"
-)
-
-# after: ex1-graph
-assert waits_for == {s.rank: s.waits_for for s in hang.standstill if s.waits_for}
-
-# after: ex2-graph
-assert waits_for == {s.rank: s.waits_for for s in hang.standstill if s.waits_for}
-
-# after: ex3-graph
-assert waits_for == {s.rank: s.waits_for for s in hang.standstill if s.waits_for}
-
-# after: ex3-check
-check.close_to(run.values[1].nanmean(), (1 + 2 + 4) / 3, name="the mean of the good ones, without a message")
-
-# after: ex4-graph
-assert waits_for == {s.rank: s.waits_for for s in hang.standstill if s.waits_for}
-
-# after: ex5-graph
-assert waits_for == {s.rank: s.waits_for for s in hang.standstill if s.waits_for}
-assert [len(r.events) for r in hang.ranks[1:]] == [3] * 3, "ranks 1 to 3 made three all-reduces each"
-
-# after: blocking-timeline
-for r in blocking.ranks:
-    works = [e for e in r.events if e.op.startswith("work")]
-    short, long = works[::2], works[1::2]
-    assert min(e.seconds for e in short) >= 0.02 and min(e.seconds for e in long) >= 0.1 and len(works) == 8
-(first,) = (e.start for e in blocking.ranks[0].events if e.op == "work 0")
-(last,) = (e.end for e in blocking.ranks[3].events if e.op == "work 7")
-assert seconds(held_up) == last - first >= 0.02 + 10 * 0.1, "11 steps, and all but the first take 100 ms"
-messages = [e for e in held_up if e.op in ("send", "recv")]
-assert {(e.nbytes, e.is_async) for e in messages} == {(4096, False)}, "every message is 4 KiB and blocking"
-
-# after: ex6-timeline
-assert not any(e.op == "barrier" for e in ahead) and sum(e.is_async for e in ahead) == 2 * 3 * 8
-
-# wrong: ex1-waits: lets everybody after the mistake wait | look again at ranks 1, 2
-waits_for = {1: (0,), 2: (1,), 3: (2,)}
-
-# wrong: ex1-waits: gives a number instead of a tuple | give each rank that waits a tuple of others
-waits_for = {3: 2}
-
-# right: ex1-waits
-waits_for = {0: (), 3: [2]}
-
-# wrong: ex1-solution: knows its rank, and sends nothing | rank 0 calls nothing; down the line it is send
+# wrong: ring: all receive first: the same circle, the other way round | ranks 0-3 all receive first
 # %%ranks 4 --device cpu -o run
-def relay(x):
-    return float(rank + 1)
+def shift(x):
+    arrived = torch.empty_like(x)
+    dist.recv(arrived, src=(rank - 1) % world_size)
+    dist.send(x, dst=(rank + 1) % world_size)
+    return arrived
 
-relay(torch.zeros(1))
+x = torch.full((1024,), 2.0**rank)
+total = x.clone()
+dist.barrier()
+for _ in range(world_size - 1):
+    x = shift(x)
+    total += x
+total[:4]
 
-# wrong: ex1-solution: leaves the mistake | rank 2 finished without sending what rank 3 waits for
+# wrong: ring: receives into x: what the caller holds is gone | x, after shift(x)
 # %%ranks 4 --device cpu -o run
-def relay(x):
-    if rank > 0:
-        dist.recv(x, src=rank - 1)
-    x += 1
-    if rank < 2:
-        dist.send(x, dst=rank + 1)
-    return x.item()
+def shift(x):
+    sent = dist.isend(x.clone(), dst=(rank + 1) % world_size)
+    dist.recv(x, src=(rank - 1) % world_size)
+    sent.wait()
+    return x.clone()
 
-relay(torch.zeros(1))
+x = torch.full((1024,), 2.0**rank)
+total = x.clone()
+dist.barrier()
+for _ in range(world_size - 1):
+    x = shift(x)
+    total += x
+total[:4]
 
-# right: ex1-solution
+# wrong: ring: gathers all, and takes what it needs | only sends and receives (yours calls all_gather)
 # %%ranks 4 --device cpu -o run
-def relay(x):
-    if rank:
-        dist.irecv(x, src=rank - 1).wait()
-    mine = x + 1
-    if rank != world_size - 1:
-        dist.isend(mine, dst=rank + 1).wait()
-    return mine.item()
+def shift(x):
+    every = [torch.empty_like(x) for _ in range(world_size)]
+    dist.all_gather(every, x)
+    return every[rank - 1]
 
-relay(torch.zeros(1))
+x = torch.full((1024,), 2.0**rank)
+total = x.clone()
+dist.barrier()
+for _ in range(world_size - 1):
+    x = shift(x)
+    total += x
+total[:4]
 
-# wrong: ex2-waits: turns the arrows round | look again at ranks 0, 1, 2, 3
-waits_for = {0: (3,), 1: (0,), 2: (1,), 3: (2,)}
-
-# wrong: ex2-waits: lets the last rank get away | look again at rank 3
-waits_for = {0: (1,), 1: (2,), 2: (3,)}
-
-# wrong: ex2-solution: lets even ranks send first | rank 0 orders its send itself
+# right: ring: isend first, wait last
 # %%ranks 4 --device cpu -o run
-shift_all = shift
-shift_all(torch.full((1,), float(rank)))
+def shift(x):
+    sent = dist.isend(x, dst=(rank + 1) % world_size)
+    arrived = torch.empty_like(x)
+    dist.recv(arrived, src=rank - 1 if rank else world_size - 1)
+    sent.wait()
+    return arrived
 
-# wrong: ex2-solution: knows its left neighbour, and sends nothing | rank 0 calls nothing
+x = torch.full((1024,), 2.0**rank)
+total = x.clone()
+dist.barrier()
+for _ in range(world_size - 1):
+    x = shift(x)
+    total += x
+total[:4]
+
+# right: ring: only rank 0 begins, the others wait for their left
 # %%ranks 4 --device cpu -o run
-def shift_all(x):
-    return torch.full_like(x, float(left))
+def shift(x):
+    arrived = x * 0
+    steps = [(dist.send, x, (rank + 1) % world_size), (dist.recv, arrived, (rank - 1) % world_size)]
+    for call, tensor, peer in steps if rank == 0 else steps[::-1]:
+        call(tensor, peer)
+    return arrived
 
-shift_all(torch.full((1,), float(rank)))
+x = torch.full((1024,), 2.0**rank)
+total = x.clone()
+dist.barrier()
+for _ in range(world_size - 1):
+    x = shift(x)
+    total += x
+total[:4]
 
-# right: ex2-solution
-# %%ranks 4 --device cpu -o run
-def shift_all(x):
-    came = x * 0
-    ops = [dist.P2POp(dist.irecv, came, left), dist.P2POp(dist.isend, x.clone(), right)]
-    [work.wait() for work in dist.batch_isend_irecv(ops)]
-    return came
-
-shift_all(torch.full((1,), float(rank)))
-
-# wrong: ex3-waits: lets the bad rank wait for the others | look again at ranks 0, 1, 2, 3
-waits_for = {2: (0, 1, 3)}
-
-# wrong: ex3-waits: lets all wait for all others | look again at ranks 0, 1, 3
-waits_for = {0: (1, 2, 3), 1: (0, 2, 3), 3: (0, 1, 2)}
-
-# wrong: ex3-solution: fills in its own place and asks nobody | rank 0 makes the calls []
+# wrong: bad-batch: fills in its own place and asks nobody | rank 0 makes one call, an all_reduce of four numbers, 16 bytes (yours: [])
 # %%ranks 4 --device cpu -o run
 def losses_of_all(loss):
     places = torch.zeros(world_size)
@@ -165,7 +158,7 @@ def losses_of_all(loss):
 
 losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
 
-# wrong: ex3-solution: spoils every place | losses [1, 2, nan, 4], on each rank
+# wrong: bad-batch: spoils every place | losses [1, 2, nan, 4], on each rank
 # %%ranks 4 --device cpu -o run
 def losses_of_all(loss):
     places = loss * (torch.arange(world_size) == rank)
@@ -174,7 +167,17 @@ def losses_of_all(loss):
 
 losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
 
-# right: ex3-solution
+# wrong: bad-batch: takes the largest, and so loses the NaN and every negative loss | expected nan, got 0
+# %%ranks 4 --device cpu -o run
+def losses_of_all(loss):
+    places = torch.zeros(world_size)
+    places[rank] = loss
+    dist.all_reduce(places, op=dist.ReduceOp.MAX)
+    return places
+
+losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
+
+# right: bad-batch: builds the list from scalars
 # %%ranks 4 --device cpu -o run
 def losses_of_all(loss):
     places = [loss if r == rank else torch.tensor(0.0) for r in range(world_size)]
@@ -184,77 +187,23 @@ def losses_of_all(loss):
 
 losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
 
-# wrong: ex4-waits: thinks that each row waits for itself | look again at ranks 1, 2
-waits_for = {0: (1,), 1: (0,), 2: (3,), 3: (2,)}
-
-# wrong: ex4-waits: turns the circle round | look again at ranks 0, 1, 2, 3
-waits_for = {0: (2,), 1: (0,), 2: (3,), 3: (1,)}
-
-# wrong: ex4-solution: sums over the world | rank 0 sums over [(0, 1, 2, 3)]
+# right: bad-batch: waits for an asynchronous call
 # %%ranks 4 --device cpu -o run
-x = torch.full((1,), float(rank))
-dist.all_reduce(x)
-x.item()
+def losses_of_all(loss):
+    places = loss.new_zeros(world_size)
+    places[rank : rank + 1].copy_(loss)
+    dist.all_reduce(places, async_op=True).wait()
+    return places
 
-# wrong: ex4-solution: one order of all groups, not for the sum | [3.0, 4.0, 7.0, 7.0]: some sums go on
+losses_of_all(torch.tensor([1.0, 2.0, torch.nan, 4.0][rank]))
+
+# wrong: ahead: blocks as before | rank 0 sends with `isend`
 # %%ranks 4 --device cpu -o run
-groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [0, 2], [1, 3], [2, 3])]
-x = torch.full((1,), float(rank))
-for ranks, group in groups:
-    if rank in ranks:
-        dist.all_reduce(x, group=group)
-x.item()
-
-# right: ex4-solution
-# %%ranks 4 --device cpu -o run
-rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-x = torch.full((1,), float(rank))
-dist.all_reduce(x, group=columns[rank % 2])
-dist.all_reduce(x, group=rows[rank // 2])
-x.item()
-
-# wrong: ex5-waits: lets the three wait for rank 0 | look again at ranks 0, 1, 2, 3
-waits_for = {1: (0,), 2: (0,), 3: (0,)}
-
-# wrong: ex5-waits: lets rank 0 wait for the next rank only | look again at rank 0
-waits_for = {0: (1,)}
-
-# wrong: ex5-solution: divides the sum by the number of ranks | the ranks agree on [4, 4, 4, 4]; all have 2
-# %%ranks 4 --device cpu -o run
-def agreed(n_batches):
-    total = torch.tensor(n_batches)
-    dist.all_reduce(total)
-    return total.item() // world_size
-
-agreed(4 if rank == 0 else 3)
-
-# wrong: ex5-solution: takes three without asking | rank 0 calls [] for two agreements
-# %%ranks 4 --device cpu -o run
-def agreed(n_batches):
-    return 3
-
-agreed(4 if rank == 0 else 3)
-
-# right: ex5-solution
-# %%ranks 4 --device cpu -o run
-def agreed(n_batches):
-    most = -torch.tensor([n_batches])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return -int(most)
-
-n_steps = agreed(4 if rank == 0 else 3)
-for step in range(n_steps):
-    dist.all_reduce(torch.full((2,), float(step)))
-n_steps
-
-# wrong: ex6-solution: blocks as before | rank 0 stands in `send`: use `isend`
-# %%ranks 4 --device cpu -o run
-relay_ahead = relay_blocking
+relay_ahead = relay
 dist.barrier()
 relay_ahead(8)
 
-# wrong: ex6-solution: sends one number in place of the activation | an activation has 4096
+# wrong: ahead: sends one number in place of the activation | every message is an activation of 4096 bytes
 # %%ranks 4 --device cpu -o run
 def relay_ahead(n):
     arrived = []
@@ -272,7 +221,32 @@ def relay_ahead(n):
 dist.barrier()
 relay_ahead(8)
 
-# right: ex6-solution
+# wrong: ahead: writes into an activation that is under way | what leaves rank 1 has the means
+# %%ranks 4 --device cpu -o run
+def relay_ahead(n):
+    buffers = [torch.full((1024,), float(i) if rank == 0 else torch.nan) for i in range(n)]
+    coming = dist.irecv(buffers[0], src=rank - 1) if rank > 0 else None
+    going, means = None, []
+    for i, x in enumerate(buffers):
+        if coming:
+            coming.wait()
+            coming = dist.irecv(buffers[i + 1], src=rank - 1) if i + 1 < n else None
+        work(i)
+        x += 1
+        means.append(x.mean().item())
+        if going:
+            going.wait()
+        if rank < world_size - 1:
+            going = dist.isend(x, dst=rank + 1)
+            x[1:] = -1
+    if going:
+        going.wait()
+    return means
+
+dist.barrier()
+relay_ahead(8)
+
+# right: ahead: makes each buffer when it is needed
 # %%ranks 4 --device cpu -o run
 def relay_ahead(n):
     coming, going, arrived = None, None, []
@@ -300,3 +274,117 @@ def relay_ahead(n):
 
 dist.barrier()
 relay_ahead(8)
+
+# right: ahead: asks for everything at the start
+# %%ranks 4 --device cpu -o run
+def relay_ahead(n):
+    buffers = [torch.full((1024,), i + 0.0) for i in range(n)]
+    coming = [dist.irecv(b, src=rank - 1) for b in buffers] if rank else []
+    going = []
+    for i in range(n):
+        if coming:
+            coming[i].wait()
+        work(i)
+        buffers[i].add_(1)
+        if going:
+            going[-1].wait()
+        if rank + 1 < world_size:
+            going.append(dist.isend(buffers[i], dst=rank + 1))
+    for last in going[-1:]:
+        last.wait()
+    return [b.mean().item() for b in buffers]
+
+dist.barrier()
+relay_ahead(8)
+
+# wrong: relay: knows its rank, and sends nothing | rank 0 calls send (yours: nothing)
+# %%ranks 4 --device cpu -o run
+def count_up(x):
+    return float(rank + 1)
+
+count_up(torch.zeros(1))
+
+# wrong: relay: leaves the mistake | rank 2 finished without sending what rank 3 waits for
+# %%ranks 4 --device cpu -o run
+def count_up(x):
+    if rank > 0:
+        dist.recv(x, src=rank - 1)
+    x += 1
+    if rank < 2:
+        dist.send(x, dst=rank + 1)
+    return x.item()
+
+count_up(torch.zeros(1))
+
+# right: relay
+# %%ranks 4 --device cpu -o run
+def count_up(x):
+    if rank:
+        dist.irecv(x, src=rank - 1).wait()
+    mine = x + 1
+    if rank != world_size - 1:
+        dist.isend(mine, dst=rank + 1).wait()
+    return mine.item()
+
+count_up(torch.zeros(1))
+
+# wrong: grid: sums over the world | (yours: [(0, 1, 2, 3)])
+# %%ranks 4 --device cpu -o run
+x = torch.full((1,), float(rank))
+dist.all_reduce(x)
+x.item()
+
+# wrong: grid: one order of all groups, not for the sum | [3.0, 4.0, 7.0, 7.0]; nobody hangs, but some sums go on
+# %%ranks 4 --device cpu -o run
+groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [0, 2], [1, 3], [2, 3])]
+x = torch.full((1,), float(rank))
+for ranks, group in groups:
+    if rank in ranks:
+        dist.all_reduce(x, group=group)
+x.item()
+
+# right: grid
+# %%ranks 4 --device cpu -o run
+rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+x = torch.full((1,), float(rank))
+dist.all_reduce(x, group=columns[rank % 2])
+dist.all_reduce(x, group=rows[rank // 2])
+x.item()
+
+# right: grid: rows first, in a loop over all groups
+# %%ranks 4 --device cpu -o run
+x = torch.full((1,), float(rank))
+for ranks in ([0, 1], [2, 3], [0, 2], [1, 3]):
+    group = dist.new_group(ranks)
+    if rank in ranks:
+        dist.all_reduce(x, group=group)
+x.item()
+
+# wrong: more: divides the sum by the number of ranks | agree on 2, which all have (yours: [4, 4, 4, 4])
+# %%ranks 4 --device cpu -o run
+def agreed(n_batches):
+    total = torch.tensor(n_batches)
+    dist.all_reduce(total)
+    return total.item() // world_size
+
+agreed(4 if rank == 0 else 3)
+
+# wrong: more: takes three without asking | rank 0 agrees with one all-reduce (two agreements: [])
+# %%ranks 4 --device cpu -o run
+def agreed(n_batches):
+    return 3
+
+agreed(4 if rank == 0 else 3)
+
+# right: more
+# %%ranks 4 --device cpu -o run
+def agreed(n_batches):
+    most = -torch.tensor([n_batches])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return -int(most)
+
+n_steps = agreed(4 if rank == 0 else 3)
+for step in range(n_steps):
+    dist.all_reduce(torch.full((2,), float(step)))
+n_steps

@@ -1,35 +1,41 @@
 """What the notebook 04_collectives says is right, and wrong answers to its exercises; tests/judge.py runs them."""
 
-# after: traffic
-with_rank_0 = {(i, j) for i in range(4) for j in range(4) if (i == 0) != (j == 0)}  # from i to j
-called = [(e.rank, e.peer) for e in naive.events if (e.op, e.nbytes) == ("send", 2**18)]
-assert sorted(called) == sorted(with_rank_0), "one message each way between rank 0 and every other"
-used = {(i, j) for i, row in enumerate(naive.wire or []) for j, nbytes in enumerate(row) if nbytes >= 2**18}
-assert used == (with_rank_0 if counted else set()), "the operating system counted them so"
-check.close_to(naive.values, [[1 + 2 + 3 + 4]] * 4, name="the sum on every rank")
+# after: two-ways
+assert abs(through_0 / shared - 64) < 1e-9 and abs(shared - 0.0423) < 1e-4, "64 times as long"
 
 # after: who
 assert all(run.backend in v[3] for v in run.values), "all name the backend of this world"
+assert [(v[0], v[1], v[2]) for v in run.values] == [((str(r), "4"), r, 4) for r in range(4)]
 
 # after: reduce-steps
-copies = [{e.op for e in r.events} for r in copied.ranks], [[e.op for e in r.events] for r in moved.ranks]
-assert copies == ([{"broadcast"}] * 4, [["scatter", "gather"]] * 4), "a copy; then cut, then collected"
-check.close_to(summed.values[0], [0b1111] * 4, name="the sum on rank 0")
-assert {(e.op, e.peer) for e in summed.events} == {("reduce", 0)}, "a reduce to rank 0, not an all-reduce"
+assert [[e.op for e in r.events] for r in rooted.ranks] == [["broadcast", "scatter", "gather", "reduce"]] * 4
+check.close_to(rooted.values[0], [0b1111] * 4, name="the sum on rank 0")
+gathered = next(e for e in rooted.ranks[2].events if e.op == "gather").values.output_after
+assert torch.tensor(gathered).flatten().tolist() == [5, 6, 7, 8], "gather undoes the scatter of rank 1's numbers"
 
-# after: all-gather-steps
+# after: all-reduce-steps
 check.close_to(total.values, list(torch.tensor([[1.0, 10, 100]] * 4) * 6), name="0 + 1 + 2 + 3 times each")
-assert all(w.tolist() == [0, 1, 10, 11, 20, 21, 30, 31] for three in gathered.values for w in three)
-
-# after: halves-steps
-whole = sum(torch.arange(8.0) + 10 * r for r in range(4)).tolist()
-assert halves.values == [{"all-reduce": whole, "in two halves": whole}] * 4
-assert all([e.op for e in r.events] == ["reduce_scatter", "all_gather", "all_reduce"] for r in halves.ranks)
 
 # after: all-to-all-steps
-matrix = torch.arange(4.0) + 10 * torch.arange(4.0)[:, None]  # row i: what rank i puts in
-assert [y for y, _ in exchanged.values] == matrix.T.tolist() and all(back for _, back in exchanged.values)
-assert [e.op for e in exchanged.ranks[0].events] == ["all_to_all"] * 2
+rows = torch.arange(4.0) + 10 * torch.arange(4.0)[:, None]  # row i: what rank i puts in
+assert [part for part, _ in shared.values] == rows.sum(0).tolist()
+assert [column for _, column in shared.values] == rows.T.tolist()
+
+# after: all-to-all-steps
+# %%ranks 4 -o _lists
+import warnings
+
+x = torch.arange(4.0, device=device) + 10 * rank
+tensors, whole, part = list(x.new_empty(4, 4)), x.new_empty(16), x.new_empty(1)
+dist.all_gather(tensors, x)
+dist.all_gather_single(whole, x)
+assert torch.cat(tensors).equal(whole)
+dist.reduce_scatter(part, list(x.split(1)))
+assert part.item() == 60 + 4 * rank, "the form with a list"
+with warnings.catch_warnings(action="ignore"):
+    dist.all_gather_into_tensor(whole.zero_(), x)
+    dist.reduce_scatter_tensor(part.zero_(), x)
+assert torch.cat(tensors).equal(whole) and part.item() == 60 + 4 * rank, "the old names"
 
 # after: costs
 for n in (4, 7):  # a sum over all ranks, divided by them
@@ -37,11 +43,49 @@ for n in (4, 7):  # a sum over all ranks, divided by them
     for name in names:
         check.close_to(costs.bytes_sent(name, 1.0, n), everybody.get(name, n - 1) / n, name=name)
 
-# after: async
-assert [[e.op for e in r.events] for r in run.ranks] == [["all_reduce", "barrier"]] * 4
-assert all(r.events[0].is_async for r in run.ranks), "the all-reduce was called with async_op=True"
-met = [e for e in run.events if e.op == "barrier"]
-assert max(e.start for e in met) <= min(e.end for e in met), "nobody leaves the barrier before all have come"
+# after: cheapest-check
+assert [costs.bytes_sent(op, s, 4) for op, s in (("gather", 16), ("all_gather", 64))] == [3, 48], "d, and 192 / 4"
+assert bytes_sent == 12 + 18 + 12 + 3
+
+# after: unlike-dtypes
+wrong = next(r.mismatch for r in dtypes.ran if r.mismatch)
+assert (wrong.problem, wrong.calls[3].text) == ("different dtypes", "all_reduce(int32[3])")
+
+# after: no-gradient
+assert [e.op for e in run.events] == ["all_gather"] * 4, "the all-gather itself was done"
+
+# after: transposes
+eye = torch.eye(4)  # row r: only the number of rank r
+expected = {"broadcast": eye[[0] * 4], "all_gather": eye.repeat(4, 1), "all_reduce": torch.ones(4, 4)}
+expected["all_to_all"] = torch.eye(16).reshape(4, 4, 16).transpose(0, 1).reshape(16, 16)
+for name, matrix in expected.items():
+    assert torch.equal(A[name], matrix), f"{name}: every rank gets what the table of the eight names says"
+
+# after: transposes
+# %%ranks 4 -o _pair
+part, rows = torch.empty(1, 4, device=device), list(torch.eye(4, device=device).split(1))
+dist.scatter(part, rows if rank == 0 else None, src=0)
+places = [torch.empty_like(part) for _ in range(4)] if rank == 0 else None
+dist.gather(torch.eye(4, device=device)[rank : rank + 1].clone(), places, dst=0)
+assert part.equal(rows[rank]) and (rank or torch.cat(places).equal(torch.eye(4, device=device))), "scatter and gather"
+
+# after: real-number
+assert predicted == {2: 12.5, 4: 36.0}
+
+# after: functional
+assert [[e.op for e in r.events] for r in both.ranks] == [["all_gather", "reduce_scatter"] * 2] * 4
+
+# after: functional
+# %%ranks 4 -o _older
+import warnings
+
+import torch.distributed.nn.functional as older
+
+x = torch.ones(2, device=device, requires_grad=True)
+with warnings.catch_warnings(action="ignore"):
+    y = torch.cat(older.all_gather(x))
+((rank + 1) * (torch.arange(8.0, device=device) * y).sum()).backward()
+assert x.grad.tolist() == [20.0 * rank, 20.0 * rank + 10], "torch.distributed.nn.functional, too"
 
 # after: in-groups-steps
 assert in_groups.values == [([2, 20], 0), ([4, 40], 0), ([2, 20], 1), ([4, 40], 1)], (
@@ -49,30 +93,11 @@ assert in_groups.values == [([2, 20], 0), ([4, 40], 0), ([2, 20], 1), ([4, 40], 
 )
 assert {tuple(e.ranks) for e in in_groups.events if e.op == "all_reduce"} == {(0, 2), (1, 3)}
 
-# after: no-gradient
-assert [e.op for e in run.events] == ["all_gather"] * 4, "the all-gather itself was done"
-
-# after: transposes
-eye = torch.eye(4)  # row r: only the number of rank r
-expected = {
-    "broadcast": eye[[0] * 4],
-    "scatter": eye,
-    "all_gather": eye.repeat(4, 1),
-    "all_reduce": torch.ones(4, 4),
-}
-expected["all_to_all"] = torch.eye(16).reshape(4, 4, 16).transpose(0, 1).reshape(16, 16)
-for name, matrix in expected.items():
-    assert torch.equal(A[name], matrix), f"{name}: every rank gets what the table of the eight names says"
-gave = {name: owners.get(name) or [4 * i // a.shape[1] for i in range(a.shape[1])] for name, a in A.items()}
-got = {name: [r for r in range(4) for _ in measured[r][name]] for name in A}  # the rank of each row
-assert all(gave[f] == got[b] and got[f] == gave[b] for f, b in pairs.items()), (
-    "each gradient where its number was"
-)
-
-# after: all-reduce-function
-check.close_to(run.values, [[1 + 2 + 3 + 4] * 2] * 4, name="each x is in the losses of all ranks")
-assert [(e.op, e.nbytes) for e in run.ranks[0].events] == [("all_reduce", 8)] * 2, "one all-reduce each way"
-check.close_to(x, [[1, 2]] * 4, name="the function leaves x as it was")
+# after: async
+assert [[e.op for e in r.events] for r in run.ranks] == [["all_reduce", "barrier"]] * 4
+assert all(r.events[0].is_async for r in run.ranks), "the all-reduce was called with async_op=True"
+met = [e for e in run.events if e.op == "barrier"]
+assert max(e.start for e in met) <= min(e.end for e in met), "nobody leaves the barrier before all have come"
 
 # after: rounded-steps
 bfloat16, int8, integers, refused = rounded.values[0]
@@ -81,20 +106,6 @@ assert set(bfloat16) <= {256.0, 258.0, 260.0}, "bfloat16 has no 259"
 assert int8 == [(4 * 100 + 128) % 256 - 128] * 2, "int8 wraps round"
 assert integers == ([60, 120] if refused else [15, 30]), "a refused average leaves the sum in the tensor"
 
-# after: bits-of-3
-assert 2.0 ** ((_ >> 23) - 127) * (1 + (_ & (2**23 - 1)) / 2**23) == 3.0, "sign 0, exponent 1, fraction 0.5"
-
-# after: unlike-dtypes
-wrong = [next(r.mismatch for r in run.ran if r.mismatch) for run in (shapes, dtypes)]
-assert [m.problem for m in wrong] == ["different shapes", "different dtypes"]
-assert [wrong[0].calls[1].text, wrong[1].calls[3].text] == ["all_reduce(float32[4])", "all_reduce(int32[3])"]
-
-# after: ex5-check
-assert [costs.bytes_sent(op, s, 4) for op, s in (("gather", 16), ("all_gather", 64))] == [3, 48], (
-    "d, and 192 / 4"
-)
-assert bytes_sent == 12 + 18 + 12 + 3
-
 # after: whole-program-run
 assert _ == [f"rank {r} of 2 holds [{1.0 + 2.0}, {1.0 + 2.0}]" for r in range(2)]
 
@@ -102,142 +113,62 @@ assert _ == [f"rank {r} of 2 holds [{1.0 + 2.0}, {1.0 + 2.0}]" for r in range(2)
 four_numbers = torch.kron(A["all_reduce"], torch.eye(4))  # the all-reduce of one number, for each of four
 assert torch.equal(product, four_numbers), "all-gather times reduce-scatter is an all-reduce"
 
-# wrong: ex1-solution: cuts into four, whatever the world size | Input list size should be 3
+# wrong: halves: gives the library the work | yours calls all_reduce
 # %%ranks 4 -o run
-batch = torch.arange(12.0, device=device)
-part = torch.full((3,), torch.nan, device=device)
-dist.scatter(part, list(batch.chunk(4)) if rank == 0 else None, src=0)
-part
+def all_reduce(x):
+    dist.all_reduce(x)
 
-# wrong: ex1-solution: takes its part without communicating | rank 0 calls nothing; it is one scatter
+x = torch.arange(8.0, device=device) + 10 * rank
+all_reduce(x)
+x
+
+# wrong: halves: gathers everything and adds up | two collectives for each sum
 # %%ranks 4 -o run
-part = torch.arange(12.0, device=device).chunk(world_size)[rank]
-part
+def all_reduce(x):
+    rows = x.new_empty(4 * len(x))
+    dist.all_gather_single(rows, x)
+    x.copy_(rows.view(4, -1).sum(0))
 
-# wrong: ex1-solution: deals the numbers out one by one | part, on 4 ranks: 10 of 12 numbers differ
+x = torch.arange(8.0, device=device) + 10 * rank
+all_reduce(x)
+x
+
+# wrong: halves: sends everything to everybody, in two calls | 48 bytes per rank are enough
 # %%ranks 4 -o run
-batch = torch.arange(12.0, device=device)
-part = torch.full((12 // world_size,), torch.nan, device=device)
-dist.scatter(part, [batch[r::world_size].clone() for r in range(world_size)] if rank == 0 else None, src=0)
-part
+def all_reduce(x):
+    dist.reduce(x, dst=0)
+    whole = x.new_empty(4 * len(x))
+    dist.all_gather_single(whole, x)
+    x.copy_(whole[: len(x)])
 
-# right: ex1-solution
+x = torch.arange(8.0, device=device) + 10 * rank
+all_reduce(x)
+x
+
+# right: halves: with lists of parts
 # %%ranks 4 -o run
-part = torch.empty(12 // world_size, device=device)
-parts = None
-if rank == 0:
-    parts = [torch.arange(12.0, device=device)[len(part) * r :][: len(part)] for r in range(world_size)]
-dist.scatter(part, parts)
-part
+def all_reduce(x):
+    parts = list(x.chunk(world_size))
+    mine = torch.empty_like(parts[rank])
+    dist.reduce_scatter(mine, [part.clone() for part in parts])
+    dist.all_gather(parts, mine)
 
-# wrong: ex2-solution: takes the mean of the means | expected 2, got 1.5
+x = torch.arange(8.0, device=device) + 10 * rank
+all_reduce(x)
+x
+
+# right: halves: adds up by itself what an all-to-all brings
 # %%ranks 4 -o run
-def mean_of_all(losses):
-    mean = losses.mean()
-    dist.all_reduce(mean)
-    return (mean / world_size).item()
+def all_reduce(x):
+    columns = torch.empty_like(x)
+    dist.all_to_all_single(columns, x)
+    dist.all_gather_single(x, columns.view(world_size, -1).sum(0))
 
-mean_of_all(torch.full((rank + 1,), float(rank), device=device))
+x = torch.arange(8.0, device=device) + 10 * rank
+all_reduce(x)
+x
 
-# wrong: ex2-solution: knows that there are ten losses | expected 1.625
-# %%ranks 4 -o run
-def mean_of_all(losses):
-    total = losses.sum()
-    dist.all_reduce(total)
-    return total.item() / 10
-
-mean_of_all(torch.full((rank + 1,), float(rank), device=device))
-
-# right: ex2-solution
-# %%ranks 4 -o run
-def mean_of_all(losses):
-    both = torch.stack([torch.ones_like(losses), losses]).double().sum(1)
-    dist.all_reduce(both)
-    return both[1] / both[0]
-
-mean_of_all(torch.full((rank + 1,), float(rank), device=device))
-
-# wrong: ex3-solution: sends quarters on before they have come | bytes to rank 2 when 0 have come
-# %%ranks 4 -o run
-def broadcast(x):
-    quarters = x.chunk(4)
-    works = [dist.irecv(quarter, src=rank - 1) for quarter in quarters] if rank > 0 else []
-    works += [dist.isend(quarter, dst=rank + 1) for quarter in quarters] if rank < world_size - 1 else []
-    for work in works:
-        work.wait()
-
-x = torch.arange(4096.0, device=device) if rank == 0 else torch.full((4096,), torch.nan, device=device)
-broadcast(x)
-[x.sum().item(), x[-1].item()]
-
-# wrong: ex3-solution: knows the sum and the last number | other numbers, on each rank
-# %%ranks 4 -o run
-def broadcast(x):
-    for quarter in x.chunk(4):
-        if rank > 0:
-            dist.recv(quarter, src=rank - 1)
-        if rank < world_size - 1:
-            dist.send(quarter, dst=rank + 1)
-    x.copy_(torch.arange(4096.0))
-
-x = torch.arange(4096.0, device=device) if rank == 0 else torch.full((4096,), torch.nan, device=device)
-broadcast(x)
-[x.sum().item(), x[-1].item()]
-
-# right: ex3-solution
-# %%ranks 4 -o run
-def broadcast(x):
-    parts = x.split(512)
-    coming = [dist.irecv(part, src=rank - 1) for part in parts] if rank > 0 else [None] * 8
-    going = []
-    for part, work in zip(parts, coming, strict=True):
-        if work:
-            work.wait()
-        going += [dist.isend(part, dst=rank + 1)] if rank < world_size - 1 else []
-    for work in going:
-        work.wait()
-
-x = torch.arange(4096.0, device=device) if rank == 0 else torch.full((4096,), torch.nan, device=device)
-broadcast(x)
-[x.sum().item(), x[-1].item()]
-
-# wrong: ex4-solution: takes its part of its own gradient | rank 0 communicates in the forward only
-# %%ranks 4 -o run
-class AllGather(AllGather):
-    @staticmethod
-    def backward(ctx, grad_y):
-        return grad_y.chunk(world_size)[rank]
-
-x = torch.ones(2, device=device, requires_grad=True)
-((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
-x.grad
-
-# wrong: ex4-solution: sums everything and takes its part | by the formulas backward sends 48 bytes per rank
-# %%ranks 4 -o run
-class AllGather(AllGather):
-    @staticmethod
-    def backward(ctx, grad_y):
-        dist.all_reduce(grad_y)
-        return grad_y.chunk(world_size)[rank]
-
-x = torch.ones(2, device=device, requires_grad=True)
-((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
-x.grad
-
-# right: ex4-solution
-# %%ranks 4 -o run
-class AllGather(AllGather):
-    @staticmethod
-    def backward(ctx, grad_y):
-        parts = torch.empty_like(grad_y)
-        dist.all_to_all_single(parts, grad_y.contiguous())
-        return parts.view(world_size, -1).sum(0)
-
-x = torch.ones(2, device=device, requires_grad=True)
-((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
-x.grad
-
-# wrong: ex5-solution: gathers everything for each of them | 192 bytes per rank; 45 are enough
+# wrong: cheapest: gathers everything for each of them | 45 bytes per rank are enough for all four (yours: 192)
 # %%ranks 4 -o run
 def everything(x):
     rows = x.new_full((world_size, len(x)), torch.nan)
@@ -260,7 +191,7 @@ def d(x):
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]
 
-# wrong: ex5-solution: squares before it has summed | b on each rank: 4 of 4 numbers differ
+# wrong: cheapest: squares before it has summed | b on each rank: 4 of 4 numbers differ
 # %%ranks 4 -o run
 def a(x):
     part = x.new_full((1,), torch.nan)
@@ -275,7 +206,7 @@ def b(x):
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]
 
-# right: ex5-solution
+# right: cheapest
 # %%ranks 4 -o run
 def c(x):
     column = x.new_empty(4)
@@ -298,26 +229,160 @@ def d(x):
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]
 
-# wrong: ex6-solution: scatters interleaved parts | sum and ends of the quarters
+# wrong: cheapest: leaves the tensor of the caller changed | x after the four functions
 # %%ranks 4 -o run
-x = torch.arange(4096.0, device=device)
-x *= 1 if rank == 0 else torch.nan
-part = x.new_full((4096 // world_size,), torch.nan)
-parts = [x[r::world_size].clone() for r in range(world_size)] if rank == 0 else None
-dist.scatter(part, parts, src=0)
-dist.all_gather_single(x, part)
+def c(x):
+    column = torch.empty_like(x)
+    dist.all_to_all_single(column, x)
+    return column
+
+def a(x):
+    return c(x).sum().view(1)
+
+def b(x):
+    squares = a(x).square_()
+    dist.all_reduce(squares)
+    return squares
+
+def d(x):
+    mine, places = x.sum().view(1), list(x.new_empty(4, 1)) if rank == 0 else None
+    x.zero_()
+    dist.gather(mine, places)
+    return torch.cat(places) if places else None
+
+x = torch.arange(4.0, device=device) + 10 * rank
+[a(x), b(x), c(x), d(x)]
+
+# right: cheapest: with lists of tensors
+# %%ranks 4 -o run
+def a(x):
+    part = x.new_zeros(1)
+    dist.reduce_scatter(part, list(x.split(1)))
+    return part
+
+def b(x):
+    both = a(x).pow(2)
+    dist.all_reduce(both, op=dist.ReduceOp.SUM)
+    return both.clone()
+
+def c(x):
+    places = [x.new_empty(1) for _ in range(world_size)]
+    dist.all_to_all(places, list(x.split(1)))
+    return torch.cat(places)
+
+def d(x):
+    places = [x.new_empty(1) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(x.sum()[None], gather_list=places)
+    return torch.cat(places) if rank == 0 else None
+
+x = torch.arange(4.0, device=device) + 10 * rank
+[a(x), b(x), c(x), d(x)]
+
+# wrong: gradient: takes its part of its own gradient | rank 0 communicates in the backward, too
+# %%ranks 4 -o run
+class AllGather(AllGather):
+    @staticmethod
+    def backward(ctx, grad_y):
+        return grad_y.chunk(world_size)[rank]
+
+x = torch.ones(2, device=device, requires_grad=True)
+((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
+x.grad
+
+# wrong: gradient: sums everything and takes its part | 24 bytes per rank are enough for the backward (your all_reduce sends 48)
+# %%ranks 4 -o run
+class AllGather(AllGather):
+    @staticmethod
+    def backward(ctx, grad_y):
+        dist.all_reduce(grad_y)
+        return grad_y.chunk(world_size)[rank]
+
+x = torch.ones(2, device=device, requires_grad=True)
+((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
+x.grad
+
+# right: gradient
+# %%ranks 4 -o run
+class AllGather(AllGather):
+    @staticmethod
+    def backward(ctx, grad_y):
+        parts = torch.empty_like(grad_y)
+        dist.all_to_all_single(parts, grad_y.contiguous())
+        return parts.view(world_size, -1).sum(0)
+
+x = torch.ones(2, device=device, requires_grad=True)
+((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
+x.grad
+
+# right: gradient: calls torch's own function
+# %%ranks 4 -o run
+import torch.distributed._functional_collectives as functional
+
+class AllGather(AllGather):
+    @staticmethod
+    def backward(ctx, grad_y):
+        return functional.reduce_scatter_single(grad_y, "sum", 0, dist.group.WORLD)
+
+x = torch.ones(2, device=device, requires_grad=True)
+((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
+x.grad
+
+# wrong: article: cuts into four, whatever the world size | Input list size should be 3
+# %%ranks 4 -o run
+batch = torch.arange(12.0, device=device)
+part = torch.full((3,), torch.nan, device=device)
+dist.scatter(part, list(batch.chunk(4)) if rank == 0 else None, src=0)
+part
+
+# wrong: article: takes its part without communicating | rank 0 calls one scatter (yours: nothing)
+# %%ranks 4 -o run
+part = torch.arange(12.0, device=device).chunk(world_size)[rank]
+part
+
+# wrong: article: deals the numbers out one by one | part, on 4 ranks: 10 of 12 numbers differ
+# %%ranks 4 -o run
+batch = torch.arange(12.0, device=device)
+part = torch.full((12 // world_size,), torch.nan, device=device)
+dist.scatter(part, [batch[r::world_size].clone() for r in range(world_size)] if rank == 0 else None, src=0)
+part
+
+# right: article
+# %%ranks 4 -o run
+part = torch.empty(12 // world_size, device=device)
+parts = None
+if rank == 0:
+    parts = [torch.arange(12.0, device=device)[len(part) * r :][: len(part)] for r in range(world_size)]
+dist.scatter(part, parts)
+part
+
+# wrong: spread: scatters interleaved parts | sum and ends of the quarters
+# %%ranks 4 -o run
+def broadcast(x):
+    part = x.new_empty(len(x) // world_size)
+    dist.scatter(part, [x[r::world_size].clone() for r in range(world_size)] if rank == 0 else None, src=0)
+    dist.all_gather_single(x, part)
+
+x = torch.arange(4096.0, device=device) * (1 if rank == 0 else torch.nan)
+broadcast(x)
 [x.sum().item(), *x[1023::1024].tolist()]
 
-# wrong: ex6-solution: knows what rank 0 holds | it is one scatter, one all-gather
+# wrong: spread: sends it whole | rank 0 makes one scatter and one all_gather
 # %%ranks 4 -o run
-x = torch.arange(4096.0, device=device)
+def broadcast(x):
+    dist.broadcast(x, src=0)
+
+x = torch.arange(4096.0, device=device) * (1 if rank == 0 else torch.nan)
+broadcast(x)
 [x.sum().item(), *x[1023::1024].tolist()]
 
-# right: ex6-solution
+# right: spread: with a list of views
 # %%ranks 4 -o run
-x = torch.arange(4096.0, device=device) if rank == 0 else torch.full((4096,), torch.nan, device=device)
-quarters = x.split(4096 // world_size)
-mine = torch.empty_like(quarters[0])
-dist.scatter(mine, [quarter.clone() for quarter in quarters] if rank == 0 else None)
-dist.all_gather(list(quarters), mine)
+def broadcast(x):
+    quarters = x.split(len(x) // world_size)
+    mine = torch.empty_like(quarters[0])
+    dist.scatter(mine, [quarter.clone() for quarter in quarters] if rank == 0 else None)
+    dist.all_gather(list(quarters), mine)
+
+x = torch.arange(4096.0, device=device) * (1 if rank == 0 else torch.nan)
+broadcast(x)
 [x.sum().item(), *x[1023::1024].tolist()]
