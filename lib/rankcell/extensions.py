@@ -12,15 +12,14 @@ from typing import Any
 
 TABLE = {
     "%ranks doctor": "doctor:line",
-    "%ranks export": "cluster.export:line",
     "%ranks progress": "teaching.progress:line",
     "--against": "compare.replay:against",  # (run, model) -> the run with what one process says of it
-    "--against, on ranks": "compare.follow:Follow",  # around the cell, given the rank's recorder
+    "--against, on ranks": "compare.replay:Follow",  # around the cell, given the rank's recorder
     "1 of N, cluster": "rehearsal.cluster:Cluster",  # where one rank of a large job rehearses
     "1 of N, stage": "rehearsal.stage:Rehearsal",  # what answers it there
     "check.against": "compare.judge:compare",
     "rankcell.trace": "compare.trace:of",
-    "rankcell run": "jobs.command:add_command",  # with attach and explain
+    "rankcell run": "jobs.command:add_command",  # with explain
     "rankcell export": "cluster.export:add_command",
     "rankcell plan": "planner.command:add_command",
     "rankcell doctor": "doctor:add_command",
@@ -35,5 +34,5 @@ def find(word: str) -> Any:
 
 
 def words_of(magic: str) -> list[str]:
-    """The words that parts add behind `magic`: "export" of "%ranks"."""
+    """The words that parts add behind `magic`: "doctor" of "%ranks"."""
     return [word.removeprefix(f"{magic} ") for word in TABLE if word.startswith(f"{magic} ")]

@@ -17,8 +17,8 @@ from . import layouts
 from .blame import first_wrong
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
-from .reference import ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, typical
-from .traced import NOT_FINITE, Traced
+from .reference import ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, matrix_of, typical
+from .traced import Traced
 from .wording import BEFORE, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor: no optimizer's update of such a gradient is compared
@@ -73,10 +73,6 @@ def _dense(one: Any) -> dict[_Key, list[Traced]]:
         raise NothingToCompare(
             "There is no trace of one process to compare with. Make one in the notebook: "
             "`with rankcell.trace(dense) as one: loss(dense(x), y).backward()`."
-        )
-    if any(e.whole is None for e in entries):
-        raise NothingToCompare(
-            "The second trace was made on a rank. Make that of one process in the notebook."
         )
     found: dict[_Key, list[Traced]] = {}
     for e in entries:
@@ -227,7 +223,7 @@ class Judge:
         if not old or any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
             return reference, list(pieces)
         was = _matrix(old)
-        change = reference.matrix - np.nan_to_num(was, True, *NOT_FINITE)
+        change = reference.matrix - was
         rounding = ROUNDING.get(old[0].dtype, 0.0) * typical(was) / self.tolerance
         slack = None
         gradient = self.dense.get(("grad", name, step - 1, 0))
@@ -236,7 +232,7 @@ class Judge:
             noise = TINY * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
         changed = Reference(change, self.tolerance, rounding, reference.shape, slack=slack)
-        return changed, [p.minus(before[p.rank]) for p in pieces]
+        return changed, [replace(p, matrix=p.matrix - before[p.rank].matrix) for p in pieces]
 
     def _is_noise(self, name: str, step: int) -> bool:
         """Whether the gradient of a parameter is so small that an optimizer may make anything of it; or, where it has
@@ -265,7 +261,7 @@ class Judge:
         usual = self.multiples.get((piece.rank, step))
         if fit is None and usual is not None:
             # rows that were taken for others, which looked like them on the way forward
-            fit = layouts.place(piece.times(1 / usual), reference, self.seen, space)
+            fit = layouts.place(replace(piece, matrix=piece.matrix / usual), reference, self.seen, space)
             fit = fit and replace(fit, factor=fit.factor * usual)
         if fit is None:
             return None
@@ -277,7 +273,7 @@ class Judge:
         output, whole = self.forward[place]
         if whole.matrix.shape != reference.matrix.shape or output.shape != piece.shape:
             return fit
-        return fit if whole.factor(output.rows, output.columns, (fit.rows, fit.columns)) is not None else None
+        return fit if whole.factor(output.matrix, fit.rows, fit.columns) is not None else None
 
     def _place_of_parameter(
         self, piece: Piece, reference: Reference, space: str, *, changes: bool
@@ -286,7 +282,7 @@ class Judge:
         key = (space, piece.rank, piece.shape)
         known = self.where.get(key)
         if known is not None and known.flat is None:
-            k = reference.factor(piece.rows, piece.columns, (known.rows, known.columns))
+            k = reference.factor(piece.matrix, known.rows, known.columns)
             return None if k is None else replace(known, factor=k)
         changes = changes and known is None
         fit = layouts.place(piece, reference, self.seen, space) if known is None else None
@@ -347,7 +343,7 @@ class Judge:
             return False
         for (_, n, s, _), es in of_rank.items():
             if n in inner and s == step:
-                if any(e.shape == piece.shape and np.array_equal(e.rows, piece.rows) for e in es):
+                if any(e.shape == piece.shape and np.array_equal(matrix_of(e), piece.matrix) for e in es):
                     self.stages.add((name, piece.rank))
                     return True
         return False
@@ -378,8 +374,8 @@ def _alike(
             continue
         place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
         other, first = firsts.setdefault(place, (rank, e))
-        size = typical(first.rows)
-        if first.shape != e.shape or np.abs(first.rows - e.rows).max(initial=0.0) > tolerance * size:
+        size = typical(matrix_of(first))
+        if first.shape != e.shape or np.abs(first.value - e.value).max(initial=0.0) > tolerance * size:
             says = f"ranks {other} and {rank} hold the same part of it, and after the step other numbers"
             return row.found("none", "ranks differ", ranks=(other, rank), says=says)
     return row.found("skipped", "not compared: a dropout is on")
@@ -388,7 +384,7 @@ def _alike(
 def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
     """A single number, such as a loss: the same everywhere, or a sum or mean of what the ranks have."""
     wanted = float(reference.matrix[0, 0])
-    values = [float(p.rows[0, 0]) for p in pieces if p.n * p.f == 1]
+    values = [float(p.matrix[0, 0]) for p in pieces if p.n * p.f == 1]
     limit = SLACK * reference.tolerance * max(abs(wanted), reference.scale)
     if len(values) != len(pieces):
         return row.found("none", "another shape")
@@ -419,12 +415,11 @@ def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
 def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     """What can be said of pieces that fit nowhere."""
     piece = lost[0]
-    if row.kind == "parameter" and row.step and not any(p.rows.any() or p.columns.any() for p in lost):
+    if row.kind == "parameter" and row.step and not any(p.matrix.any() for p in lost):
         return BEFORE
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
-    off = float(np.linalg.norm(piece.rows - reference.row_sums))
-    share = off / max(float(np.linalg.norm(reference.row_sums)), 1e-30)
+    share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)
     if share >= ROUNDED:
         return f"other numbers ({share:.0%} off)"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
@@ -432,11 +427,10 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
 
 
 def _piece(rank: int, e: Traced) -> Piece:
-    return Piece(rank, e.call, e.shape, e.rows, e.columns, e.flat, e.at)
+    return Piece(rank, e.call, e.shape, matrix_of(e))
 
 
 def _matrix(entries: Sequence[Traced]) -> np.ndarray:
     """The tensors of all calls, one below the other, as far as their widths agree."""
-    matrices = [e.whole.reshape(e.matrix) for e in entries]
-    width = matrices[0].shape[1]
-    return np.concatenate([m for m in matrices if m.shape[1] == width]).astype(np.float64)
+    matrices = [matrix_of(e) for e in entries]
+    return np.concatenate([m for m in matrices if m.shape[1] == matrices[0].shape[1]])

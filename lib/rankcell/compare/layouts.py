@@ -12,6 +12,8 @@ import numpy as np
 
 from .reference import SLACK, Fit, Map, Piece, Reference
 
+WINDOW = 16  # numbers of a flat piece that are looked for together
+
 
 class SeenPlaces:
     """Which rows and columns a rank was seen to have of a tensor of some size: it will have them again.
@@ -87,7 +89,7 @@ def place(piece: Piece, reference: Reference, seen: SeenPlaces, space: str) -> F
     """Where the piece lies in the reference, as it is or times a factor; None if nowhere."""
     scaled: Fit | None = None
     for rows, columns in product(seen.rows(space, piece, reference), seen.columns(space, piece, reference)):
-        k = reference.factor(piece.rows, piece.columns, (rows, columns))
+        k = reference.factor(piece.matrix, rows, columns)
         if k == 1.0:
             return Fit(rows, columns)
         if k is not None and (scaled is None or abs(k - 1) < abs(scaled.factor - 1)):
@@ -119,28 +121,23 @@ def _search(piece: Piece, reference: Reference, seen: SeenPlaces, space: str) ->
                     candidates.append((located[0], block, located[1]))
                     break
     for rows, columns, sure in candidates:
-        if reference.factor(piece.rows, piece.columns, (rows, columns)) == 1.0:
+        if reference.factor(piece.matrix, rows, columns) == 1.0:
             return Fit(rows, columns, sure=sure)
     return None
 
 
 def place_flat(piece: Piece, reference: Reference, known_places: dict, space: str) -> Fit | None:
-    """Where the numbers of a piece lie in the flattened reference, window by window.
-
-    Zeros at the end of a piece are padding.
-    """
-    if piece.flat is None:
-        return None
-    flat = reference.matrix.reshape(-1)
-    key = (space, piece.rank, len(piece.flat), len(flat))
+    """Where the numbers of a piece lie in the flattened reference. Zeros at the end of a piece are padding."""
+    numbers, flat = piece.matrix.reshape(-1), reference.matrix.reshape(-1)
+    key = (space, piece.rank, len(numbers), len(flat))
     known = known_places.get(key)
     if known is None:
-        known = _find_windows(piece, flat, reference)
+        known = _find_numbers(numbers, flat, reference)
         if known is None:
             return None
         known_places[key] = known
     inside = known >= 0
-    mine, theirs = piece.flat[inside], flat[known[inside]]
+    mine, theirs = numbers[inside], flat[known[inside]]
     power = float(theirs @ theirs)
     k = float(mine @ theirs) / power if power > 0 else 1.0
     if abs(k - 1) < SLACK * reference.tolerance or reference.is_noise:
@@ -150,29 +147,26 @@ def place_flat(piece: Piece, reference: Reference, known_places: dict, space: st
         limit = limit + SLACK * reference.slack.reshape(-1)[known[inside]]
     if (np.abs(mine - k * theirs) > limit).any() or abs(k) < 1e-6:
         # weights that are all alike, as those of a norm, lie anywhere: their gradients tell more
-        known = _find_windows(piece, flat, reference)
+        known = _find_numbers(numbers, flat, reference)
         if known is None:
             return None
         known_places[key], k = known, 1.0
     return Fit(None, None, k, flat=known)
 
 
-def _find_windows(piece: Piece, flat: np.ndarray, reference: Reference) -> Map | None:
-    """For each number of the piece its place in `flat`, -1 for padding; None if they are not all found."""
-    assert piece.flat is not None
-    width = len(piece.flat) // len(piece.at) if len(piece.at) > 1 else min(16, len(piece.flat))
-    numbers = piece.flat
+def _find_numbers(numbers: np.ndarray, flat: np.ndarray, reference: Reference) -> Map | None:
+    """For each number its place in `flat`, -1 for padding; None if they are not all found."""
     order = np.argsort(flat, kind="stable")
     ordered = flat[order]
     places = np.full(len(numbers), -2, dtype=np.int64)
     limit = SLACK * reference.tolerance * reference.scale
     used = len(np.trim_zeros(numbers, "b"))
     places[used:] = -1
-    for start in range(0, used, width):
-        window = numbers[start : min(start + width, used)]
+    for start in range(0, used, WINDOW):
+        window = numbers[start : min(start + WINDOW, used)]
         if start and places[start - 1] >= 0:  # the last one goes on
             begin = int(places[start - 1]) + 1
-            if len(piece.at) == 1 and _fits(flat, begin, window, limit):
+            if _fits(flat, begin, window, limit):
                 places[start : start + len(window)] = np.arange(begin, begin + len(window))
                 continue
         low = np.searchsorted(ordered, window[0] - limit)
@@ -220,10 +214,9 @@ def partial(
             continue
         best: Sum | None = None
         for group, axes in _groups(same, mesh):
-            total_rows = np.sum([p.rows for p in group], axis=0)
-            total_columns = np.sum([p.columns for p in group], axis=0)
-            k = reference.factor(total_rows, total_columns, (rows, columns))
-            if k is None and not space and reference.is_but_for_a_bias(total_rows, (rows, columns)):
+            total = np.sum([p.matrix for p in group], axis=0)
+            k = reference.factor(total, rows, columns)
+            if k is None and not space and reference.is_but_for_a_bias(total, rows, columns):
                 k = 1.0
             if k is None:
                 continue
@@ -271,7 +264,7 @@ def _groups(
     yield list(pieces), ()
     kinds: list[Piece] = []
     for piece in pieces:
-        if not any(np.allclose(piece.rows, k.rows, rtol=1e-5, atol=1e-12) for k in kinds):
+        if not any(np.allclose(piece.matrix, k.matrix, rtol=1e-5, atol=1e-12) for k in kinds):
             kinds.append(piece)
     if 1 < len(kinds) < len(pieces):
         yield kinds, ()
