@@ -67,16 +67,16 @@ def test_a_script_prints_the_values_of_its_cells(lesson, tmp_path):
 
 
 def test_cells_that_stay_behind_are_named_with_reasons(lesson):
-    exported = export.convert(lesson)
-    assert (exported.world_size, exported.kept) == (2, 5)
-    assert dict(exported.left_out) == {
-        "In [8]": "it fails on purpose",
-        "In [9]": "it needs names of the notebook: define model in the script",
-        "In [10]": "it ran on some of the ranks only: write it under `if rank in ...:`",
-        "In [11]": "it has a magic or a shell command",
+    cells = export.read(lesson)
+    assert {c.options.world_size for c in cells} == {2} and len(cells) == 9
+    assert {c.number: found for c in cells if (found := export.obstacle(c))} == {
+        "8": "fails on purpose",
+        "9": "needs names of the notebook: define model in the script",
+        "10": "ran on some of the ranks only: write it under `if rank in ...:`",
+        "11": "has a magic or a shell command",
     }
-    assert "never run" not in exported.text and "%%ranks" not in exported.text
-    assert "gpu = True and" in exported.text
+    text = export.script(lesson, cells)
+    assert "never run" not in text and "%%ranks" not in text and "gpu = True and" in text
 
 
 def test_the_command_tells_what_it_wrote(tmp_path, capsys):

@@ -13,10 +13,10 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import source as cell_source
 from . import scripts
@@ -26,55 +26,48 @@ class ExportError(ValueError):
     """The notebook cannot become a script, and why."""
 
 
-@dataclass(frozen=True)
-class RankCell:
+class RankCell(NamedTuple):
     """A rank cell of a notebook: its number, its Python, its tags, and the options of its line."""
 
     number: str
     source: str
-    tags: tuple[str, ...]
+    tags: Sequence[str]
     options: argparse.Namespace
 
-    @property
-    def obstacle(self) -> str:
-        """Why the cell is not copied, as the end of a sentence that begins with "it"; "" if it is."""
-        if "raises-exception" in self.tags:
-            return "fails on purpose"
-        if self.options.only:
-            return "ran on some of the ranks only: write it under `if rank in ...:`"
-        if self.options.push:
-            return f"needs names of the notebook: define {', '.join(self.options.push)} in the script"
-        try:
-            ast.parse(self.source)
-        except SyntaxError:
-            return "has a magic or a shell command"
-        return ""
 
-    @property
-    def part(self) -> str:
-        """The cell in the script. Its last expression is shown, unless a semicolon silences it."""
-        _, shown = cell_source.split(self.source)
-        lines = self.source.rstrip().splitlines()
-        if shown is not None:
-            line, column = shown.body.lineno - 1, shown.body.col_offset
-            before, value = lines[line].encode()[:column].decode(), lines[line].encode()[column:].decode()
-            lines[line] = f"{before}_value = {value}"
-            lines.append(f'show("In [{self.number}]", _value)')
-        return "\n".join([f"# In [{self.number}]", *lines])
+def obstacle(cell: RankCell) -> str:
+    """Why a cell is not copied, as the end of a sentence that begins with "it"; "" if it is."""
+    if "raises-exception" in cell.tags:
+        return "fails on purpose"
+    if cell.options.only:
+        return "ran on some of the ranks only: write it under `if rank in ...:`"
+    if cell.options.push:
+        return f"needs names of the notebook: define {', '.join(cell.options.push)} in the script"
+    try:
+        ast.parse(cell.source)
+    except SyntaxError:
+        return "has a magic or a shell command"
+    return ""
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A notebook as a script: its text, how many rank cells it holds, which are left out and why."""
-
-    text: str
-    world_size: int
-    kept: int
-    left_out: tuple[tuple[str, str], ...]
+def _part(cell: RankCell) -> str:
+    """The cell in the script. Its last expression is shown, unless a semicolon silences it."""
+    _, shown = cell_source.split(cell.source)
+    lines = cell.source.rstrip().splitlines()
+    if shown is not None:
+        line, column = shown.body.lineno - 1, shown.body.col_offset
+        before, value = lines[line].encode()[:column].decode(), lines[line].encode()[column:].decode()
+        lines[line] = f"{before}_value = {value}"
+        lines.append(f'show("In [{cell.number}]", _value)')
+    return "\n".join([f"# In [{cell.number}]", *lines])
 
 
 def read(path: Path) -> list[RankCell]:
-    """The rank cells of the notebook at `path`. Raises ExportError where there is no notebook."""
+    """The rank cells of the notebook at `path`, those of the world size that most have.
+
+    Raises:
+        ExportError: there is no such notebook, or no rank cell in it.
+    """
     try:
         cells = json.loads(path.read_text("utf-8"))["cells"]
     except OSError as error:
@@ -83,7 +76,7 @@ def read(path: Path) -> list[RankCell]:
         raise ExportError(f"{path} is no notebook of format 4.") from None
     found = []
     for place, cell in enumerate((c for c in cells if c["cell_type"] == "code"), 1):
-        number, tags = str(cell.get("execution_count") or place), tuple(cell["metadata"].get("tags", ()))
+        number, tags = str(cell.get("execution_count") or place), cell["metadata"].get("tags", ())
         first, _, rest = "".join(cell["source"]).strip("\n").partition("\n")
         # a rehearsal (1 of N) has one process and no values: it stays with the notebook, as other magics do
         if first.startswith("%%ranks") and not cell_source.rehearsed(first.removeprefix("%%ranks"))[1]:
@@ -93,26 +86,19 @@ def read(path: Path) -> list[RankCell]:
                 raise ExportError(f"In [{number}]: the line `{first}` is not understood: {error}.") from None
     if not found:
         raise ExportError(f"{path} has no cell that begins with %%ranks, rehearsals (1 of N) aside.")
-    return found
-
-
-def convert(path: Path) -> Exported:
-    """The rank cells of the notebook at `path` as a script, nothing written.
-
-    Raises:
-        ExportError: there is no such notebook, or no rank cell in it.
-    """
-    found = read(path)
     sizes = Counter(c.options.world_size for c in found)
-    world_size = max(sizes, key=lambda size: (sizes[size], size))
-    chosen = [c for c in found if c.options.world_size == world_size]
-    parts = [c.part for c in chosen if not c.obstacle]
-    text = files(__package__).joinpath("script.txt").read_text("utf-8").format(
-        notebook=path.name, stem=path.stem, world_size=world_size,
-        gpus=any(c.options.device != "cpu" for c in chosen), cells="\n\n\n".join(parts),
+    most = max(sizes, key=lambda size: (sizes[size], size))
+    return [c for c in found if c.options.world_size == most]
+
+
+def script(path: Path, cells: Sequence[RankCell]) -> str:
+    """The `cells` of the notebook at `path` as a script."""
+    template = files(__package__).joinpath("script.txt").read_text("utf-8")
+    return template.format(
+        notebook=path.name, stem=path.stem, world_size=cells[0].options.world_size,
+        gpus=any(c.options.device != "cpu" for c in cells),
+        cells="\n\n\n".join(_part(c) for c in cells if not obstacle(c)),
     )  # fmt: skip
-    left_out = tuple((f"In [{c.number}]", f"it {c.obstacle}") for c in chosen if c.obstacle)
-    return Exported(text, world_size, len(parts), left_out)
 
 
 def add_command(commands: Any) -> None:
@@ -139,27 +125,29 @@ def run(options: Any) -> int:
     """Export as the options say and print what was written; the number for the shell is 0 when all went well."""
     stem, nodes = options.notebook.stem, options.nodes
     try:
-        exported = convert(options.notebook)
-        if nodes < 1 or exported.world_size % nodes:
+        cells = read(options.notebook)
+        world_size = cells[0].options.world_size
+        if nodes < 1 or world_size % nodes:
             raise ExportError(
-                f"{exported.world_size} ranks cannot be spread evenly over {nodes} nodes. Choose a number of nodes "
-                f"that divides {exported.world_size}."
+                f"{world_size} ranks cannot be spread evenly over {nodes} nodes. Choose a number of nodes that divides "
+                f"{world_size}."
             )
     except ExportError as error:
         print(f"rankcell export: {error}", file=sys.stderr)
         return 1
     job = scripts.by_srun(
-        f"python {stem}.py", nodes=nodes, ranks_per_node=exported.world_size // nodes, name=stem,
+        f"python {stem}.py", nodes=nodes, ranks_per_node=world_size // nodes, name=stem,
         gpus_per_node=options.gpus_per_node, environment=os.environ.get("CONDA_DEFAULT_ENV", ""),
     )  # fmt: skip
     folder = options.to or Path(stem)
     folder.mkdir(parents=True, exist_ok=True)
-    script = folder / f"{stem}.py"
-    script.write_text(exported.text, "utf-8")
+    (folder / f"{stem}.py").write_text(script(options.notebook, cells), "utf-8")
     written = job.write(folder / f"{stem}.sbatch")
-    print(f"{script}: {exported.kept} cell{'s' * (exported.kept != 1)} for {exported.world_size} ranks")
-    for name, reason in exported.left_out:
-        print(f"  left out {name}: {reason}")
+    left_out = [f"  left out In [{c.number}]: it {obstacle(c)}" for c in cells if obstacle(c)]
+    kept = len(cells) - len(left_out)
+    print(
+        f"{folder / f'{stem}.py'}: {kept} cell{'s' * (kept != 1)} for {world_size} ranks", *left_out, sep="\n"
+    )
     print(f"{written}: the job script; in {folder}: sbatch {written.name}")
     print(
         "  if it hangs: write `rankcell run --` before its srun, or before torchrun; it says which rank, and where"

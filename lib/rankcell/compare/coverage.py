@@ -6,7 +6,7 @@ import numpy as np
 
 from .comparison import FINAL, Row
 from .reference import Fit, Piece, Reference
-from .wording import REORDERED, cut_words
+from .wording import cut_words
 
 
 def covered(
@@ -22,8 +22,6 @@ def covered(
     elif cut_rows or cut_columns:
         layout = cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
     is_start = row.kind == "parameter" and not row.step
-    if is_start and any(map(_is_reordered, fits)):
-        layout += REORDERED
     if is_start and not is_flat and sure:
         missing, of = max((int((held == 0).sum()), len(held)) for held in _coverage(fits, reference))
         if missing:
@@ -48,11 +46,6 @@ def covered(
             )
             return row.found("uncovered", layout, says=says)
     return row.found("fits", layout)
-
-
-def _is_reordered(fit: Fit) -> bool:
-    """Whether a part has its rows or columns in another order than the whole."""
-    return fit.sure and any(m is not None and (np.diff(m) < 0).any() for m in (fit.rows, fit.columns))
 
 
 def _is_whole_gap(rows: np.ndarray, shape: tuple[int, ...]) -> bool:

@@ -126,11 +126,10 @@ class Judge:
     ) -> None:
         self.dense, self.ranks, self.mesh = dense, ranks, mesh
         self.seen = layouts.SeenPlaces()
-        self.flats: dict[tuple, np.ndarray] = {}
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
+        self.multiples: dict[tuple[int, int], float] = {}  # rank, step -> of the gradient that travels back
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
-        self.multiples: dict[tuple[int, int], float] = {}  # rank, step -> of the gradient that travels back
         self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
         self.has_dropout = any(
             e.mask and e.mask not in {d.mask for d in dense.get(key, ())}
@@ -194,7 +193,8 @@ class Judge:
             return row.found("skipped", "not compared: its gradient is noise")
         # the tensor of one process, all calls one below the other
         floor = 0.0 if kind == "parameter" else self.floors[kind]
-        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, len(entries))
+        space = name if kind in FINAL else ""
+        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, space)
         pieces = [_piece(rank, e) for rank, e in pairs]
         if kind == "parameter" and step:
             reference, pieces = self._update(key, reference, pieces)
@@ -202,12 +202,11 @@ class Judge:
             return row.found("skipped", "a number: not compared")
         if reference.n * reference.f == 1 and not reference.is_noise:
             return _number(row, reference, pieces)
-        space = name if kind in FINAL else ""
-        fits = [self._place(key, p, reference, space) for p in pieces]
+        fits = [self._place(key, p, reference) for p in pieces]
         if kind == "parameter" and step == 0:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
-        found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)), space)
+        found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
         if lacking and found.status == "fits":
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
         return found
@@ -231,7 +230,7 @@ class Judge:
             size = np.abs(_matrix(gradient))
             noise = TINY * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
-        changed = Reference(change, self.tolerance, rounding, reference.shape, slack=slack)
+        changed = replace(reference, matrix=change, floor=rounding, slack=slack)
         return changed, [replace(p, matrix=p.matrix - before[p.rank].matrix) for p in pieces]
 
     def _is_noise(self, name: str, step: int) -> bool:
@@ -248,11 +247,11 @@ class Judge:
             )
         return typical(_matrix(gradient)) < NOISE * self.floors["grad"]
 
-    def _place(self, key: _Key, piece: Piece, reference: Reference, space: str) -> Fit | None:
+    def _place(self, key: _Key, piece: Piece, reference: Reference) -> Fit | None:
         kind, name, step, part = key
         if kind in FINAL:
-            return self._place_of_parameter(piece, reference, space, changes=kind == "parameter" and step > 0)
-        fit = layouts.place(piece, reference, self.seen, space)
+            return self._place_of_parameter(piece, reference, changes=kind == "parameter" and step > 0)
+        fit = layouts.place(piece, reference, self.seen)
         place = (name, step, part, piece.rank, piece.call)
         if kind == "output":
             if fit is not None:
@@ -261,13 +260,11 @@ class Judge:
         usual = self.multiples.get((piece.rank, step))
         if fit is None and usual is not None:
             # rows that were taken for others, which looked like them on the way forward
-            fit = layouts.place(replace(piece, matrix=piece.matrix / usual), reference, self.seen, space)
+            fit = layouts.place(replace(piece, matrix=piece.matrix / usual), reference, self.seen)
             fit = fit and replace(fit, factor=fit.factor * usual)
-        if fit is None:
-            return None
-        if fit.factor != 1.0:
+        if fit is not None and fit.factor != 1.0:
             self.multiples[piece.rank, step] = fit.factor
-        if not fit.sure or fit.rows is None or place not in self.forward:
+        if fit is None or not fit.sure or fit.rows is None or place not in self.forward:
             return fit
         # a gradient belongs to the rows that the rank has of that output
         output, whole = self.forward[place]
@@ -275,19 +272,17 @@ class Judge:
             return fit
         return fit if whole.factor(output.matrix, fit.rows, fit.columns) is not None else None
 
-    def _place_of_parameter(
-        self, piece: Piece, reference: Reference, space: str, *, changes: bool
-    ) -> Fit | None:
+    def _place_of_parameter(self, piece: Piece, reference: Reference, *, changes: bool) -> Fit | None:
         """A gradient lies where its parameter does, and so does an update."""
-        key = (space, piece.rank, piece.shape)
+        key = (reference.space, piece.rank, piece.shape)
         known = self.where.get(key)
         if known is not None and known.flat is None:
             k = reference.factor(piece.matrix, known.rows, known.columns)
             return None if k is None else replace(known, factor=k)
         changes = changes and known is None
-        fit = layouts.place(piece, reference, self.seen, space) if known is None else None
+        fit = layouts.place(piece, reference, self.seen) if known is None else None
         if not changes and (fit is None or fit.factor != 1.0):
-            flat = layouts.place_flat(piece, reference, self.flats, space)
+            flat = layouts.place_flat(piece, reference, self.seen)
             if flat is not None and (fit is None or flat.factor == 1.0):
                 fit = flat
         if fit is not None and fit.sure and not changes:
@@ -301,13 +296,12 @@ class Judge:
         reference: Reference,
         shape: tuple[int, ...],
         tried: Sequence[tuple[Piece, Fit | None]],
-        space: str,
     ) -> Row:
         lost = [p for p, fit in tried if fit is None and not self._is_of_a_stage(p, key)]
         placed = [(p, fit) for p, fit in tried if fit is not None]
         pieces = [p for p, _ in tried]
         if lost:
-            total = self._sum(pieces, reference, space) if row.kind != "parameter" else None
+            total = self._sum(pieces, reference) if row.kind != "parameter" else None
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
             ranks = tuple(sorted({p.rank for p in lost}))
@@ -320,7 +314,7 @@ class Judge:
             return covered(row, reference, shape, placed)
         same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
         if not same and row.kind != "parameter":  # what is the same everywhere is no part of a sum
-            total = self._sum(pieces, reference, space)
+            total = self._sum(pieces, reference)
             # a single number is always a multiple: where the ranks differ, their mean may be meant, too
             of_one = reference.n * reference.f == 1
             if total is not None and (total.factor == 1.0 or (of_one and total.factor == len(total.ranks))):
@@ -348,11 +342,11 @@ class Judge:
                     return True
         return False
 
-    def _sum(self, pieces: Sequence[Piece], reference: Reference, space: str) -> layouts.Sum | None:
+    def _sum(self, pieces: Sequence[Piece], reference: Reference) -> layouts.Sum | None:
         """How all pieces are parts of sums; None if one is not."""
         left, found = list(pieces), None
         while left:
-            total = layouts.partial(left, reference, self.seen, space, self.mesh)
+            total = layouts.partial(left, reference, self.seen, self.mesh)
             if total is None or (found is not None and abs(total.factor - found.factor) > 1e-3):
                 return None
             found = found or total

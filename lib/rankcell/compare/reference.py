@@ -18,7 +18,6 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2
 # The share of a number that may be lost when it is stored.
 ROUNDING = {"float64": 2**-53, "float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
 SLACK = 4.0  # a row or column may be off by so many times the error of one of its numbers
-EXACT = 1e-3  # the share of a limit by which rows may differ that were computed alike
 MOST_PAIRS = 1 << 23  # rows times rows that are compared at once
 NOT_FINITE = (7e7, 5e7, -5e7)  # stand for NaN, infinity and minus infinity, so that they can be compared
 
@@ -89,14 +88,15 @@ class Fit:
 class Reference:
     """The tensor of one process. `floor` is the size below which a number is noise.
 
-    `slack` is for updates: by how much each number may be off besides.
+    Pieces of tensors of the same `space` lie in the same places. `slack` is for updates: by how much each number may be
+    off besides.
     """
 
     matrix: np.ndarray
     tolerance: float
     floor: float = 0.0
     shape: tuple[int, ...] = ()  # of one call
-    calls: int = 1
+    space: str = ""
     slack: np.ndarray | None = None
     scale: float = field(init=False)
 
@@ -146,16 +146,6 @@ class Reference:
         fits = (_norms(off) <= grown * by_row).all() and (_norms(off.T) <= grown * by_column).all()
         return k if fits and abs(k) >= 1e-6 else None
 
-    def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
-        """Whether a matrix differs from that part by the same in every row: a bias that is added elsewhere, or by every
-        rank.
-        """
-        part, limits, _ = self._part(rows, columns)
-        if matrix.shape != part.shape or 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
-            return False
-        off = matrix - part
-        return bool((_norms(off - off.mean(0)) <= 2 * limits).all())
-
     def locate_rows(self, piece: Piece, columns: Map | None) -> tuple[Map, bool] | None:
         """The rows of the reference that a piece with these columns has, and whether no others would do."""
         part, limits, _ = self._part(None, columns)
@@ -176,12 +166,6 @@ def _nearest(points: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tup
     """
     if len(points) * len(targets) > MOST_PAIRS:
         return None
-    # rows are often computed alike to the last bit: what is nearest of all is no matter of the tolerance then
-    exactly = _within(points, targets, EXACT * limits)
-    return exactly if exactly is not None and exactly[1] else _within(points, targets, limits) or exactly
-
-
-def _within(points: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
     # one product after the other: `all` over an axis of two takes longer than all the rest
     close = np.abs(points[:, :1] - targets[:, 0]) <= limits
     close &= np.abs(points[:, 1:] - targets[:, 1]) <= limits

@@ -10,6 +10,6 @@
     explain     a report, read again
 
 It is no profiler, and no monitor of jobs that go on: a rank that computes is never blamed. It draws nothing;
-`explain.read` gives the run that `rankcell.draw` takes. Of processes that were started without it, py-spy prints stacks;
-dumps of torch's flight recorder are for torch's own `torchfrtrace`.
+`explain.read` gives the run that `rankcell.draw` takes. Of processes that were started without it py-spy prints the
+stacks; dumps of torch's flight recorder are for torch's own `torchfrtrace`.
 """
