@@ -11,7 +11,6 @@ import pytest
 
 from rankcell.cluster import slurm
 
-HERE = Path(__file__).parent
 PRETENDED = """
 from pathlib import Path
 from rankcell.cluster.slurm import Slurm
@@ -38,7 +37,6 @@ def test_without_a_slurm_cells_are_skipped_and_say_why(up, shell, tmp_path, caps
     assert up.folder == slurm.find(tmp_path / "cluster.py").folder == tmp_path
     for program, says in (
         (tmp_path / "absent", r"none on this machine, and no file .*absent that would bring one up"),
-        (HERE / "mini-slurm", r"mini-slurm is no Python file that brings one up"),
         ("", r"no command `sinfo`"),
     ):
         with pytest.raises(slurm.NoSlurm, match=says):

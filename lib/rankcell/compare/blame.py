@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .comparison import FINAL, Row
-from .wording import is_weighted
+from .wording import REORDERED, is_weighted
 
 
 def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
@@ -29,6 +29,8 @@ def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
             continue
         sums = _right_before(row, rows, "partial") if row.kind in ("output", "grad_output") else None
         gaps = _right_before(row, rows, "patchy")
+        if row.kind == "output" and sums is gaps is None and (order := _reordered_for(row, rows)):
+            return order, False
         return sums or gaps or row, sums is not None
     return (wrong[0], False) if wrong else None
 
@@ -62,6 +64,17 @@ def _ends_well(row: Row, rows: Sequence[Row]) -> bool:
         if after is not None and after.status in ("fits", "partial", "scaled") and not is_weighted(after):
             return True
     return False
+
+
+def _reordered_for(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The weights whose rows stand in another order than one process has them, in the module around a wrong output."""
+    around = row.name.rpartition(".")[0]
+    for r in rows:
+        is_start = r.kind == "parameter" and not r.step
+        if is_start and r.layout.endswith(REORDERED) and around and r.name.startswith(f"{around}."):
+            says = "its rows stand in another order than in one process, and what is made of them is wrong"
+            return replace(r, says=says)
+    return None
 
 
 def _right_before(row: Row, rows: Sequence[Row], status: str) -> Row | None:

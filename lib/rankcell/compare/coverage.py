@@ -6,7 +6,7 @@ import numpy as np
 
 from .comparison import FINAL, Row
 from .reference import Fit, Piece, Reference
-from .wording import cut_words
+from .wording import REORDERED, cut_words
 
 
 def covered(
@@ -22,6 +22,9 @@ def covered(
     elif cut_rows or cut_columns:
         layout = cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
     is_start = row.kind == "parameter" and not row.step
+    maps = (m for f in fits if f.sure for m in (f.rows, f.columns) if m is not None)
+    if is_start and any((np.diff(m) < 0).any() for m in maps):
+        layout += REORDERED
     if is_start and not is_flat and sure:
         missing, of = max((int((held == 0).sum()), len(held)) for held in _coverage(fits, reference))
         if missing:

@@ -165,7 +165,10 @@ def partial(
         ]
         best: Sum | None = None
         for group, axes in _groups(same, mesh) if len(same) > 1 else ():
-            k = reference.factor(np.sum([p.matrix for p in group], axis=0), rows, columns)
+            total = np.sum([p.matrix for p in group], axis=0)
+            k = reference.factor(total, rows, columns)
+            if k is None and not reference.space and reference.is_but_for_a_bias(total, rows, columns):
+                k = 1.0
             if k is not None:
                 found = Sum(tuple(sorted({p.rank for p in group})), k, axes)
                 if k == 1.0:

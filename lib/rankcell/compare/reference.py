@@ -146,6 +146,16 @@ class Reference:
         fits = (_norms(off) <= grown * by_row).all() and (_norms(off.T) <= grown * by_column).all()
         return k if fits and abs(k) >= 1e-6 else None
 
+    def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
+        """Whether a matrix differs from that part by the same in every row: a bias that is added elsewhere, or by every
+        rank.
+        """
+        part, limits, _ = self._part(rows, columns)
+        if matrix.shape != part.shape or 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
+            return False
+        off = matrix - part
+        return bool((_norms(off - off.mean(0)) <= 2 * limits).all())
+
     def locate_rows(self, piece: Piece, columns: Map | None) -> tuple[Map, bool] | None:
         """The rows of the reference that a piece with these columns has, and whether no others would do."""
         part, limits, _ = self._part(None, columns)

@@ -8,6 +8,7 @@ from .comparison import KINDS, Row
 from .layouts import Sum
 
 BEFORE = "the weights before the step"
+REORDERED = ", in another order"
 
 
 def said(
