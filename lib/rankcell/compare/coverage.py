@@ -76,11 +76,6 @@ def _coverage(fits: Sequence[Fit], reference: Reference) -> tuple[np.ndarray, np
     """How many of the fits have each row, and each column, of the reference."""
     rows, columns = np.zeros(reference.n, dtype=int), np.zeros(reference.f, dtype=int)
     for fit in fits:
-        if fit.flat is not None:
-            inside = fit.flat[fit.flat >= 0]
-            rows[np.unique(inside // reference.f)] += 1
-            columns[:] += 1
-            continue
         rows[slice(None) if fit.rows is None else fit.rows] += 1
         columns[slice(None) if fit.columns is None else fit.columns] += 1
     return rows, columns

@@ -313,12 +313,6 @@ class Judge:
         if worst == 1.0:
             return covered(row, reference, shape, placed)
         same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
-        if not same and row.kind != "parameter":  # what is the same everywhere is no part of a sum
-            total = self._sum(pieces, reference)
-            # a single number is always a multiple: where the ranks differ, their mean may be meant, too
-            of_one = reference.n * reference.f == 1
-            if total is not None and (total.factor == 1.0 or (of_one and total.factor == len(total.ranks))):
-                return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
         wrong = tuple(sorted({p.rank for p, fit in placed if fit.factor != 1.0}))
         layout = f"{times_words(worst)} it" if same else "each rank another multiple of it"
         return row.found("scaled", layout, ranks=wrong, factor=worst if same else 0.0)
@@ -350,11 +344,7 @@ class Judge:
             if total is None or (found is not None and abs(total.factor - found.factor) > 1e-3):
                 return None
             found = found or total
-            left = [p for p in left if p.rank not in total.ranks] if len(total.ranks) < len(left) else []
-            if len(left) == 1:
-                return None
-            if not total.axes:
-                break
+            left = [p for p in left if p.rank not in total.ranks] if total.axes else []
         return found
 
 
@@ -378,10 +368,8 @@ def _alike(
 def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
     """A single number, such as a loss: the same everywhere, or a sum or mean of what the ranks have."""
     wanted = float(reference.matrix[0, 0])
-    values = [float(p.matrix[0, 0]) for p in pieces if p.n * p.f == 1]
+    values = [float(p.matrix.sum()) for p in pieces]
     limit = SLACK * reference.tolerance * max(abs(wanted), reference.scale)
-    if len(values) != len(pieces):
-        return row.found("none", "another shape")
     if all(abs(v - wanted) <= limit for v in values):
         return row.found("fits", "the same on all")
     if abs(sum(values) - wanted) <= limit:

@@ -151,7 +151,7 @@ class Reference:
         rank.
         """
         part, limits, _ = self._part(rows, columns)
-        if matrix.shape != part.shape or 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
+        if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
             return False
         off = matrix - part
         return bool((_norms(off - off.mean(0)) <= 2 * limits).all())
@@ -164,8 +164,6 @@ class Reference:
     def locate_columns(self, piece: Piece, rows: Map | None) -> tuple[Map, bool] | None:
         """The columns of the reference that a piece with these rows has."""
         part, _, limits = self._part(rows, None)
-        if len(part) != piece.n:
-            return None
         return _nearest(piece.matrix.T @ _weights(piece.n), part.T @ _weights(piece.n), limits)
 
 

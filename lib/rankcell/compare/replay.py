@@ -5,7 +5,7 @@ Ranks that were given the same are one; the others' inputs are one batch, whose 
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -90,7 +90,7 @@ def against(run: Run, dense: Any) -> Run:
     return replace(run, against=judge.compare(run, one))
 
 
-def _trace(dense: nn.Module, ran: list[RankResult]) -> Trace:
+def _trace(dense: nn.Module, ran: Sequence[RankResult]) -> Trace:
     """The trace of `dense`, forward and backward, with what the models of the ranks were given together."""
     calls = sorted(max((e.call + 1 for e in r.trace if e.kind == "input"), default=0) for r in ran)
     if not any(calls):
