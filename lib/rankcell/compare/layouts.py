@@ -98,16 +98,8 @@ def place_flat(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | No
     key = (reference.space, piece.rank, len(numbers), len(flat))
     known = seen.flat.get(key)
     if known is not None:
-        inside = known >= 0
-        mine, theirs = numbers[inside], flat[known[inside]]
-        power = float(theirs @ theirs)
-        k = float(mine @ theirs) / power if power > 0 else 1.0
-        if abs(k - 1) < SLACK * reference.tolerance or reference.is_noise:
-            k = 1.0
-        limit = SLACK * reference.tolerance * np.maximum(np.abs(theirs), reference.scale) * max(1.0, abs(k))
-        if reference.slack is not None:
-            limit = limit + SLACK * reference.slack.reshape(-1)[known[inside]]
-        if (np.abs(mine - k * theirs) <= limit).all() and abs(k) >= 1e-6:
+        k = reference.factor_flat(numbers[known >= 0], known[known >= 0])
+        if k is not None:
             return Fit(None, None, k, flat=known)
     # weights that are all alike, as those of a norm, lie anywhere: their gradients tell more
     known = _find_numbers(numbers, flat, SLACK * reference.tolerance * reference.scale)

@@ -118,24 +118,29 @@ class Reference:
         """Whether there is nothing in it to compare."""
         return typical(self.matrix) <= self.tolerance * self.floor
 
-    def _part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The part with these rows and columns (None: all), and by how much its rows, and its columns, may be off."""
+    def _part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """The part with these rows and columns (None: all), and its slack."""
         chosen = np.ix_(
             np.arange(self.n) if rows is None else rows, np.arange(self.f) if columns is None else columns
         )
-        part = self.matrix[chosen]
-        slack = None if self.slack is None else self.slack[chosen]
-        by_row = self._limits(part, slack)
-        return part, by_row, self._limits(part.T, None if slack is None else slack.T)
+        return self.matrix[chosen], None if self.slack is None else self.slack[chosen]
 
-    def _limits(self, matrix: np.ndarray, slack: np.ndarray | None) -> np.ndarray:
-        width = max(1, matrix.shape[1])
-        limits = SLACK * self.tolerance * np.maximum(_norms(matrix), self.scale * width**0.5)
+    def _limits(self, part: np.ndarray, slack: np.ndarray | None) -> np.ndarray:
+        """By how much the rows of a part may be off."""
+        limits = SLACK * self.tolerance * np.maximum(_norms(part), self.scale * part.shape[1] ** 0.5)
         return limits if slack is None else limits + SLACK * _norms(slack)
 
     def factor(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> float | None:
         """k, if a matrix is k times the part with these rows and columns; None if there is no such k."""
-        part, by_row, by_column = self._part(rows, columns)
+        return self._factor(matrix, *self._part(rows, columns))
+
+    def factor_flat(self, numbers: np.ndarray, places: Map) -> float | None:
+        """k, if `numbers` are k times those at these places of the flattened reference; None if there is no such k."""
+        flat, slack = (None if m is None else m.reshape(-1, 1)[places] for m in (self.matrix, self.slack))
+        assert flat is not None
+        return self._factor(numbers[:, None], flat, slack)
+
+    def _factor(self, matrix: np.ndarray, part: np.ndarray, slack: np.ndarray | None) -> float | None:
         if matrix.shape != part.shape:
             return None
         power = float(np.einsum("ij,ij->", part, part))
@@ -143,14 +148,16 @@ class Reference:
         if abs(k - 1) < SLACK * self.tolerance or self.is_noise:
             k = 1.0
         off, grown = matrix - k * part, max(1.0, abs(k))
-        fits = (_norms(off) <= grown * by_row).all() and (_norms(off.T) <= grown * by_column).all()
+        fits = (_norms(off) <= grown * self._limits(part, slack)).all()
+        fits &= (_norms(off.T) <= grown * self._limits(part.T, None if slack is None else slack.T)).all()
         return k if fits and abs(k) >= 1e-6 else None
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
         """Whether a matrix differs from that part by the same in every row: a bias that is added elsewhere, or by every
         rank.
         """
-        part, limits, _ = self._part(rows, columns)
+        part, slack = self._part(rows, columns)
+        limits = self._limits(part, slack)
         if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
             return False
         off = matrix - part
@@ -158,22 +165,24 @@ class Reference:
 
     def locate_rows(self, piece: Piece, columns: Map | None) -> tuple[Map, bool] | None:
         """The rows of the reference that a piece with these columns has, and whether no others would do."""
-        part, limits, _ = self._part(None, columns)
-        return _nearest(piece.matrix @ _weights(piece.f), part @ _weights(piece.f), limits)
+        part, slack = self._part(None, columns)
+        return _nearest(piece.matrix, part, self._limits(part, slack))
 
     def locate_columns(self, piece: Piece, rows: Map | None) -> tuple[Map, bool] | None:
         """The columns of the reference that a piece with these rows has."""
-        part, _, limits = self._part(rows, None)
-        return _nearest(piece.matrix.T @ _weights(piece.n), part.T @ _weights(piece.n), limits)
+        part, slack = self._part(rows, None)
+        return _nearest(piece.matrix.T, part.T, self._limits(part.T, None if slack is None else slack.T))
 
 
-def _nearest(points: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
-    """For each of the points `(n, 2)` the index of the target `(N, 2)` within the limits; None if one has none.
+def _nearest(rows: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
+    """For each of the rows the index of the target within the limits, and whether no other would do; None if one has
+    none.
 
-    Neighbours of points belong to neighbours of targets, where there is a choice.
+    Neighbours of rows belong to neighbours of targets, where there is a choice.
     """
-    if len(points) * len(targets) > MOST_PAIRS:
+    if len(rows) * len(targets) > MOST_PAIRS:
         return None
+    points, targets = rows @ _weights(rows.shape[1]), targets @ _weights(rows.shape[1])
     # one product after the other: `all` over an axis of two takes longer than all the rest
     close = np.abs(points[:, :1] - targets[:, 0]) <= limits
     close &= np.abs(points[:, 1:] - targets[:, 1]) <= limits
