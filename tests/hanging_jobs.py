@@ -512,7 +512,7 @@ def run(job: Job, folder: Path) -> tuple[Any, float]:
                 if time.monotonic() > end:
                     break
 
-    tried = Tried(["forks"], limit=LIMIT, end=True, report=str(folder / "report"))
+    tried = Tried(["forks"], limit=LIMIT, report=str(folder / "report"))
     began = time.monotonic()
     said = io.StringIO()
 

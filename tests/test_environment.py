@@ -25,7 +25,6 @@ PIP_LINES = next(entry["pip"] for entry in CONDA["dependencies"] if isinstance(e
 def test_conda_installs_what_pyproject_lists():
     assert [INSTALL] == [line for line in PIP_LINES if not line.startswith("torch==")]
     extras = dict(PROJECT["optional-dependencies"])
-    assert set(extras.pop("attach")) <= set(extras["test"])  # for those who install the package alone
     assert sorted(EXTRAS) == sorted(extras)
 
 

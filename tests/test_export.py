@@ -2,12 +2,12 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
 import pytest
 
+from rankcell import command
 from rankcell.cluster import export
 
 
@@ -29,10 +29,10 @@ def notebook(path, *cells):
 
 
 LESSON = [
-    "import math\n\ndef area(r):\n    return math.pi * r**2",
+    "import math",
     "print('never run')",
     "%%ranks 2 --pull mine\nx = torch.full((2,), rank + 1.0)\ndist.all_reduce(x)\n(\n    x.tolist(), 'two\\nlines'\n)",
-    "%%ranks 2 --push area\nfrom rankcell import span\nwith span('s'):\n    y = area(rank)\nround(y, 2)",
+    "%%ranks 2\nfrom rankcell import span\nwith span('s'):\n    y = 3.1416 * rank\nround(y, 2)",
     "%%ranks 2 --device cpu\nw = 1; world_size + w  # both",
     "%%ranks 2\n'silent';",
     "%%ranks 2\ndist.barrier()",
@@ -52,8 +52,7 @@ def lesson(tmp_path):
 
 @pytest.mark.slow
 def test_a_script_prints_the_values_of_its_cells(lesson, tmp_path):
-    options = ["--push", "area,math", "--to", str(tmp_path), "--nodes", "2"]
-    assert export.main(["export", str(lesson), *options]) == 0
+    assert command.main(["export", str(lesson), "--to", str(tmp_path), "--nodes", "2"]) == 0
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     run = lambda *words: subprocess.run(
         [sys.executable, *words, tmp_path / "lesson.py"], env=environment, capture_output=True, text=True
@@ -68,34 +67,16 @@ def test_a_script_prints_the_values_of_its_cells(lesson, tmp_path):
 
 
 def test_cells_that_stay_behind_are_named_with_reasons(lesson):
-    exported = export.convert(lesson, push=["area"])
-    assert (exported.world_size, exported.kept) == (2, 5)
-    assert dict(exported.left_out) == {
-        "In [8]": "it fails on purpose",
-        "In [9]": "it needs names of the notebook: export with --push model",
-        "In [10]": "it ran on some of the ranks only: write it under `if rank in ...:`",
-        "In [11]": "it has a magic or a shell command",
+    cells = export.read(lesson)
+    assert {c.options.world_size for c in cells} == {2} and len(cells) == 9
+    assert {c.number: found for c in cells if (found := export.obstacle(c))} == {
+        "8": "fails on purpose",
+        "9": "needs names of the notebook: define model in the script",
+        "10": "ran on some of the ranks only: write it under `if rank in ...:`",
+        "11": "has a magic or a shell command",
     }
-    assert "def area" in exported.text and "never run" not in exported.text and "%%ranks" not in exported.text
-
-
-def test_cells_are_chosen_by_number_or_id(lesson):
-    text = export.convert(lesson, cells=["id5", "6"]).text
-    assert re.findall(r"# In \[(\d+)\]", text) == ["5", "6"] and "gpu = True and" in text
-    assert "gpu = False and" in export.convert(lesson, cells=["5"]).text  # it ran with --device cpu
-    assert export.convert(lesson, cells=["12"]).world_size == 4
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [(["--nodes", "3"], "2 ranks cannot be spread evenly over 3 nodes. Choose a number of nodes that divides 2."),
-     (["--nodes", "2", "--gpus-per-node", "4"], "4 GPUs each hold 8 ranks; the cells ran on 2. That takes 1 per node."),
-     (["--cells", "2"], "has no rank cell 2. Name them by number (4 for In [4]) or by id."),
-     (["--push", "area,nothing"], "defines nothing.")],
-)  # fmt: skip
-def test_what_cannot_be_exported_is_said(lesson, tmp_path, capsys, words, says):
-    assert export.main(["export", str(lesson), "--to", str(tmp_path / "job"), *words]) == 1
-    assert says in capsys.readouterr().err and not (tmp_path / "job").exists()
+    text = export.script(lesson, cells)
+    assert "never run" not in text and "%%ranks" not in text and "gpu = True and" in text
 
 
 def test_the_command_tells_what_it_wrote(tmp_path, capsys):
@@ -108,8 +89,13 @@ def test_the_command_tells_what_it_wrote(tmp_path, capsys):
         ([tmp_path / "absent.ipynb"], 1, "absent.ipynb cannot be read: No such file or directory."),
         ([text], 1, "text.ipynb is no notebook of format 4."),
         ([empty], 1, "has no cell that begins with %%ranks"),
+        (
+            [path, "--nodes", "3"],
+            1,
+            "2 ranks cannot be spread evenly over 3 nodes. Choose a number of nodes that",
+        ),
     ):
-        assert export.main(["export", *map(str, words)]) == code
+        assert command.main(["export", *map(str, words)]) == code
         said = capsys.readouterr()
         assert says in said.out + said.err and bool(said.err) == bool(code)
     written = (tmp_path / "job" / "lesson.sbatch").read_text()

@@ -1,4 +1,4 @@
-"""The verdict for jobs that no notebook started, from hand-written records and stacks.
+"""The verdict for jobs that no notebook started, from hand-written records.
 
 `test_run.py` has the jobs that are really run.
 """
@@ -12,7 +12,7 @@ from rankcell import command
 from rankcell.draw.timeline import timeline
 from rankcell.draw.waits import waits
 from rankcell.engine.messages import Wait
-from rankcell.jobs import explain, mismatch, records, stacks, verdict
+from rankcell.jobs import explain, records, verdict
 from rankcell.jobs.records import RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
@@ -112,24 +112,6 @@ def test_ranks_that_only_wait_count_in_a_mismatch():
     assert found.headline.startswith("rank 0 calls new_group(a) where ranks 1, 2 call new_group(b)")
 
 
-@pytest.mark.parametrize(
-    ("other", "problem"),
-    [
-        ({"op": "barrier"}, "different operations"),
-        ({"dtype": "int32"}, "different dtypes"),
-        ({"shape": (2, 5)}, "different shapes"),
-        ({"reduce_op": "MAX"}, "different reduce operations"),
-        ({"peer": 1}, "different roots"),
-        ({"shape": (2, 4)}, None),  # as many numbers: that is fine
-    ],
-)
-def test_what_differs_in_the_last_operations(other, problem):
-    plain = {"op": "all_reduce", "reduce_op": "SUM", "peer": 0}
-    each = [RankRecord(r, 3, events=(event(r, **(plain | (other if r == 1 else {}))),)) for r in WORLD]
-    found = mismatch.find(each)
-    assert (found and found.problem) == problem
-
-
 def test_a_rank_that_stands_still_is_waited_for():
     stack = (Frame(TRAIN, 5, "load", "lock.acquire()"),)
     stuck = RankRecord(
@@ -175,7 +157,7 @@ def test_a_call_missing_in_a_subgroup_is_blamed():
 def test_a_record_survives_its_file(tmp_path):
     record = replace(
         waiting(1), failure=RankFailure("E", "m", (Frame("f", 1, "g"),), mismatch=Mismatch("p", {0: Call("c")})),
-        events=(event(1),), others=(("worker process 7", (Frame("f", 2, "h"),)),),
+        events=(event(1),), stack=(Frame("f", 2, "h"),),
     )  # fmt: skip
     records.write(tmp_path, [record])
     assert records.load((tmp_path / "rank-1.pickle").read_bytes()) == record
@@ -200,77 +182,8 @@ def test_a_pickle_of_a_stranger_is_not_opened(tmp_path):
         explain.read(tmp_path)
 
 
-# --- stacks
-
-SPY = '''Process 71: python train.py
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 0x7F1 (idle): "MainThread"
-    wait (torch/distributed/distributed_c10d.py:3245)
-    all_reduce (torch/distributed/distributed_c10d.py:3245)
-    wrapper (torch/distributed/c10d_logger.py:83)
-    main (train.py:12)
-    <module> (train.py:20)
-Thread 0x7F2 (active): "feeder"
-    run (threading.py:1)
-'''  # fmt: skip
-STUCK = """Process 72: python train.py
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 72 (idle): "MainThread"
-    load (data.py:7)
-    main (train.py:11)
-    <module> (train.py:20)
-"""
-
-
-def test_what_py_spy_prints(tmp_path):
-    for rank in WORLD:
-        (tmp_path / f"rank{rank}.txt").write_text(STUCK if rank == 2 else SPY)
-    made = explain.read(tmp_path).records
-    assert [f.name for f in made[0].stack[:2]] == ["<module>", "main"] and made[0].waits[0].op == "all_reduce"
-    found = explain.explain(made)
-    assert found.culprits == (2,) and found.places == (("data.py", 7),)
-    assert found.headline == "rank 2 stands at line 7 of data.py, and ranks 0, 1 wait for it in all_reduce."
-    assert "do not number operations" in found.advice
-
-
-def test_stacks_blame_nobody_who_waits():
-    def at(rank, op, line):
-        frames = (Frame("train.py", line, "main"), Frame("/x/torch/distributed/distributed_c10d.py", 9, op))
-        return explain.of_threads(rank, [stacks.ThreadStack("MainThread", frames)])
-
-    found = explain.explain([at(0, "all_reduce", 12), at(1, "barrier", 14), at(2, "all_reduce", 12)])
-    assert found.kind == "unclear" and not found.culprits
-    assert found.headline == "every rank stands in an operation."
-    assert found.rows[1] == "rank 1  waits in barrier at line 14 of train.py"
-
-
-def test_a_rank_that_computes_is_not_blamed():
-    busy = STUCK.replace("(idle)", "(active)")
-    found = explain.explain([explain.of_threads(r, stacks.printed(t)) for r, t in enumerate((SPY, busy))])
-    assert found.kind == "unclear" and not found.culprits
-    assert (
-        found.headline
-        == "rank 1 computes at line 7 of data.py, and the others wait: slow, or an endless loop."
-    )
-
-
-def test_what_faulthandler_prints():
-    text = """Thread 0x00007f11 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 1 in run
-
-Current thread 0x00007f12 (most recent call first):
-  File "train.py", line 3 in load
-  File "train.py", line 9 in <module>
-"""
-    main, other = stacks.printed(text)
-    assert [(f.name, f.lineno) for f in main.frames] == [("<module>", 9), ("load", 3)]
-    assert other.frames[0].name == "run"
-
-
 def test_a_folder_of_something_else(tmp_path, capsys):
     (tmp_path / "notes.md").write_text("nothing of this job")
     assert command.main(["explain", str(tmp_path)]) == 1
-    assert "is nothing that tells of a job" in capsys.readouterr().err
+    assert "is no report of `rankcell run`" in capsys.readouterr().err
     assert command.main(["explain", str(tmp_path / "none")]) == 1

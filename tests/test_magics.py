@@ -3,7 +3,6 @@
 import gc
 import weakref
 
-import nbformat
 import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
@@ -133,20 +132,10 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
     assert shell.user_ns["some"] == [0, 1, 2, 3] and missing.value.run.values == [None] * 4
 
 
-def test_parts_answer_to_words_of_the_magic(shell, tmp_path, monkeypatch, capsys):
+def test_parts_answer_to_words_of_the_magic(shell, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "gather", lambda: doctor.Facts(host="here"))
     shell.run_line_magic("ranks", "doctor")
     assert capsys.readouterr().out.startswith("rankcell doctor on here\n")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%%ranks 2\nrank")])
-    nbformat.write(notebook, tmp_path / "mine.ipynb")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
-    with pytest.raises(OptionError, match="which notebook"):
-        shell.run_line_magic("ranks", "export")
-    monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / "mine.ipynb"))
-    shell.run_line_magic("ranks", "export --to job")
-    assert "1 cell for 2 ranks" in capsys.readouterr().out
-    assert any((tmp_path / "job").glob("*.py"))
 
 
 def test_what_nobody_named_is_not_kept(cell, shell):

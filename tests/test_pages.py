@@ -70,7 +70,7 @@ def test_the_options_of_the_reference_are_those_of_the_magic():
     made = reference.page()
     for flags, how in source.OPTIONS:
         assert flags[0] in made and (how["help"] % ()).split(":")[0] in made
-    assert all(f"* `%ranks {word}`" in made for word in ("stop", "restart", "export"))
+    assert all(f"* `%ranks {word}`" in made for word in ("stop", "restart", "doctor"))
 
 
 def test_links_start_a_lesson_of_a_repository_on_github():

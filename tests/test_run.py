@@ -1,17 +1,13 @@
-"""`rankcell run` on real jobs and on some of the generated ones of `hanging_jobs.py`; `rankcell attach` with py-spy."""
+"""`rankcell run` on real jobs and on some of the generated ones of `hanging_jobs.py`."""
 
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-import pytest
 
 import hanging_jobs
 import nccl_stand_in
-from rankcell.jobs import attach
 
 HERE = Path(__file__).parent
 LIB = str(HERE.parent / "lib")
@@ -131,43 +127,3 @@ def test_rank_and_line_of_generated_jobs(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(CHOSEN) and [r for r in rows if not (r["rank"] and r["line"])] == []
-
-
-STANDS = """
-import os, threading
-code = "def all_reduce(): threading.Event().wait()"
-exec(compile(code, "/x/torch/distributed/distributed_c10d.py", "exec"), globals())
-print("here", flush=True)
-if os.environ["RANK"] == "1":
-    threading.Event().wait()
-all_reduce()
-"""
-
-
-def test_attach_to_processes_that_hang(tmp_path):
-    """Processes with the stacks of ranks, without torch: two stand in a collective, one in a lock."""
-    try:
-        attach.stack_of(os.getpid())
-    except attach.Unseen as reason:  # a container, or yama, may forbid it
-        pytest.skip(str(reason))
-    (tmp_path / "train.py").write_text(STANDS)
-    own, how = {**os.environ, "WORLD_SIZE": "3"}, dict(cwd=tmp_path, stdout=subprocess.PIPE)
-    command = [sys.executable, "train.py"]
-    ranks = [subprocess.Popen(command, env=own | {"RANK": str(r)}, **how) for r in range(3)]
-    try:
-        for rank in ranks:
-            assert rank.stdout.readline() == b"here\n"
-            while "wait (" not in attach.stack_of(rank.pid):
-                time.sleep(0.05)
-        pids = [str(r.pid) for r in ranks]
-        done = started([*RANKCELL, "attach", *pids], tmp_path)
-        assert started([*RANKCELL, "attach", "--report", "seen", *pids], tmp_path).returncode == 0
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    said = "rankcell: rank 1 stands at line 7 of train.py, and ranks 0, 2 wait for it in all_reduce."
-    assert done.stdout.startswith(said) and "do not number operations" in done.stdout, done
-    assert started([*RANKCELL, "explain", "seen"], tmp_path).stdout == done.stdout
-    none = started([*RANKCELL, "attach", "999999999"], tmp_path)
-    assert none.returncode == 1 and "there is no process 999999999 on this machine." in none.stderr

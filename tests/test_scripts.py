@@ -8,8 +8,8 @@ from rankcell.cluster import scripts
 
 TRAIN = "python train.py --name 'two words'"
 ALL = {
-    "array": scripts.array("python sweep.py", tasks=12, at_once=2, gpus=1, environment="rankcell"),
-    "alone": scripts.alone("python train.py --lr 0.1", minutes=1500),
+    "array": scripts.array("python sweep.py", tasks=12, at_once=2),
+    "alone": scripts.alone("python train.py --lr 0.1"),
     "srun": scripts.by_srun("python train.py", nodes=2, ranks_per_node=2, gpus_per_node=2),
     "requeue": scripts.by_srun(TRAIN, nodes=2, ranks_per_node=4, signal_seconds=60, partition="spare"),
     "torchrun": scripts.by_torchrun("train.py", nodes=2, ranks_per_node=2, cpus_per_rank=3, max_restarts=2),
@@ -18,9 +18,9 @@ ALL = {
 RENDEZVOUS = ["scontrol show hostnames", "=$((20000 + SLURM_JOB_ID % 10000))",
               "srun --cpus-per-task=$SLURM_CPUS_PER_TASK"]  # fmt: skip
 HAS = {
-    "array": ["--array=0-11%2\n", "--output=sweep-%A_%a.out\n", "--ntasks=1\n", "--cpus-per-task=1\n", "--gpus=1\n",
-              "--time=00:15:00\n", "\nconda activate rankcell\n", "\npython sweep.py\n"],
-    "alone": ["--time=1-01:00:00\n", "--gpus=1\n", "--output=train-%j.out\n", "\npython train.py --lr 0.1\n"],
+    "array": ["--array=0-11%2\n", "--output=sweep-%A_%a.out\n", "--ntasks=1\n", "--cpus-per-task=1\n",
+              "--time=00:15:00\n", "\npython sweep.py\n"],
+    "alone": ["--time=00:15:00\n", "--gpus=1\n", "--output=train-%j.out\n", "\npython train.py --lr 0.1\n"],
     "srun": ["--nodes=2\n", "--ntasks-per-node=2\n", "--gpus-per-node=2\n", "export MASTER_ADDR=", "export MASTER_PORT",
              "--kill-on-bad-exit=1 ", "OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\n", *RENDEZVOUS],
     "requeue": ["--partition=spare\n", "--signal=USR1@60\n", "--requeue\n", "--open-mode=append\n", "--wait=30 ",
@@ -57,6 +57,7 @@ def test_a_job_script_says_what_was_asked_for(name, tmp_path):
 def test_an_option_left_out_leaves_its_lines_out():
     folder = str(scripts.alone("true", environment="./my env"))
     assert "source './my env'/bin/activate\n" in folder and "conda" not in folder
+    assert "\nconda activate rankcell\n" in str(scripts.alone("true", environment="rankcell"))
     assert "--array=0-4\n" in str(scripts.array("true", tasks=5))
     assert "TORCH_DISABLE" not in str(scripts.by_torchrun("train.py", nodes=2, ranks_per_node=2))
     assert "(node10 comes before node2)" in ALL["torchrun"].lines[-1].why  # torch sorts the names as text
@@ -78,8 +79,7 @@ ONE = {"nodes": 2, "ranks_per_node": 2}
 @pytest.mark.parametrize(
     ("make", "options", "says"),
     [(scripts.by_srun, {"nodes": 0, "ranks_per_node": 2}, "nodes must be at least 1, not 0."),
-     (scripts.array, {"tasks": 0}, "An array needs at least 1 task, not 0."),
-     (scripts.alone, {"minutes": 0}, "A job needs at least 1 minute, not 0."),
+     (scripts.array, {"tasks": 0}, "tasks must be at least 1, not 0."),
      (scripts.by_torchrun, {**ONE, "min_nodes": 3}, "min_nodes=3 is more than the 2 nodes of the job."),
      (scripts.by_torchrun, {**ONE, "min_nodes": 1},
       "min_nodes needs max_restarts: a lost node is a restart of the others.")],

@@ -1,61 +1,15 @@
-"""A real Slurm of two nodes and a job on it that hangs; and what cells say where there is none.
+"""What `%%slurm` cells say, with and without a Slurm.
 
 That arrays, restarts, preempted jobs, lost nodes and exported lessons end as they should is checked by
-lessons 16 and 17, which run on the same cluster with `make test`.
+lessons 16 and 17, which run on a real Slurm of two nodes with `make test`.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rankcell.cluster import slurm
-from rankcell.jobs import attach
-
-pytestmark = pytest.mark.slow
-HERE = Path(__file__).parent
-STANDS = """
-import os, pathlib, sys, threading, types
-
-os.environ.pop("RANK", None)
-source = "def all_reduce():\\n    threading.Event().wait()"  # as torch's: in a file of torch/distributed
-names = {"threading": threading}
-exec(compile(source, "/lib/torch/distributed/distributed_c10d.py", "exec"), names)
-pathlib.Path("here-" + os.environ["SLURM_PROCID"]).touch()
-if os.environ["SLURM_PROCID"] == "1":
-    threading.Event().wait()
-names["all_reduce"]()
-"""
-
-
-def test_attach_to_a_job_that_hangs(cluster, tmp_path):
-    """Its ranks have the stacks of ranks, without torch, on two nodes; one stands in a lock."""
-    try:
-        attach.stack_of(os.getpid())
-    except attach.Unseen as reason:
-        pytest.skip(str(reason))
-    (tmp_path / "train.py").write_text(STANDS)
-    (tmp_path / "job.sh").write_text("#!/bin/bash\nsrun python train.py\n")
-    options = ["--nodes=2", "--ntasks-per-node=1", f"--chdir={tmp_path}", "--output=out"]
-
-    def run(*command):
-        env = {**os.environ, **cluster.environment, "PYTHONPATH": str(HERE.parent / "lib")}
-        how = dict(env=env, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
-        return subprocess.run([*command], **how)
-
-    job = cluster.submit(*options, str(tmp_path / "job.sh"))
-    for rank in range(2):
-        cluster.wait_for(tmp_path / f"here-{rank}", "")
-    look = [sys.executable, "-m", "rankcell.command", "attach", "--report", "seen"]
-    looked = run("srun", f"--jobid={job}", "--overlap", "--nodes=2", "--ntasks-per-node=1", *look)
-    cluster.run("scancel", str(job))
-    done = run(sys.executable, "-m", "rankcell.command", "explain", "seen")
-    line = "rankcell: rank 1 stands at line 10 of train.py, and rank 0 waits for it in all_reduce."
-    assert done.stdout.startswith(line) and done.returncode == 0, (looked, done)
-
 
 PRETENDED = """
 from pathlib import Path
@@ -83,7 +37,6 @@ def test_without_a_slurm_cells_are_skipped_and_say_why(up, shell, tmp_path, caps
     assert up.folder == slurm.find(tmp_path / "cluster.py").folder == tmp_path
     for program, says in (
         (tmp_path / "absent", r"none on this machine, and no file .*absent that would bring one up"),
-        (HERE / "mini-slurm", r"mini-slurm is no Python file that brings one up"),
         ("", r"no command `sinfo`"),
     ):
         with pytest.raises(slurm.NoSlurm, match=says):

@@ -12,10 +12,9 @@ from typing import Any
 
 TABLE = {
     "%ranks doctor": "doctor:line",
-    "%ranks export": "cluster.export:line",
     "%ranks progress": "teaching.progress:line",
     "--against": "compare.replay:against",  # (run, model) -> the run with what one process says of it
-    "--against, on ranks": "compare.follow:Follow",  # around the cell, given the rank's recorder
+    "--against, on ranks": "compare.replay:Follow",  # around the cell, given the rank's recorder
     "--nodes": "nodes.allocation:Nodes",  # (world_size, nodes, device) -> the host of the world
     "1 of N, host": "rehearsal.host:RehearsalHost",  # (world_size, cluster, rank)
     "1 of N, cluster": "rehearsal.cluster:Cluster",  # where one rank of a large job rehearses
@@ -24,7 +23,7 @@ TABLE = {
     "rankcell.memory": "observers.meter:measure",
     "rankcell.spans": "observers.spans:spans",
     "rankcell.trace": "compare.trace:of",
-    "rankcell run": "jobs.command:add_command",  # with attach and explain
+    "rankcell run": "jobs.command:add_command",  # with explain
     "rankcell export": "cluster.export:add_command",
     "rankcell plan": "planner.command:add_command",
     "rankcell doctor": "doctor:add_command",
@@ -39,5 +38,5 @@ def find(word: str) -> Any:
 
 
 def words_of(magic: str) -> list[str]:
-    """The words that parts add behind `magic`: "export" of "%ranks"."""
+    """The words that parts add behind `magic`: "doctor" of "%ranks"."""
     return [word.removeprefix(f"{magic} ") for word in TABLE if word.startswith(f"{magic} ")]

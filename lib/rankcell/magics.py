@@ -67,8 +67,7 @@ class RankMagics(Magics):
             x
 
         As a line: `%ranks` lists the worlds alive, `%ranks stop` ends their processes, `%ranks restart` gives fresh
-        ones, `%ranks export` writes the notebook's rank cells as a script for torchrun and srun, `%ranks doctor` says
-        what this machine can do, `%ranks progress` shows what is solved.
+        ones, `%ranks doctor` says what this machine can do, `%ranks progress` shows what is solved.
         """
         if cell is None:
             return self._line(line)

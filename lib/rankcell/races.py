@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 _ING = {"reads": "reading", "writes": "writing"}
 
@@ -63,15 +64,13 @@ def find_races(
         names: of the rows: the host, and the streams.
     """
     found: dict[tuple[str, str, int, int], Race] = {}
-    for b in jobs:
-        for a in jobs[: b.number]:
-            if b.before >> a.number & 1:
-                continue
-            for x, name_a, y, name_b in _conflicts(a, b):
-                if (key := (name_a, name_b, a.row, b.row)) not in found:
-                    happened = _happened(times[a.number], times[b.number])
-                    of_a, of_b = (a.name, names[a.row], x, name_a), (b.name, names[b.row], y, name_b)
-                    found[key] = _race(of_a, of_b, happened, is_host=b.row == 0)
+    pairs = ((a, b) for b in jobs for a in jobs[: b.number] if not b.before >> a.number & 1)
+    for a, b in pairs:
+        for x, name_a, y, name_b in _conflicts(a, b):
+            if (key := (name_a, name_b, a.row, b.row)) not in found:
+                happened = _happened(times[a.number], times[b.number])
+                of_a, of_b = (a.name, names[a.row], x, name_a), (b.name, names[b.row], y, name_b)
+                found[key] = _race(of_a, of_b, happened, is_host=b.row == 0)
     return tuple(found.values())
 
 
@@ -102,10 +101,7 @@ def _race(a: tuple[str, ...], b: tuple[str, ...], happened: str, *, is_host: boo
 
 def _conflicts(a: Enqueued, b: Enqueued) -> Iterator[tuple[str, str, str, str]]:
     """What both jobs touch where one of them writes: what a does, the name it used, what b does, its name."""
-    for x, mine in (("writes", a.writes), ("reads", a.reads)):
-        for y, theirs in (("writes", b.writes), ("reads", b.reads)):
-            if "writes" in (x, y):
-                for name_a, block_a in mine:
-                    for name_b, block_b in theirs:
-                        if block_a == block_b:
-                            yield x, name_a, y, name_b
+    of_a, of_b = ([*product(["writes"], job.writes), *product(["reads"], job.reads)] for job in (a, b))
+    for (x, (name_a, block_a)), (y, (name_b, block_b)) in product(of_a, of_b):
+        if block_a == block_b and "writes" in (x, y):
+            yield x, name_a, y, name_b

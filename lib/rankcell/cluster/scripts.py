@@ -58,52 +58,36 @@ class Script:
         return path
 
 
-def array(
-    command: str,
-    *,
-    tasks: int,
-    at_once: int = 0,
-    minutes: int = 15,
-    cpus: int = 1,
-    gpus: int = 0,
-    name: str = "sweep",
-    environment: str = "",
-) -> Script:
-    """A job array: `command` once for each number from 0 to `tasks - 1`, in `SLURM_ARRAY_TASK_ID`.
-
-    Args:
-        command: what each task runs.
-        at_once: how many tasks may run at the same time; 0: as many as there is room for.
-        minutes: the longest a task may take.
-        cpus, gpus: what each task gets.
-        environment: a conda environment to activate first, or the folder (with a `/`) of one made by venv.
+def array(command: str, *, tasks: int, at_once: int = 0) -> Script:
+    """A job array: `command` once for each number from 0 to `tasks - 1`, in `SLURM_ARRAY_TASK_ID`; `at_once` tasks may
+    run at the same time (0: as many as there is room for).
     """
-    if tasks < 1:
-        raise ValueError(f"An array needs at least 1 task, not {tasks}.")
-    keys = ["shell", "name", "output-of-task", "time", "array", "task-of-array", "cpus-of-task"]
-    keys += ["gpus"] * bool(gpus) + _activate(environment) + ["command-of-task"]
+    _check_counts(tasks=tasks)
+    keys = [
+        "shell",
+        "name",
+        "output-of-task",
+        "time",
+        "array",
+        "task-of-array",
+        "cpus-of-task",
+        "command-of-task",
+    ]
     return _script(
-        keys, command=command, name=name, limit=_limit(minutes), cpus=cpus, gpus=gpus, environment=environment,
-        tasks=tasks, last=tasks - 1, throttle=f"%{at_once}" if at_once else "",
+        keys, command=command, name="sweep", tasks=tasks, last=tasks - 1, throttle=f"%{at_once}" if at_once else "",
         at_most=f"; at most {at_once} run at a time" if at_once else "",
     )  # fmt: skip
 
 
-def alone(
-    command: str,
-    *,
-    minutes: int = 15,
-    cpus: int = 1,
-    gpus: int = 1,
-    name: str = "train",
-    environment: str = "",
-) -> Script:
-    """A job of one process, by default with one GPU."""
+def alone(command: str, *, gpus: int = 1, name: str = "train", environment: str = "") -> Script:
+    """A job of one process.
+
+    Args:
+        environment: a conda environment to activate first, or the folder (with a `/`) of one made by venv.
+    """
     keys = ["shell", "name", "output-alone", "time", "task-alone", "cpus-alone"]
     keys += ["gpus"] * bool(gpus) + _activate(environment) + ["command-alone"]
-    return _script(
-        keys, command=command, name=name, limit=_limit(minutes), cpus=cpus, gpus=gpus, environment=environment
-    )
+    return _script(keys, command=command, name=name, gpus=gpus, environment=environment)
 
 
 def by_srun(
@@ -111,8 +95,6 @@ def by_srun(
     *,
     nodes: int,
     ranks_per_node: int,
-    minutes: int = 15,
-    cpus_per_rank: int = 1,
     gpus_per_node: int = 0,
     name: str = "train",
     environment: str = "",
@@ -127,7 +109,7 @@ def by_srun(
             job needs the nodes; a program that saves then and exits with status 75 is queued again.
         partition: where to queue; "" leaves it to the cluster.
     """
-    _check_counts(nodes=nodes, ranks_per_node=ranks_per_node, cpus_per_rank=cpus_per_rank)
+    _check_counts(nodes=nodes, ranks_per_node=ranks_per_node)
     signals = bool(signal_seconds)
     keys = ["shell", "name", "output", "time", *["partition"] * bool(partition), "nodes", "ranks-per-node"]
     keys += ["cpus-per-rank", *["gpus-per-node"] * bool(gpus_per_node)]
@@ -140,9 +122,9 @@ def by_srun(
     # the first rank to leave with status 75 is no failure that the others must be ended for at once
     in_time = "When one rank ends, the others have 30 s to end too: time to save."
     return _script(
-        keys, name=name, limit=_limit(minutes), partition=partition, nodes=nodes, ranks_per_node=ranks_per_node,
-        cpus=cpus_per_rank, gpus=gpus_per_node, seconds=signal_seconds, environment=environment,
-        host="export MASTER_ADDR", port="export MASTER_PORT", threads="$SLURM_CPUS_PER_TASK",
+        keys, name=name, partition=partition, nodes=nodes, ranks_per_node=ranks_per_node, gpus=gpus_per_node,
+        seconds=signal_seconds, environment=environment, host="export MASTER_ADDR", port="export MASTER_PORT",
+        threads="$SLURM_CPUS_PER_TASK",
         inside=shlex.quote(inside), end="--wait=30" if signals else "--kill-on-bad-exit=1",
         at_the_end=in_time if signals else "When one rank fails, the others are ended.",
     )  # fmt: skip
@@ -155,9 +137,6 @@ def by_torchrun(
     ranks_per_node: int,
     minutes: int = 15,
     cpus_per_rank: int = 1,
-    gpus_per_node: int = 0,
-    name: str = "train",
-    environment: str = "",
     max_restarts: int = 0,
     min_nodes: int = 0,
 ) -> Script:
@@ -180,24 +159,31 @@ def by_torchrun(
     options += ["--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID", "--rdzv-endpoint=$head:$port"]
     options += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"] * elastic
     keys = ["shell", "name", "output", "time", "nodes", "torchrun-per-node", "cpus-per-node"]
-    keys += ["gpus-per-node"] * bool(gpus_per_node) + ["no-kill"] * elastic + _activate(environment)
-    keys += ["host", "port", "threads", *["new-store"] * bool(max_restarts), "torchrun"]
+    keys += [
+        *["no-kill"] * elastic,
+        "host",
+        "port",
+        "threads",
+        *["new-store"] * bool(max_restarts),
+        "torchrun",
+    ]
     restarts = f" When a rank dies, all are ended and started again, {max_restarts} times at most."
     lives_on = (
         f" With {count} nodes the rest goes on when one is lost: after three missed signs of life, one each second, "
         "and 5 s in which late comers may join (`--rdzv-conf`). Without `--no-kill` srun would end them all."
     )
     return _script(
-        keys, command=command, name=name, limit=_limit(minutes), nodes=nodes, ranks_per_node=ranks_per_node,
-        cpus=cpus_per_rank * ranks_per_node, gpus=gpus_per_node, environment=environment, host="head", port="port",
-        threads=cpus_per_rank, end="--no-kill --wait=0" if elastic else "--kill-on-bad-exit=1",
+        keys, command=command, minutes=minutes, nodes=nodes, ranks_per_node=ranks_per_node,
+        cpus=cpus_per_rank * ranks_per_node, host="head", port="port", threads=cpus_per_rank,
+        end="--no-kill --wait=0" if elastic else "--kill-on-bad-exit=1",
         options=" \\\n    ".join(options), restarts=restarts if max_restarts else "",
         elastic=lives_on if elastic else "",
     )  # fmt: skip
 
 
-def _script(keys: Iterable[str], *, environment: str, **values: Any) -> Script:
-    """The script of the lines called `keys` in lines.toml, with `values` filled in."""
+def _script(keys: Iterable[str], *, minutes: int = 15, environment: str = "", **more: Any) -> Script:
+    """The script of the lines called `keys` in lines.toml, with these values filled in."""
+    values = {"name": "train", "cpus": 1, "limit": f"{minutes // 60:02}:{minutes % 60:02}:00", **more}
     values["environment"] = shlex.quote(environment)
     found = (_LINES[key] for key in keys)
     return Script(tuple(Line(e["text"].format(**values), e["why"].format(**values)) for e in found))
@@ -207,14 +193,6 @@ def _activate(environment: str) -> list[str]:
     if "/" in environment:
         return ["venv"]
     return ["conda", "conda-activate"] if environment else []
-
-
-def _limit(minutes: int) -> str:
-    """`--time` as sbatch reads it."""
-    if minutes < 1:
-        raise ValueError(f"A job needs at least 1 minute, not {minutes}.")
-    days, minutes = divmod(minutes, 24 * 60)
-    return f"{days}-" * bool(days) + f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
 def _check_counts(**counts: int) -> None:

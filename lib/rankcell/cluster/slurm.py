@@ -7,9 +7,9 @@ throw-away cluster of the course's tests, tests/mini_slurm.py.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -82,12 +82,8 @@ class Slurm:
             lines = self.run("squeue", "-h", "-r", "-t", "all", "-j", str(job), "-o", "%i %T").splitlines()
         except subprocess.CalledProcessError:  # Slurm forgets a job some minutes after its end
             return {}
-        return dict(
-            sorted(
-                (line.split() for line in lines),
-                key=lambda entry: [int(n) for n in re.findall(r"\d+", entry[0])],
-            )
-        )
+        found = (line.split() for line in lines)
+        return dict(sorted(found, key=lambda entry: [int(n) for n in re.findall(r"\d+", entry[0])]))
 
     def wait(self, job: int, seconds: float = 300) -> dict[str, str]:
         """The last states of the job, once it is over.
@@ -194,12 +190,7 @@ def find(program: str | Path = "", *, folder: str | Path = "slurm-jobs") -> Slur
             raise
     if not Path(program).is_file():
         raise NoSlurm(f"there is none on this machine, and no file {program} that would bring one up")
-    spec = importlib.util.spec_from_file_location(Path(program).stem, program)
-    if spec is None or spec.loader is None:
-        raise NoSlurm(f"there is none on this machine, and {program} is no Python file that brings one up")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.up()
+    return runpy.run_path(str(program))["up"]()
 
 
 def _counted(states: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,26 +129,25 @@ def watching(path: str | Path, seconds: float = 0.3) -> Iterator[SavesSeen]:
     """
     path, seen, save_file = Path(path), SavesSeen(), torch.save
 
+    def content() -> bytes | None:
+        return path.read_bytes() if path.exists() else None
+
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        before = path.read_bytes() if path.exists() else None
+        before = content()
         save_file(obj, f, *args, **kwargs)
         if not isinstance(f, io.BytesIO):  # a tensor on its way to another rank, not to the disk
-            seen.writes.append((path.read_bytes() if path.exists() else None) == before)
+            seen.writes.append(content() == before)
 
-    def looked(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def and_looked(*args: Any, **kwargs: Any) -> None:
-            before = path.exists()
-            if name in ("rename", "replace"):
-                time.sleep(seconds)
-            call(*args, **kwargs)
-            if before and not path.exists():
-                seen.gaps.append(f"os.{name}")
+    def looked(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        before = path.exists()
+        if name in ("rename", "replace"):
+            time.sleep(seconds)
+        call(*args, **kwargs)
+        if before and not path.exists():
+            seen.gaps.append(f"os.{name}")
 
-        return and_looked
-
-    calls: dict[str, Any] = {
-        name: looked(name, getattr(os, name)) for name in ("remove", "unlink", "rename", "replace")
-    }
+    names = ("remove", "unlink", "rename", "replace")
+    calls: dict[str, Any] = {name: partial(looked, name, getattr(os, name)) for name in names}
     with mock.patch("torch.save", saved), mock.patch.multiple(os, **calls):
         yield seen
 

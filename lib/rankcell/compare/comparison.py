@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..results import name_ranks
@@ -60,10 +60,11 @@ class Comparison:
     rows: tuple[Row, ...]
     first: Row | None
     notes: tuple[str, ...] = ()
-    ok: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ok", self.first is None)
+    @property
+    def ok(self) -> bool:
+        """Whether no tensor is wrong."""
+        return self.first is None
 
     def __bool__(self) -> bool:
         return self.ok
@@ -80,21 +81,19 @@ class Comparison:
     def _shown(self) -> Sequence[Row]:
         """The rows around the first wrong one; of a right comparison the first of each kind."""
         if self.first is None:
-            kinds = {r.kind: 0 for r in self.rows}
-            shown = []
-            for row in self.rows:
-                kinds[row.kind] += 1
-                if kinds[row.kind] <= SHOWN // len(kinds):
-                    shown.append(row)
-            return shown
+            of_kind = {k: [r for r in self.rows if r.kind == k][: SHOWN // 4] for k in KINDS}
+            return [row for row in self.rows if row in of_kind[row.kind]]
         at = next((i for i, row in enumerate(self.rows) if row.key == self.first.key), 0)
         start = max(0, min(at - SHOWN // 2, len(self.rows) - SHOWN))
         return self.rows[start : start + SHOWN]
 
+    def _is_first(self, row: Row) -> bool:
+        return self.first is not None and row.key == self.first.key
+
     def __repr__(self) -> str:
         lines = [f"{'✓' if self.ok else '✗'} {self.text}"]
         for row in self._shown():
-            mark = ">" if self.first is not None and row.key == self.first.key else " "
+            mark = ">" if self._is_first(row) else " "
             lines.append(f" {mark} {row.title:<34} {KINDS[row.kind]:<22} {row.layout}")
         if len(self.rows) > SHOWN:
             lines.append(f"   ({len(self.rows)} tensors in all: `.rows`)")
@@ -102,25 +101,22 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         colour, veil = ("#009e73", "0,158,115") if self.ok else ("#d55e00", "213,94,0")
-        cells = []
+        left = 'style="text-align:left"'
+        head = "".join(f"<th {left}>{name}</th>" for name in ("tensor", "what", "on the ranks", "where"))
+        body = ""
         for row in self._shown():
-            strong = self.first is not None and row.key == self.first.key
+            style = f"font-weight:600;background:rgba({veil},.12)" if self._is_first(row) else ""
             who = name_ranks(row.ranks) if row.ranks else ""
-            style = f"font-weight:600;background:rgba({veil},.12)" if strong else ""
-            cells.append(
-                f'<tr style="{style}"><td style="text-align:left"><code>{html.escape(row.title)}</code></td>'
-                f'<td style="text-align:left">{KINDS[row.kind]}</td><td style="text-align:left">'
-                f'{html.escape(row.layout)}</td><td style="text-align:left">{who}</td></tr>'
-            )
+            cells = (f"<code>{html.escape(row.title)}</code>", KINDS[row.kind], html.escape(row.layout), who)
+            body += f'<tr style="{style}">{"".join(f"<td {left}>{cell}</td>" for cell in cells)}</tr>'
         more = f"<p>{len(self.rows)} tensors in all: <code>.rows</code></p>" if len(self.rows) > SHOWN else ""
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         return (
             f'<div class="rankcell-check" style="display:inline-block;padding:.15em .6em;border-radius:4px;'
             f'border-left:3px solid {colour};background:rgba({veil},.12);color:inherit">'
             f"{'✓' if self.ok else '✗'} {html.escape(self.text)}</div>"
-            f'<table style="font-size:.9em;margin-top:.4em"><thead><tr><th style="text-align:left">tensor</th>'
-            f'<th style="text-align:left">what</th><th style="text-align:left">on the ranks</th>'
-            f'<th style="text-align:left">where</th></tr></thead><tbody>{"".join(cells)}</tbody></table>{more}{notes}'
+            f'<table style="font-size:.9em;margin-top:.4em"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+            f"{more}{notes}"
         )
 
 

@@ -22,7 +22,8 @@ def covered(
     elif cut_rows or cut_columns:
         layout = cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
     is_start = row.kind == "parameter" and not row.step
-    if is_start and any(map(_is_reordered, fits)):
+    maps = (m for f in fits if f.sure for m in (f.rows, f.columns) if m is not None)
+    if is_start and any((np.diff(m) < 0).any() for m in maps):
         layout += REORDERED
     if is_start and not is_flat and sure:
         missing, of = max((int((held == 0).sum()), len(held)) for held in _coverage(fits, reference))
@@ -50,11 +51,6 @@ def covered(
     return row.found("fits", layout)
 
 
-def _is_reordered(fit: Fit) -> bool:
-    """Whether a part has its rows or columns in another order than the whole."""
-    return fit.sure and any(m is not None and (np.diff(m) < 0).any() for m in (fit.rows, fit.columns))
-
-
 def _is_whole_gap(rows: np.ndarray, shape: tuple[int, ...]) -> bool:
     """Whether whole samples, or whole positions, are on no rank; single rows may only look like others."""
     gaps = rows == 0
@@ -80,11 +76,6 @@ def _coverage(fits: Sequence[Fit], reference: Reference) -> tuple[np.ndarray, np
     """How many of the fits have each row, and each column, of the reference."""
     rows, columns = np.zeros(reference.n, dtype=int), np.zeros(reference.f, dtype=int)
     for fit in fits:
-        if fit.flat is not None:
-            inside = fit.flat[fit.flat >= 0]
-            rows[np.unique(inside // reference.f)] += 1
-            columns[:] += 1
-            continue
         rows[slice(None) if fit.rows is None else fit.rows] += 1
         columns[slice(None) if fit.columns is None else fit.columns] += 1
     return rows, columns

@@ -17,8 +17,8 @@ from . import layouts
 from .blame import first_wrong
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
-from .reference import ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, typical
-from .traced import NOT_FINITE, Traced
+from .reference import ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, matrix_of, typical
+from .traced import Traced
 from .wording import BEFORE, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor: no optimizer's update of such a gradient is compared
@@ -74,10 +74,6 @@ def _dense(one: Any) -> dict[_Key, list[Traced]]:
             "There is no trace of one process to compare with. Make one in the notebook: "
             "`with rankcell.trace(dense) as one: loss(dense(x), y).backward()`."
         )
-    if any(e.whole is None for e in entries):
-        raise NothingToCompare(
-            "The second trace was made on a rank. Make that of one process in the notebook."
-        )
     found: dict[_Key, list[Traced]] = {}
     for e in entries:
         found.setdefault((e.kind, e.name, e.step, e.part), []).append(e)
@@ -130,11 +126,10 @@ class Judge:
     ) -> None:
         self.dense, self.ranks, self.mesh = dense, ranks, mesh
         self.seen = layouts.SeenPlaces()
-        self.flats: dict[tuple, np.ndarray] = {}
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
+        self.multiples: dict[tuple[int, int], float] = {}  # rank, step -> of the gradient that travels back
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
-        self.multiples: dict[tuple[int, int], float] = {}  # rank, step -> of the gradient that travels back
         self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
         self.has_dropout = any(
             e.mask and e.mask not in {d.mask for d in dense.get(key, ())}
@@ -198,7 +193,8 @@ class Judge:
             return row.found("skipped", "not compared: its gradient is noise")
         # the tensor of one process, all calls one below the other
         floor = 0.0 if kind == "parameter" else self.floors[kind]
-        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, len(entries))
+        space = name if kind in FINAL else ""
+        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, space)
         pieces = [_piece(rank, e) for rank, e in pairs]
         if kind == "parameter" and step:
             reference, pieces = self._update(key, reference, pieces)
@@ -206,12 +202,11 @@ class Judge:
             return row.found("skipped", "a number: not compared")
         if reference.n * reference.f == 1 and not reference.is_noise:
             return _number(row, reference, pieces)
-        space = name if kind in FINAL else ""
-        fits = [self._place(key, p, reference, space) for p in pieces]
+        fits = [self._place(key, p, reference) for p in pieces]
         if kind == "parameter" and step == 0:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
-        found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)), space)
+        found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
         if lacking and found.status == "fits":
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
         return found
@@ -227,7 +222,7 @@ class Judge:
         if not old or any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
             return reference, list(pieces)
         was = _matrix(old)
-        change = reference.matrix - np.nan_to_num(was, True, *NOT_FINITE)
+        change = reference.matrix - was
         rounding = ROUNDING.get(old[0].dtype, 0.0) * typical(was) / self.tolerance
         slack = None
         gradient = self.dense.get(("grad", name, step - 1, 0))
@@ -235,8 +230,8 @@ class Judge:
             size = np.abs(_matrix(gradient))
             noise = TINY * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
-        changed = Reference(change, self.tolerance, rounding, reference.shape, slack=slack)
-        return changed, [p.minus(before[p.rank]) for p in pieces]
+        changed = replace(reference, matrix=change, floor=rounding, slack=slack)
+        return changed, [replace(p, matrix=p.matrix - before[p.rank].matrix) for p in pieces]
 
     def _is_noise(self, name: str, step: int) -> bool:
         """Whether the gradient of a parameter is so small that an optimizer may make anything of it; or, where it has
@@ -252,11 +247,11 @@ class Judge:
             )
         return typical(_matrix(gradient)) < NOISE * self.floors["grad"]
 
-    def _place(self, key: _Key, piece: Piece, reference: Reference, space: str) -> Fit | None:
+    def _place(self, key: _Key, piece: Piece, reference: Reference) -> Fit | None:
         kind, name, step, part = key
         if kind in FINAL:
-            return self._place_of_parameter(piece, reference, space, changes=kind == "parameter" and step > 0)
-        fit = layouts.place(piece, reference, self.seen, space)
+            return self._place_of_parameter(piece, reference, changes=kind == "parameter" and step > 0)
+        fit = layouts.place(piece, reference, self.seen)
         place = (name, step, part, piece.rank, piece.call)
         if kind == "output":
             if fit is not None:
@@ -265,33 +260,29 @@ class Judge:
         usual = self.multiples.get((piece.rank, step))
         if fit is None and usual is not None:
             # rows that were taken for others, which looked like them on the way forward
-            fit = layouts.place(piece.times(1 / usual), reference, self.seen, space)
+            fit = layouts.place(replace(piece, matrix=piece.matrix / usual), reference, self.seen)
             fit = fit and replace(fit, factor=fit.factor * usual)
-        if fit is None:
-            return None
-        if fit.factor != 1.0:
+        if fit is not None and fit.factor != 1.0:
             self.multiples[piece.rank, step] = fit.factor
-        if not fit.sure or fit.rows is None or place not in self.forward:
+        if fit is None or not fit.sure or fit.rows is None or place not in self.forward:
             return fit
         # a gradient belongs to the rows that the rank has of that output
         output, whole = self.forward[place]
         if whole.matrix.shape != reference.matrix.shape or output.shape != piece.shape:
             return fit
-        return fit if whole.factor(output.rows, output.columns, (fit.rows, fit.columns)) is not None else None
+        return fit if whole.factor(output.matrix, fit.rows, fit.columns) is not None else None
 
-    def _place_of_parameter(
-        self, piece: Piece, reference: Reference, space: str, *, changes: bool
-    ) -> Fit | None:
+    def _place_of_parameter(self, piece: Piece, reference: Reference, *, changes: bool) -> Fit | None:
         """A gradient lies where its parameter does, and so does an update."""
-        key = (space, piece.rank, piece.shape)
+        key = (reference.space, piece.rank, piece.shape)
         known = self.where.get(key)
         if known is not None and known.flat is None:
-            k = reference.factor(piece.rows, piece.columns, (known.rows, known.columns))
+            k = reference.factor(piece.matrix, known.rows, known.columns)
             return None if k is None else replace(known, factor=k)
         changes = changes and known is None
-        fit = layouts.place(piece, reference, self.seen, space) if known is None else None
+        fit = layouts.place(piece, reference, self.seen) if known is None else None
         if not changes and (fit is None or fit.factor != 1.0):
-            flat = layouts.place_flat(piece, reference, self.flats, space)
+            flat = layouts.place_flat(piece, reference, self.seen)
             if flat is not None and (fit is None or flat.factor == 1.0):
                 fit = flat
         if fit is not None and fit.sure and not changes:
@@ -305,13 +296,12 @@ class Judge:
         reference: Reference,
         shape: tuple[int, ...],
         tried: Sequence[tuple[Piece, Fit | None]],
-        space: str,
     ) -> Row:
         lost = [p for p, fit in tried if fit is None and not self._is_of_a_stage(p, key)]
         placed = [(p, fit) for p, fit in tried if fit is not None]
         pieces = [p for p, _ in tried]
         if lost:
-            total = self._sum(pieces, reference, space) if row.kind != "parameter" else None
+            total = self._sum(pieces, reference) if row.kind != "parameter" else None
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
             ranks = tuple(sorted({p.rank for p in lost}))
@@ -323,12 +313,6 @@ class Judge:
         if worst == 1.0:
             return covered(row, reference, shape, placed)
         same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
-        if not same and row.kind != "parameter":  # what is the same everywhere is no part of a sum
-            total = self._sum(pieces, reference, space)
-            # a single number is always a multiple: where the ranks differ, their mean may be meant, too
-            of_one = reference.n * reference.f == 1
-            if total is not None and (total.factor == 1.0 or (of_one and total.factor == len(total.ranks))):
-                return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
         wrong = tuple(sorted({p.rank for p, fit in placed if fit.factor != 1.0}))
         layout = f"{times_words(worst)} it" if same else "each rank another multiple of it"
         return row.found("scaled", layout, ranks=wrong, factor=worst if same else 0.0)
@@ -347,24 +331,20 @@ class Judge:
             return False
         for (_, n, s, _), es in of_rank.items():
             if n in inner and s == step:
-                if any(e.shape == piece.shape and np.array_equal(e.rows, piece.rows) for e in es):
+                if any(e.shape == piece.shape and np.array_equal(matrix_of(e), piece.matrix) for e in es):
                     self.stages.add((name, piece.rank))
                     return True
         return False
 
-    def _sum(self, pieces: Sequence[Piece], reference: Reference, space: str) -> layouts.Sum | None:
+    def _sum(self, pieces: Sequence[Piece], reference: Reference) -> layouts.Sum | None:
         """How all pieces are parts of sums; None if one is not."""
         left, found = list(pieces), None
         while left:
-            total = layouts.partial(left, reference, self.seen, space, self.mesh)
+            total = layouts.partial(left, reference, self.seen, self.mesh)
             if total is None or (found is not None and abs(total.factor - found.factor) > 1e-3):
                 return None
             found = found or total
-            left = [p for p in left if p.rank not in total.ranks] if len(total.ranks) < len(left) else []
-            if len(left) == 1:
-                return None
-            if not total.axes:
-                break
+            left = [p for p in left if p.rank not in total.ranks] if total.axes else []
         return found
 
 
@@ -378,8 +358,8 @@ def _alike(
             continue
         place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
         other, first = firsts.setdefault(place, (rank, e))
-        size = typical(first.rows)
-        if first.shape != e.shape or np.abs(first.rows - e.rows).max(initial=0.0) > tolerance * size:
+        size = typical(matrix_of(first))
+        if first.shape != e.shape or np.abs(first.value - e.value).max(initial=0.0) > tolerance * size:
             says = f"ranks {other} and {rank} hold the same part of it, and after the step other numbers"
             return row.found("none", "ranks differ", ranks=(other, rank), says=says)
     return row.found("skipped", "not compared: a dropout is on")
@@ -388,10 +368,8 @@ def _alike(
 def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
     """A single number, such as a loss: the same everywhere, or a sum or mean of what the ranks have."""
     wanted = float(reference.matrix[0, 0])
-    values = [float(p.rows[0, 0]) for p in pieces if p.n * p.f == 1]
+    values = [float(p.matrix.sum()) for p in pieces]
     limit = SLACK * reference.tolerance * max(abs(wanted), reference.scale)
-    if len(values) != len(pieces):
-        return row.found("none", "another shape")
     if all(abs(v - wanted) <= limit for v in values):
         return row.found("fits", "the same on all")
     if abs(sum(values) - wanted) <= limit:
@@ -419,12 +397,11 @@ def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
 def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     """What can be said of pieces that fit nowhere."""
     piece = lost[0]
-    if row.kind == "parameter" and row.step and not any(p.rows.any() or p.columns.any() for p in lost):
+    if row.kind == "parameter" and row.step and not any(p.matrix.any() for p in lost):
         return BEFORE
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
-    off = float(np.linalg.norm(piece.rows - reference.row_sums))
-    share = off / max(float(np.linalg.norm(reference.row_sums)), 1e-30)
+    share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)
     if share >= ROUNDED:
         return f"other numbers ({share:.0%} off)"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
@@ -432,11 +409,10 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
 
 
 def _piece(rank: int, e: Traced) -> Piece:
-    return Piece(rank, e.call, e.shape, e.rows, e.columns, e.flat, e.at)
+    return Piece(rank, e.call, e.shape, matrix_of(e))
 
 
 def _matrix(entries: Sequence[Traced]) -> np.ndarray:
     """The tensors of all calls, one below the other, as far as their widths agree."""
-    matrices = [e.whole.reshape(e.matrix) for e in entries]
-    width = matrices[0].shape[1]
-    return np.concatenate([m for m in matrices if m.shape[1] == width]).astype(np.float64)
+    matrices = [matrix_of(e) for e in entries]
+    return np.concatenate([m for m in matrices if m.shape[1] == matrices[0].shape[1]])

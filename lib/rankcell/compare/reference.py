@@ -1,15 +1,15 @@
 """The tensor of one process, what a rank has of it, and where the one lies in the other.
 
-Every question has the same form: for which rows and columns of the reference, and which factor k, do the sums of the
-piece come out?
+Every question has the same form: for which rows and columns of the reference, and which factor k, is the piece k times
+that part of it?
 """
 
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 
 import numpy as np
 
-from .traced import NOT_FINITE, weights
+from .traced import Traced
 
 Map = np.ndarray  # indices into the reference's rows or columns
 
@@ -17,17 +17,37 @@ Map = np.ndarray  # indices into the reference's rows or columns
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2}
 # The share of a number that may be lost when it is stored.
 ROUNDING = {"float64": 2**-53, "float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
-SLACK = (
-    4.0  # a sum of f products with random weights may be off by so many times sqrt(f) of one number's error
-)
-EXACT = 1e-3  # the share of a limit by which rows may differ that were computed alike
+SLACK = 4.0  # a row or column may be off by so many times the error of one of its numbers
 MOST_PAIRS = 1 << 23  # rows times rows that are compared at once
+NOT_FINITE = (7e7, 5e7, -5e7)  # stand for NaN, infinity and minus infinity, so that they can be compared
 
 
 def typical(matrix: np.ndarray) -> float:
     """The size of a tensor's typical number: the root of the mean square."""
     flat = matrix.reshape(-1)  # einsum: a library's threads cost more here than they give
     return float(np.einsum("i,i->", flat, flat) / max(1, flat.size)) ** 0.5
+
+
+def matrix_of(entry: Traced) -> np.ndarray:
+    """A tensor as a matrix: all its dims but the last are rows, of a parameter all but the first are columns."""
+    value = np.asarray(entry.value, dtype=np.float64)
+    if value.ndim < 2:
+        value = value.reshape(-1, 1)
+    elif entry.kind in ("grad", "parameter"):
+        value = value.reshape(len(value), -1)
+    else:
+        value = value.reshape(-1, value.shape[-1])
+    return np.nan_to_num(value, True, *NOT_FINITE)
+
+
+@cache
+def _weights(n: int) -> np.ndarray:
+    """`(n, 2)` random numbers: the products of rows with them tell rows apart."""
+    return np.ones((1, 2)) if n == 1 else np.random.Generator(np.random.PCG64(n)).standard_normal((n, 2))
+
+
+def _norms(matrix: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.einsum("ij,ij->i", matrix, matrix))
 
 
 @dataclass(frozen=True)
@@ -37,35 +57,22 @@ class Piece:
     rank: int
     call: int
     shape: tuple[int, ...]
-    rows: np.ndarray  # (n, 2)
-    columns: np.ndarray  # (2, f)
-    flat: np.ndarray | None = None
-    at: tuple[int, ...] = ()
-
-    def minus(self, other: "Piece") -> "Piece":
-        """By how much this one is more than another of the same shape."""
-        flat = None if self.flat is None or other.flat is None else self.flat - other.flat
-        return replace(self, rows=self.rows - other.rows, columns=self.columns - other.columns, flat=flat)
-
-    def times(self, k: float) -> "Piece":
-        """The piece of k times the tensor."""
-        flat = None if self.flat is None else k * self.flat
-        return replace(self, rows=k * self.rows, columns=k * self.columns, flat=flat)
+    matrix: np.ndarray  # (n, f)
 
     @property
     def n(self) -> int:
         """Rows."""
-        return len(self.rows)
+        return len(self.matrix)
 
     @property
     def f(self) -> int:
         """Columns."""
-        return int(self.columns.shape[1])
+        return int(self.matrix.shape[1])
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a piece lies in the reference: `factor` times these rows and columns of it.
+    """Where a piece lies in the reference: `factor` times these rows and columns of it (None: all).
 
     `sure` says that no other rows would have done. `flat` are places in the flattened reference instead.
     """
@@ -81,23 +88,20 @@ class Fit:
 class Reference:
     """The tensor of one process. `floor` is the size below which a number is noise.
 
-    `slack` is for updates: by how much each number may be off besides.
+    Pieces of tensors of the same `space` lie in the same places. `slack` is for updates: by how much each number may be
+    off besides.
     """
 
     matrix: np.ndarray
     tolerance: float
     floor: float = 0.0
     shape: tuple[int, ...] = ()  # of one call
-    calls: int = 1
+    space: str = ""
     slack: np.ndarray | None = None
     scale: float = field(init=False)
-    _sums: dict = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.matrix = np.nan_to_num(np.asarray(self.matrix, dtype=np.float64), True, *NOT_FINITE)
-        self.scale = max(
-            float(np.sqrt(np.mean(self.matrix**2))) if self.matrix.size else 0.0, self.floor, 1e-30
-        )
+        self.scale = max(typical(self.matrix), self.floor, 1e-30)
 
     @property
     def n(self) -> int:
@@ -114,115 +118,72 @@ class Reference:
         """Whether there is nothing in it to compare."""
         return typical(self.matrix) <= self.tolerance * self.floor
 
-    @cached_property
-    def row_sums(self) -> np.ndarray:
-        """`(N, 2)`, as a piece with all columns has them."""
-        return self._weighted(self.matrix)
+    def _part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """The part with these rows and columns (None: all), and its slack."""
+        chosen = np.ix_(
+            np.arange(self.n) if rows is None else rows, np.arange(self.f) if columns is None else columns
+        )
+        return self.matrix[chosen], None if self.slack is None else self.slack[chosen]
 
-    @cached_property
-    def row_limits(self) -> np.ndarray:
-        """`(N,)`: by how much the sums of a row may be off."""
-        return self._limits(self.matrix, self.slack)
+    def _limits(self, part: np.ndarray, slack: np.ndarray | None) -> np.ndarray:
+        """By how much the rows of a part may be off."""
+        limits = SLACK * self.tolerance * np.maximum(_norms(part), self.scale * part.shape[1] ** 0.5)
+        return limits if slack is None else limits + SLACK * _norms(slack)
 
-    def _weighted(self, matrix: np.ndarray) -> np.ndarray:
-        return matrix.repeat(2, 1) if matrix.shape[1] == 1 else matrix @ weights(matrix.shape[1])
+    def factor(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> float | None:
+        """k, if a matrix is k times the part with these rows and columns; None if there is no such k."""
+        return self._factor(matrix, *self._part(rows, columns))
 
-    def _limits(self, matrix: np.ndarray, slack: np.ndarray | None) -> np.ndarray:
-        sizes = np.sqrt(np.einsum("ij,ij->i", matrix, matrix) / max(1, matrix.shape[1]))
-        limits = SLACK * self.tolerance * np.sqrt(matrix.shape[1]) * np.maximum(sizes, self.scale)
-        return limits if slack is None else limits + SLACK * np.linalg.norm(slack, axis=1)
+    def factor_flat(self, numbers: np.ndarray, places: Map) -> float | None:
+        """k, if `numbers` are k times those at these places of the flattened reference; None if there is no such k."""
+        flat, slack = (None if m is None else m.reshape(-1, 1)[places] for m in (self.matrix, self.slack))
+        assert flat is not None
+        return self._factor(numbers[:, None], flat, slack)
 
-    def _part(self, matrix: np.ndarray | None, rows: Map | None, columns: Map | None) -> np.ndarray | None:
-        if matrix is None or (rows is None and columns is None):
-            return matrix
-        if columns is None:
-            return matrix[rows]
-        return matrix[:, columns] if rows is None else matrix[np.ix_(rows, columns)]
-
-    def sums(
-        self, rows: Map | None, columns: Map | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Row sums, column sums and their limits, of the part with these rows and columns (None: all)."""
-        key = (None if rows is None else rows.tobytes(), None if columns is None else columns.tobytes())
-        if key not in self._sums:
-            self._sums[key] = self._new_sums(rows, columns)
-        return self._sums[key]
-
-    def _new_sums(
-        self, rows: Map | None, columns: Map | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        part, slack = self._part(self.matrix, rows, columns), self._part(self.slack, rows, columns)
-        assert part is not None
-        if columns is None:
-            chosen = slice(None) if rows is None else rows
-            row_sums, row_limits = self.row_sums[chosen], self.row_limits[chosen]
-        else:
-            row_sums, row_limits = self._weighted(part), self._limits(part, slack)
-        column_sums = weights(len(part)).T @ part
-        return row_sums, column_sums, row_limits, self._limits(part.T, None if slack is None else slack.T)
-
-    def factor(
-        self, rows: np.ndarray, columns: np.ndarray, fit: tuple[Map | None, Map | None]
-    ) -> float | None:
-        """k, if sums of rows and of columns are k times those of that part; None if there is no such k."""
-        row_sums, column_sums, row_limits, column_limits = self.sums(*fit)
-        if rows.shape != row_sums.shape or columns.shape != column_sums.shape:
+    def _factor(self, matrix: np.ndarray, part: np.ndarray, slack: np.ndarray | None) -> float | None:
+        if matrix.shape != part.shape:
             return None
-        power = float(np.sum(row_sums**2) + np.sum(column_sums**2))
-        k = float((np.sum(rows * row_sums) + np.sum(columns * column_sums)) / power) if power > 0 else 1.0
+        power = float(np.einsum("ij,ij->", part, part))
+        k = float(np.einsum("ij,ij->", matrix, part) / power) if power > 0 else 1.0
         if abs(k - 1) < SLACK * self.tolerance or self.is_noise:
             k = 1.0
-        grown = max(1.0, abs(k))
-        off = np.abs(rows - k * row_sums).max(1)
-        off_columns = np.abs(columns - k * column_sums).max(0)
-        fits = (off <= grown * row_limits).all() and (off_columns <= grown * column_limits).all()
+        off, grown = matrix - k * part, max(1.0, abs(k))
+        fits = (_norms(off) <= grown * self._limits(part, slack)).all()
+        fits &= (_norms(off.T) <= grown * self._limits(part.T, None if slack is None else slack.T)).all()
         return k if fits and abs(k) >= 1e-6 else None
 
-    def is_but_for_a_bias(self, rows: np.ndarray, fit: tuple[Map | None, Map | None]) -> bool:
-        """Whether row sums differ from those of that part by the same in every row: a bias that is added elsewhere, or
-        by every rank.
+    def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
+        """Whether a matrix differs from that part by the same in every row: a bias that is added elsewhere, or by every
+        rank.
         """
-        row_sums, _, limits, _ = self.sums(*fit)
-        alike = np.abs(row_sums - row_sums[:1]).max(1) <= 4 * limits
-        if rows.shape != row_sums.shape or 2 * alike.sum() > len(rows):
+        part, slack = self._part(rows, columns)
+        limits = self._limits(part, slack)
+        if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
             return False
-        off = rows - row_sums
-        return bool((np.abs(off - off.mean(0)).max(1) <= 2 * limits).all())
+        off = matrix - part
+        return bool((_norms(off - off.mean(0)) <= 2 * limits).all())
 
     def locate_rows(self, piece: Piece, columns: Map | None) -> tuple[Map, bool] | None:
         """The rows of the reference that a piece with these columns has, and whether no others would do."""
-        if columns is None:
-            targets, limits = self.row_sums, self.row_limits
-        else:
-            part = self.matrix[:, columns]
-            slack = self._part(self.slack, None, columns)
-            targets, limits = self._weighted(part), self._limits(part, slack)
-        return _nearest(piece.rows, targets, limits)
+        part, slack = self._part(None, columns)
+        return _nearest(piece.matrix, part, self._limits(part, slack))
 
     def locate_columns(self, piece: Piece, rows: Map | None) -> tuple[Map, bool] | None:
         """The columns of the reference that a piece with these rows has."""
-        part = self.matrix if rows is None else self.matrix[rows]
-        if len(part) != piece.n:
-            return None
-        slack = self._part(self.slack, rows, None)
-        limits = self._limits(part.T, None if slack is None else slack.T)
-        return _nearest(piece.columns.T, (weights(len(part)).T @ part).T, limits)
+        part, slack = self._part(rows, None)
+        return _nearest(piece.matrix.T, part.T, self._limits(part.T, None if slack is None else slack.T))
 
 
-def _nearest(points: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
-    """For each of the points `(n, 2)` the index of the target `(N, 2)` within the limits; None if one has none.
+def _nearest(rows: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
+    """For each of the rows the index of the target within the limits, and whether no other would do; None if one has
+    none.
 
-    Neighbours of points belong to neighbours of targets, where there is a choice.
+    Neighbours of rows belong to neighbours of targets, where there is a choice.
     """
-    if len(points) * len(targets) > MOST_PAIRS:
+    if len(rows) * len(targets) > MOST_PAIRS:
         return None
-    # rows are often computed alike to the last bit: what is nearest of all is no matter of the tolerance then
-    exactly = _within(points, targets, EXACT * limits)
-    return exactly if exactly is not None and exactly[1] else _within(points, targets, limits) or exactly
-
-
-def _within(points: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
-    # one sum after the other: `all` over an axis of two takes longer than all the rest
+    points, targets = rows @ _weights(rows.shape[1]), targets @ _weights(rows.shape[1])
+    # one product after the other: `all` over an axis of two takes longer than all the rest
     close = np.abs(points[:, :1] - targets[:, 0]) <= limits
     close &= np.abs(points[:, 1:] - targets[:, 1]) <= limits
     count = close.sum(1)

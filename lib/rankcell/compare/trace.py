@@ -1,9 +1,7 @@
 """What a model computes in a block of code: outputs, their gradients, gradients of parameters, updates.
 
-Hooks look and change nothing, and are gone after the block. In the notebook's one process tensors are kept whole: they
-are what others are compared with. On a rank of a tensor of n rows and f columns 2 (n + f) numbers stay: its products
-with random vectors that everybody can make again. Sums of tensors, multiples and parts of them show in those products,
-so `layouts` finds from them how ranks share a tensor. This module compares nothing.
+Hooks look and change nothing, and are gone after the block. Tensors are kept as they are: those of one process are what
+those of ranks are compared with. This module compares nothing.
 """
 
 import hashlib
@@ -12,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -26,18 +23,16 @@ from torch.utils._pytree import tree_leaves
 
 from ..engine import current
 from ..engine.operation import kind_of
-from .traced import NOT_FINITE, Traced, matrix_of, weights
+from .traced import Traced
 
-LIMIT = 1 << 30  # bytes that one process keeps at most
-WHOLE = 4096  # numbers of a parameter that a rank sends as they are
-WINDOWS, WINDOW = 64, 16  # of a larger one: so many places, so many numbers from each
+LIMIT = 1 << 30  # bytes that a process keeps at most
 _PACKAGE = str(Path(__file__).parent.parent)
 # What wrappers call the one module that they hold: DDP, FSDP (ours, too), torch.compile, checkpoint wrappers.
 _WRAPPED = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 class TraceTooLarge(Exception):
-    """One process would keep more than `LIMIT`."""
+    """A process would keep more than `LIMIT`."""
 
 
 class Trace:
@@ -45,33 +40,32 @@ class Trace:
 
     Args:
         model: a module; several, in a list or a dictionary; or what holds its stages, such as a `Pipeline`.
-        whole: keep tensors as they are, instead of sums of their numbers.
+        on_rank: a parameter that several modules share is kept once, not under each name.
 
     Raises:
         TypeError: there is no module in `model`.
-        TraceTooLarge: whole tensors would take more than 1 GiB.
+        TraceTooLarge: the tensors take more than 1 GiB.
     """
 
-    def __init__(self, model: Any, *, whole: bool = True) -> None:
+    def __init__(self, model: Any, *, on_rank: bool = False) -> None:
         self.entries: list[Traced] = []
-        self.whole = whole
-        self._places: list[tuple[str, nn.Module]] = []
-        for part in _modules(model):
-            self._places += _walk(part, "")
+        self._on_rank = on_rank
+        self._places = [place for part in _modules(model) for place in _walk(part, "", set())]
         if not self._places:
             raise TypeError(f"trace needs a module, or several; a {type(model).__name__} holds none.")
         self._handles: list[Any] = []
-        self._calls: dict[int, int] = {}
-        self._steps: dict[int, int] = {}  # by optimizer
+        self._calls: Counter[int] = Counter()
+        self._steps: Counter[int] = Counter()  # by optimizer
         self._inside = 0  # optimizers whose step runs: one may call another
         self._nbytes = 0
         self._order = 0
         # the last tensor, its version, and what was kept of it
-        self._last: tuple[Tensor | None, int, dict[str, Any]] = (None, 0, {})
+        self._last: tuple[Tensor | None, int, np.ndarray | None] = (None, 0, None)
         self._updated: int | None = None  # step of an update that is still to be noted
         self._next_forward: Any = None
-        self._arrived: dict[tuple[int, str], int] = {}  # parameter -> when its gradient last came
-        self._awaited: set[tuple[int, str]] = set()  # parameters whose gradients we hear of
+        self._arrived: dict[
+            tuple[int, str], int
+        ] = {}  # parameter -> when its gradient last came, if we hear of it
         # calls by module that a checkpoint may repeat
         self._without_graph: dict[int, list[dict[str, Any]]] = {}
 
@@ -83,19 +77,17 @@ class Trace:
     def __enter__(self) -> "Trace":
         self._parameters(0)
         for name, module in self._places:
-            self._handles.append(module.register_forward_hook(self._after_forward(name)))
+            self._handles.append(module.register_forward_hook(partial(self._after_forward, name)))
             self._await_gradients(module)
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._last = (None, 0, {})
+        self._last = (None, 0, None)
         if kind is None:
             self._note_update()
         elif self._next_forward is not None:
@@ -106,70 +98,58 @@ class Trace:
 
     def _await_gradients(self, module: nn.Module) -> None:
         """Hear of the gradients of a module's parameters; frozen ones may thaw later."""
-        for parameter, owned in _own(module):
-            key = (id(module), parameter)
-            if owned.requires_grad and owned.is_leaf and key not in self._awaited:
-                self._awaited.add(key)
-                self._handles.append(owned.register_post_accumulate_grad_hook(self._gradient_came(key)))
 
-    def _after_forward(self, name: str) -> Any:
-        def hook(module: nn.Module, given: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:  # a checkpoint computes it once more
-                self._repeated(module, output)
-                return
-            self._await_gradients(module)
-            call = self._calls.get(id(module), 0)
-            self._calls[id(module)] = call + 1
-            about: dict[str, Any] = {
-                "name": name,
-                "step": max(self._steps.values(), default=0),
-                "call": call,
-                "line": _line(),
-            }
-            mask, before = _mask(module, given, output)
-            for part, tensor in enumerate(tree_leaves(output)):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    of_part = about | {"part": part}
-                    self._keep(self._made("output", tensor, **of_part, mask=mask, before=before))
-                    if tensor.requires_grad:
-                        self._handles.append(tensor.register_hook(self._after_backward(of_part)))
-                    else:
-                        self._without_graph.setdefault(id(module), []).append(of_part)
-
-        return hook
-
-    def _repeated(self, module: nn.Module, output: Any) -> None:
-        """Of what a checkpoint computes again, gradients come back to this time's outputs; they have the line and the
-        number of the first time's.
-        """
-        waiting = self._without_graph.get(id(module), [])
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and waiting:
-                self._handles.append(tensor.register_hook(self._after_backward(waiting.pop(0))))
-
-    def _after_backward(self, about: dict[str, Any]) -> Any:
-        def hook(gradient: Tensor) -> None:
-            self._keep(self._made("grad_output", gradient, **about))
-
-        return hook
-
-    def _gradient_came(self, key: tuple[int, str]) -> Any:
-        def hook(_: Tensor) -> None:
+        def came(key: tuple[int, str], _: Tensor) -> None:
             self._order += 1
             self._arrived[key] = self._order
 
-        return hook
+        for name, parameter in _own(module):
+            key = (id(module), name)
+            if parameter.requires_grad and parameter.is_leaf and key not in self._arrived:
+                self._arrived[key] = 1 << 60
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(came, key)))
+
+    def _after_forward(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        tensors = [(n, t) for n, t in enumerate(tree_leaves(output)) if isinstance(t, Tensor)]
+        if torch._C._current_graph_task_id() != -1:
+            # a checkpoint computes it once more: gradients come to this time's outputs, with the line and the number of
+            # the first time's
+            waiting = self._without_graph.get(id(module), [])
+            for _, tensor in tensors:
+                if tensor.requires_grad and waiting:
+                    self._await_backward(tensor, waiting.pop(0))
+            return
+        self._await_gradients(module)
+        step = max(self._steps.values(), default=0)
+        about: dict[str, Any] = {"name": name, "step": step, "call": self._calls[id(module)], "line": _line()}
+        self._calls[id(module)] += 1
+        mask, before = _mask(module, given, output)
+        for part, tensor in tensors:
+            if tensor.is_floating_point():
+                of_part = about | {"part": part}
+                self._keep(self._made("output", tensor, **of_part, mask=mask, before=before))
+                if tensor.requires_grad:
+                    self._await_backward(tensor, of_part)
+                else:
+                    self._without_graph.setdefault(id(module), []).append(of_part)
+
+    def _await_backward(self, tensor: Tensor, about: dict[str, Any]) -> None:
+        def hook(gradient: Tensor) -> None:
+            self._keep(self._made("grad_output", gradient, **about))
+
+        self._handles.append(tensor.register_hook(hook))
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._inside += 1
         if self._inside == 1:
-            self._gradients(self._steps.get(id(optimizer), 0))
+            self._gradients(self._steps[id(optimizer)])
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._inside -= 1
         if self._inside == 0:
             self._note_update()
-            self._updated = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+            self._steps[id(optimizer)] += 1
+            self._updated = self._steps[id(optimizer)]
             if self._next_forward is None:
                 self._next_forward = register_module_forward_pre_hook(lambda *_: self._note_update())
 
@@ -187,12 +167,12 @@ class Trace:
         """Note the gradients as they are now, unless another optimizer has stepped with them."""
         if any(e.kind == "grad" and e.step == step for e in self.entries):
             return
-        noted: list[tuple[int, str, Tensor]] = []
-        for name, module in self._places:
-            for parameter, owned in _own(module):
-                if owned.grad is not None:
-                    came = self._arrived.get((id(module), parameter), 1 << 60)
-                    noted.append((came, _joined(name, parameter), owned.grad))
+        noted = [
+            (self._arrived.get((id(module), parameter), 1 << 60), _joined(name, parameter), owned.grad)
+            for name, module in self._places
+            for parameter, owned in _own(module)
+            if owned.grad is not None
+        ]
         for _, name, gradient in sorted(noted, key=lambda n: n[0]):
             self._keep(self._made("grad", gradient, name, step))
 
@@ -203,41 +183,36 @@ class Trace:
         for name, module in self._places:
             for parameter, owned in _own(module):
                 full = _joined(name, parameter)
-                tied = seen.get(id(owned))
-                if tied is None:
-                    tied = seen[id(owned)] = self._made("parameter", owned, full, step)
-                elif not self.whole:
-                    continue  # a rank holds it once
-                made.append(replace(tied, name=full))
-        if only_if_changed and all(e.name in before and _same(e, before[e.name]) for e in made):
+                if id(owned) not in seen:
+                    seen[id(owned)] = self._made("parameter", owned, full, step)
+                elif self._on_rank:
+                    continue
+                made.append(replace(seen[id(owned)], name=full))
+        if only_if_changed and all(
+            e.name in before and np.array_equal(e.value, before[e.name].value, equal_nan=True) for e in made
+        ):
             return
         self._keep(*made)
 
     def _keep(self, *made: Traced) -> None:
         for entry in made:
-            self._nbytes += entry.nbytes
+            self._nbytes += entry.value.nbytes
             self.entries.append(entry)
-        if self.whole and self._nbytes > LIMIT:
+        if self._nbytes > LIMIT:
             raise TraceTooLarge(
-                f"trace keeps the tensors of one process whole, and they take more than {LIMIT >> 20} MiB. Trace a "
-                f"smaller batch, a shorter sequence or fewer layers: the same bugs show."
+                f"trace keeps the tensors whole, and they take more than {LIMIT >> 20} MiB. Trace a smaller batch, a "
+                f"shorter sequence or fewer layers: the same bugs show."
             )
 
     def _made(self, kind: str, tensor: Tensor, name: str, step: int, **about: Any) -> Traced:
         self._order += 1
-        with torch.no_grad():
-            last, version, kept = self._last
-            if (
-                last is not tensor or version != tensor._version
-            ):  # else a module returns what one inside it does
-                local = local_part(tensor)
-                kept = {"shape": tuple(local.shape), "dtype": str(local.dtype).removeprefix("torch.")}
-                # a copy of what is whole: what is computed in place afterwards must not change it
-                kept |= (
-                    {"whole": to_numpy(local)} if self.whole else _sums(local, kind in ("grad", "parameter"))
-                )
-                self._last = tensor, tensor._version, kept
-        return Traced(name, kind, step, order=self._order, **about, **kept)
+        last, version, value = self._last
+        if last is not tensor or version != tensor._version:  # else a module returns what one inside it does
+            # a copy: what is computed in place afterwards must not change it
+            value = to_numpy(local_part(tensor))
+            self._last = tensor, tensor._version, value
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Traced(name, kind, step, value, dtype, order=self._order, **about)
 
 
 def of(model: Any) -> AbstractContextManager[Trace]:
@@ -248,36 +223,12 @@ def of(model: Any) -> AbstractContextManager[Trace]:
 @contextmanager
 def on_rank(recorder: Any, model: Any) -> Iterator[Trace]:
     """Trace `model` while the block runs; the entries go with the cell's result, also if it fails."""
-    trace = Trace(model, whole=False)
+    trace = Trace(model, on_rank=True)
     try:
         with trace:
             yield trace
     finally:
         recorder.trace += tuple(trace.entries)
-
-
-def _sums(tensor: Tensor, of_parameter: bool) -> dict[str, Any]:
-    """What is kept of a tensor on a rank. One with a single column has nothing to add up: its numbers, twice."""
-    n, f = matrix_of(tuple(tensor.shape), of_parameter)
-    matrix = np.nan_to_num(tensor.cpu().double().numpy().reshape(n, f), True, *NOT_FINITE)
-    rows = matrix @ weights(f) if f != 1 else matrix[:, [0, 0]]
-    kept = {"rows": rows, "columns": weights(n).T @ matrix}
-    if of_parameter:
-        at, places = ((0,), slice(None)) if n * f <= WHOLE else _windows(n * f)
-        kept |= {"flat": matrix.reshape(-1)[places], "at": at}
-    return kept
-
-
-@lru_cache(1000)
-def _windows(length: int) -> tuple[tuple[int, ...], Any]:
-    """Places all over a flat tensor, and the indices of the numbers that are kept from there on."""
-    at = np.linspace(0, length - WINDOW, WINDOWS).astype(int)
-    return tuple(at.tolist()), (at[:, None] + np.arange(WINDOW)).reshape(-1)
-
-
-def _same(a: Traced, b: Traced) -> bool:
-    pairs = ((a.whole, b.whole), (a.rows, b.rows), (a.columns, b.columns))
-    return all(x is None or np.array_equal(x, y, equal_nan=True) for x, y in pairs)
 
 
 def _mask(module: nn.Module, given: Any, output: Any) -> tuple[str, str]:
@@ -287,12 +238,9 @@ def _mask(module: nn.Module, given: Any, output: Any) -> tuple[str, str]:
     tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     if not tensors or not isinstance(output, Tensor):
         return "", ""
-    with torch.no_grad():
-        return _digest(local_part(output) == 0), _digest(local_part(tensors[0]).float())
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()[:16]
+    digests = (to_numpy(t) for t in (local_part(output) == 0, local_part(tensors[0])))
+    mask, before = (hashlib.sha256(array.tobytes()).hexdigest()[:16] for array in digests)
+    return mask, before
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
@@ -344,9 +292,8 @@ def _modules(model: Any) -> list[nn.Module]:
     return [stage] if isinstance(stage, nn.Module) else []
 
 
-def _walk(module: nn.Module, name: str, seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+def _walk(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Each module once, by the name that it has without wrappers."""
-    seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))

@@ -26,7 +26,7 @@ from ..engine import channel, system
 from ..engine.messages import Answer, Question
 from ..results import Frame
 from . import stacks
-from .records import Look, RankArrived, RankRecord
+from .records import RankArrived, RankRecord
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -90,13 +90,10 @@ class Inside:
                 for question in questions:
                     self._channel.send(Answer(question.number, self._answer(question)))
                 if not questions:
-                    self._channel.send(self._look())
+                    # what is over is said once, by `end`
+                    self._channel.send(replace(self.record(), phase="running"))
         self._released.set()
         self._near_known.set()
-
-    def _look(self) -> Look:
-        busy = system.wants_a_core() or any(_runs(pid) for pid in stacks.children(self.pid))
-        return Look(self.record(), *self._used(), runs=busy)
 
     def _answer(self, question: Question) -> Any:
         """What the runner asks, or has this rank do: `near` is who is on its node, `release` lets it end."""
@@ -123,28 +120,27 @@ class Inside:
         return self.near
 
     def record(self) -> RankRecord:
-        """What the main thread does now."""
-        record = RankRecord(self.rank, self.world_size, self.phase, counts={}, at=time.time())
+        """What the main thread does now, and how much this process has used with those that it has started, without
+        this thread.
+        """
+        children = stacks.children(self.pid)
+        record = RankRecord(
+            self.rank, self.world_size, self.phase, at=time.time(), moved=sum(map(_moved, (self.pid, *children))),
+            cpu=time.process_time() - time.thread_time() + sum(map(system.process_cpu_seconds, children)),
+            runs=system.wants_a_core() or any(map(_runs, children)),
+        )  # fmt: skip
         if self.recording is not None:
             return self.recording.look(record, self._main, self.thread.ident)
-        file, line = stacks.place(self._stacks().get(self._main, ()))
+        file, line = stacks.place(self._stack())
         return replace(record, file=file, line=line)
 
     def report(self) -> RankRecord:
-        """The same with its stack, those of its other threads, and its last operations."""
-        record, found = self.record(), self._stacks()
-        names = {t.ident: t.name for t in threading.enumerate()}
-        others = [
-            (f"thread {names.get(ident, '')}".strip(), stack)
-            for ident, stack in found.items()
-            if ident not in (self._main, self.thread.ident) and stacks.own(stack)
-        ]
+        """The same with its stack and its last operations."""
         events = () if self.recording is None else self.recording.events()
-        return replace(record, stack=found.get(self._main, ()), others=tuple(others), events=events)
+        return replace(self.record(), stack=self._stack(), events=events)
 
-    def _stacks(self) -> dict[int, tuple[Frame, ...]]:
-        me = threading.get_ident()
-        return {ident: stacks.of_frame(f) for ident, f in sys._current_frames().items() if ident != me}
+    def _stack(self) -> tuple[Frame, ...]:
+        return stacks.of_frame(sys._current_frames().get(self._main))
 
     def end(self, error: BaseException | None = None) -> None:
         """The program has come to its end, or has raised. Then wait until the runner has seen what the others do: the
@@ -153,9 +149,7 @@ class Inside:
         if self.phase != "running" or os.getpid() != self.pid:
             return
         self.phase = "finished" if error is None else "error"
-        record = self.record()
-        if self.recording is not None:
-            record = replace(record, events=self.recording.events())
+        record = replace(self.report(), stack=())
         if error is not None:
             record = self._failed(record, error)
         with contextlib.suppress(OSError):
@@ -181,16 +175,13 @@ class Inside:
         stack = failure.frames if failed_in is not None else ()
         return replace(record, why=str(failure), failure=failure, failed_in=failed_in, stack=stack)
 
-    def _used(self) -> tuple[float, int]:
-        """CPU seconds and bytes read or written by this process, without this thread, and those that it has started."""
-        children = stacks.children(self.pid)
-        cpu = time.process_time() - time.thread_time() + sum(map(system.process_cpu_seconds, children))
-        moved = 0
-        for pid in (self.pid, *children):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                words = Path(f"/proc/{pid}/io").read_text().split()
-                moved += int(words[1]) + int(words[3])  # rchar, wchar
-        return cpu, moved
+
+def _moved(pid: int) -> int:
+    """Bytes that a process has read and written."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        words = Path(f"/proc/{pid}/io").read_text().split()
+        return int(words[1]) + int(words[3])  # rchar, wchar
+    return 0
 
 
 def _runs(pid: int) -> bool:

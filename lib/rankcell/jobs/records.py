@@ -1,12 +1,9 @@
-"""What is known of one rank of a job, whoever has told it: as data, as a message, and as a file of a report.
-
-It judges nothing: `verdict` does.
-"""
+"""What is known of one rank of a job: as data, as a message, and as a file of a report. `verdict` judges it."""
 
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,9 @@ class RankRecord:
     """What is known of one rank.
 
     `phase` is "running", "finished", "error" (it raised), "lost" (its process ended), "absent" (it never came),
-    "still" (it is blocked outside torch; only when that is known) or "unknown". `counts` are its operations by
-    `Wait.key`, None where nobody tells. `events` are its last operations, with `seq` counted since the job began and
-    times in seconds since the epoch.
+    or "still" (it is blocked outside torch; only when that is known). `counts` are its operations by `Wait.key`.
+    `events` are its last operations, with `seq` counted since the job began and times in seconds since the epoch.
+    `cpu` and `moved` grow while it, or one of its workers, computes, reads or writes.
     """
 
     rank: int
@@ -31,14 +28,16 @@ class RankRecord:
     line: int = 0  # where its main thread is
     file: str = ""
     waits: tuple[Wait, ...] = ()
-    counts: Mapping[Any, int] | None = None
+    counts: Mapping[Any, int] = field(default_factory=dict)
     calls: int = 0
     joins: bool = False
     blocked: bool = False  # its main thread stands still inside torch
     threads: bool = False  # a thread of the program's own could still answer
-    idle: float | None = None  # seconds for which it has not used the processor; None where unknown
+    idle: float = 0.0  # seconds for which it has not used the processor, read or written
+    cpu: float = 0.0  # seconds
+    moved: int = 0  # bytes
+    runs: bool = False  # it has a core, or waits for one
     stack: tuple[Frame, ...] = ()  # of the main thread, outermost first
-    others: tuple[tuple[str, tuple[Frame, ...]], ...] = ()  # stacks of its workers and threads, by name
     events: tuple[Event, ...] = ()
     failure: RankFailure | None = None
     failed_in: Wait | None = None  # the operation that raised, if one did
@@ -52,23 +51,13 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RankArrived:
-    """The first message of a rank to the runner. Its last one is a `RankRecord`, when its program is over."""
+    """The first message of a rank to the runner. Then it sends `RankRecord`s, the last one when its program is over."""
 
     rank: int
     world_size: int
     pid: int
     host: str  # the same for processes that share memory
     crash_file: str  # where it writes its stack when it crashes
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a rank does now. `cpu` and `moved` grow while it, or one of its workers, computes, reads or writes."""
-
-    record: RankRecord
-    cpu: float  # seconds
-    moved: int  # bytes
-    runs: bool = False  # it has a core, or waits for one
 
 
 def later(event: Event, by: float) -> Event:
@@ -79,10 +68,8 @@ def later(event: Event, by: float) -> Event:
 
 
 class _PlainData(pickle.Unpickler):
-    _KINDS: tuple[Any, ...] = (RankRecord, Wait, Event, Frame, Call, Mismatch, RankFailure)
-
     def find_class(self, module: str, name: str) -> Any:
-        for kind in self._KINDS:
+        for kind in (RankRecord, Wait, Event, Frame, Call, Mismatch, RankFailure):
             if (kind.__module__, kind.__name__) == (module, name):
                 return kind
         raise ValueError(f"it wants {module}.{name}, and a report holds plain data only")

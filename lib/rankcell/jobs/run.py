@@ -34,12 +34,11 @@ class Runner:
 
     Args:
         limit: seconds without any progress after which ranks that stand still are reported.
-        end: end the job when there is a verdict.
         report: the folder to write what is known into; "" for one that is named by the time.
     """
 
-    def __init__(self, command: Sequence[str], *, limit: float, end: bool, report: str) -> None:
-        self._command, self._limit, self._end, self._report = command, limit, end, report
+    def __init__(self, command: Sequence[str], *, limit: float, report: str) -> None:
+        self._command, self._limit, self._report = command, limit, report
         self._job = WatchedJob()
         self.verdicts: list[verdict.JobVerdict] = []
         # since when the ranks are in a state that proves something
@@ -101,9 +100,9 @@ class Runner:
             if (found := self._conclude()) is not None:
                 self.say(*found)
                 job.tell(job.ranks, "release")
-                if self._end and job.failed is not None and found[0].kind in ("error", "lost", "mismatch"):
+                if job.failed is not None and found[0].kind in ("error", "lost", "mismatch"):
                     limit = now + GRACE  # the launcher sees the failure, too
-                elif self._end:
+                else:
                     self._end_all(process)
 
     def _end_all(self, process: "subprocess.Popen[bytes]") -> None:
@@ -160,9 +159,7 @@ class Runner:
                 record = replace(record, threads=False)
                 if not verdict.waits_for(record):
                     where = at_line(record.line, record.file) or "an unknown line"
-                    record = replace(
-                        record, phase="still", why=f"still at {where}, for {record.idle or 0:.0f} s"
-                    )
+                    record = replace(record, phase="still", why=f"still at {where}, for {record.idle:.0f} s")
             reports.append(record)
         found = verdict.judge(reports)
         if found is None and any(now - known.moved < self._limit for known in living.values()):
@@ -240,4 +237,4 @@ def main(options: Any) -> int:
     if int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         print("rankcell run: it stands before srun: rankcell run -- srun torchrun ...", file=sys.stderr)
         return 2
-    return Runner(command, limit=options.limit, end=options.on_hang == "end", report=options.report).run()
+    return Runner(command, limit=options.limit, report=options.report).run()

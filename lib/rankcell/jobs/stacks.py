@@ -1,14 +1,10 @@
-"""Stacks of Python processes: of this one, what it writes when it crashes, and what py-spy and faulthandler print.
-
-It only reads. Which line matters is for `verdict`.
-"""
+"""Stacks of Python processes: of this one, and what it writes when it crashes. Which line matters is for `verdict`."""
 
 import contextlib
 import faulthandler
 import linecache
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +15,13 @@ _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python\d|/rankcell/(engine|jobs)/|^<frozen|^torch/|"
     r"/torch/(distributed|nn|autograd|utils|optim|multiprocessing|_\w+)/"
 )
+_CRASH_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _crashes: list[Any] = []  # the file that faulthandler writes to must stay open
 
 
-@dataclass(frozen=True)
-class ThreadStack:
-    """One thread of a process: its frames, outermost first."""
-
-    name: str
-    frames: tuple[Frame, ...]
-    active: bool = False  # it computes
-
-
-def is_own(filename: str) -> bool:
-    """Whether a file is part of the program itself, not of a library."""
-    return bool(filename) and not _LIBRARY.search(filename)
-
-
 def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The frames of the program itself; none if it has none."""
-    return tuple(f for f in frames if is_own(f.filename))
+    """The frames of the program itself, not of a library; none if it has none."""
+    return tuple(f for f in frames if f.filename and not _LIBRARY.search(f.filename))
 
 
 def place(frames: Sequence[Frame]) -> tuple[str, int]:
@@ -51,11 +34,13 @@ def of_frame(frame: Any) -> tuple[Frame, ...]:
     """A stack of this process, outermost first, with the text of its lines."""
     found: list[Frame] = []
     while frame is not None and len(found) < MAX_FRAMES:
-        code, line = frame.f_code, frame.f_lineno or 0
-        text = linecache.getline(code.co_filename, line).strip()
-        found.append(Frame(code.co_filename, line, code.co_name, text))
+        found.append(_frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
     return tuple(reversed(found))
+
+
+def _frame(file: str, line: int, name: str) -> Frame:
+    return Frame(file, line, name, linecache.getline(file, line).strip())
 
 
 def keep_crashes(path: str) -> None:
@@ -70,8 +55,8 @@ def crash_in(path: str) -> tuple[str, tuple[Frame, ...]]:
     with contextlib.suppress(OSError):
         _, begins, text = Path(path).read_text().partition("Fatal Python error: ")
         if begins:
-            threads = printed(text)
-            return text.partition("\n")[0], threads[0].frames if threads else ()
+            frames = [_frame(file, int(line), name) for file, line, name in _CRASH_FRAME.findall(text)]
+            return text.partition("\n")[0], tuple(reversed(frames))
     return "", ()
 
 
@@ -83,26 +68,3 @@ def children(pid: int) -> list[int]:
             for child in path.read_text().split():
                 found += [int(child), *children(int(child))]
     return found
-
-
-# what faulthandler and py-spy print
-_THREAD = re.compile(
-    r'^(?:Current thread|Thread|Stack)\b(?:.*\(most recent call first\):| \S+ \((.+?)\)(?:: "(.*)")?$)'
-)
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$|^ {4}(\S.*?) \((.+):(\d+)\)$')
-
-
-def printed(text: str) -> tuple[ThreadStack, ...]:
-    """The threads in what one of them prints, the main thread first: faulthandler prints it last, py-spy names it."""
-    found: list[tuple[str, bool, list[Frame]]] = []
-    for line in text.splitlines():
-        if begins := _THREAD.match(line):
-            found.append((begins[2] or "", "active" in (begins[1] or ""), []))
-        elif found and (frame := _FRAME.match(line)):
-            name, file, number = (
-                (frame[3], frame[1], frame[2]) if frame[1] else (frame[4], frame[5], frame[6])
-            )
-            source = linecache.getline(file, int(number)).strip() if is_own(file) else ""
-            found[-1][2].append(Frame(file, int(number), name, source))
-    threads = [ThreadStack(name, tuple(reversed(frames)), active) for name, active, frames in reversed(found)]
-    return tuple(sorted(threads, key=lambda t: t.name != "MainThread"))

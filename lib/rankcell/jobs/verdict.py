@@ -15,7 +15,7 @@ from ..engine import diagnose
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, describe, doing, missing_peers
 from ..engine.states import standings as standings_of
-from ..results import Event, Frame, RankFailure, RankResult, Run, Standing, at_line, name_ranks
+from ..results import Event, Frame, Mismatch, RankFailure, RankResult, Run, Standing, at_line, name_ranks
 from . import mismatch, stacks
 from .divergence import Divergence, find_divergent_rank
 from .records import RankRecord
@@ -60,12 +60,11 @@ def state_of(record: RankRecord) -> State:
     """A record as `diagnose` reads it."""
     if is_consequence(record) and record.failed_in is not None:
         wait = replace(record.failed_in, thread=0, waiting=True)
-        counts = {**(record.counts or {}), wait.key: max(wait.seq, (record.counts or {}).get(wait.key, 0))}
+        counts = {**record.counts, wait.key: max(wait.seq, record.counts.get(wait.key, 0))}
         return State(record.rank, "running", (wait,), counts, record.calls, wait.line, wait.file, what=SCRIPT)
     return State(
-        record.rank, "running" if record.phase == "unknown" else record.phase, record.waits, record.counts,
-        record.calls, record.line, record.file, record.joins, blocked_in_torch=record.blocked,
-        other_threads=record.threads, why=record.why, what=SCRIPT,
+        record.rank, record.phase, record.waits, record.counts, record.calls, record.line, record.file, record.joins,
+        blocked_in_torch=record.blocked, other_threads=record.threads, why=record.why, what=SCRIPT,
     )  # fmt: skip
 
 
@@ -84,8 +83,8 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
     records = sorted(records, key=lambda r: r.rank)
     states = [diagnose.finished_if_leaving(state_of(r)) for r in records]
     proof = diagnose.diagnose(states)
-    if (found := _mismatch(records, proved=proof is not None)) is not None:
-        return found
+    if (found := mismatch.find(records)) is not None:
+        return _mismatched(records, found)
     lost = [r for r in records if r.phase == "lost"]
     raised = [r for r in records if r.phase == "error" and not is_consequence(r)]
     first = min(lost + raised, key=lambda r: r.at, default=None)
@@ -103,18 +102,11 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
 # --- each kind
 
 
-def _mismatch(records: Sequence[RankRecord], *, proved: bool) -> JobVerdict | None:
-    stopped = any(r.failure is not None and r.failure.mismatch is not None for r in records)
-    over = proved or any(r.phase in ("lost", "error", "unknown", "still") or r.waits for r in records)
-    found = mismatch.find(records) if stopped or over else None
-    if found is None:
-        return None
+def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
     results = [RankResult(r) for r in range(_size(records))]
     noticed = min(found.calls)
     results[noticed] = replace(results[noticed], mismatch=found)
     head, *rows, advice = str(errors.mismatch_error(Run("", tuple(results)))).split("\n")
-    if not stopped:
-        advice = advice.replace("The call that does not match was stopped before it sent anything. ", "")
     texts = [call.text for call in found.calls.values()]
     least = min(map(texts.count, texts))
     odd = [rank for rank, call in sorted(found.calls.items()) if texts.count(call.text) == least]
@@ -267,9 +259,6 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
 
 def _details(record: RankRecord) -> list[str]:
     lines = _stack(record.stack)
-    for name, frames in record.others:
-        if frames:
-            lines += [f"  its {name}:", *(f"  {line}" for line in _stack(frames))]
     if record.events:
         lines.append("  last operations:")
     for event in record.events[-SHOWN:]:

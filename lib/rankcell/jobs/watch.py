@@ -18,7 +18,7 @@ from typing import Any
 from ..engine import channel, system
 from ..engine.messages import Answer, Question
 from . import inside, stacks
-from .records import Look, RankArrived, RankRecord
+from .records import RankArrived, RankRecord
 
 ANSWER = 20.0  # seconds for a rank to answer a question: on a busy machine it waits for a core
 SILENT = 3.0  # seconds after which a rank that says nothing is taken to compute: it holds the interpreter
@@ -40,20 +40,20 @@ class WatchedRank:
     used: tuple[float, float, int] | None = None  # when, CPU seconds, bytes
     runs: int = 0  # looks in a row in which it had a core, or waited for one as on a busy machine
 
-    def take(self, look: Look) -> None:
+    def take(self, record: RankRecord) -> None:
         """It has said what it does."""
         self.heard = now = time.monotonic()
-        if look.record.calls != self.record.calls:
+        if record.calls != self.record.calls:
             self.called = self.moved = now
-        self.record = look.record
-        self.runs = self.runs + 1 if look.runs else 0
+        self.record = record
+        self.runs = self.runs + 1 if record.runs else 0
         if self.runs > 1:  # once is chance: what polls runs for a moment, too
             self.moved = now
-        at, cpu, moved = self.used or (now - 1.0, look.cpu, look.moved)
+        at, cpu, moved = self.used or (now - 1.0, record.cpu, record.moved)
         if now - at >= 1.0:
-            if look.cpu - cpu > BUSY * (now - at) or look.moved - moved > MOVED * (now - at):
+            if record.cpu - cpu > BUSY * (now - at) or record.moved - moved > MOVED * (now - at):
                 self.moved = now
-            self.used = now, look.cpu, look.moved
+            self.used = now, record.cpu, record.moved
 
 
 class WatchedJob:
@@ -127,7 +127,7 @@ class WatchedJob:
                         self.failed = self.failed or time.monotonic()
 
     def _welcome(self, arrival: RankArrived, talk: channel.Channel) -> WatchedRank:
-        record = RankRecord(arrival.rank, arrival.world_size, counts={})
+        record = RankRecord(arrival.rank, arrival.world_size)
         known = self.ranks[arrival.rank] = WatchedRank(arrival, talk, record)
         self.world_size = max(self.world_size, arrival.world_size)
         if len(self.ranks) == self.world_size:
@@ -137,15 +137,14 @@ class WatchedJob:
         return known
 
     def _take(self, known: WatchedRank, message: Any) -> None:
-        if isinstance(message, Look):
-            if not known.record.over:
-                known.take(message)
-        elif isinstance(message, Answer):
+        if isinstance(message, Answer):
             known.answers[message.number] = message.value
-        elif isinstance(message, RankRecord):  # its last one
+        elif message.over:  # its last one
             known.record = replace(message, at=time.time())
             if message.phase == "error":
                 self.failed = self.failed or time.monotonic()
+        elif not known.record.over:
+            known.take(message)
         self._news.notify_all()
 
     def _loss(self, known: WatchedRank) -> RankRecord:
@@ -188,7 +187,7 @@ class WatchedJob:
     def records(self) -> list[RankRecord]:
         """What is known of each rank; ranks that have not come are taken to be on the way."""
         with self._news:
-            found = {rank: RankRecord(rank, self.world_size, counts={}) for rank in range(self.world_size)}
+            found = {rank: RankRecord(rank, self.world_size) for rank in range(self.world_size)}
             for rank, known in self.ranks.items():
                 found[rank] = known.record
                 if not known.record.over:
