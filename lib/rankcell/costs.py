@@ -45,11 +45,6 @@ class Link(NamedTuple):
         """Bytes per second that a very long message reaches."""
         return 1 / self.beta if self.beta else math.inf
 
-    @property
-    def half_size(self) -> float:
-        """Bytes of the message that reaches half of the bandwidth: alpha / beta."""
-        return self.alpha / self.beta if self.beta else math.inf
-
     def send(self, nbytes: float) -> float:
         """Seconds for one message of `nbytes`."""
         return self.alpha + self.beta * nbytes
@@ -123,7 +118,7 @@ def ring_reduce_scatter(nbytes: float, n: int, link: Link) -> float:
 
 def ring_all_gather(nbytes: float, n: int, link: Link) -> float:
     """Seconds for n - 1 steps of one n-th of the gathered array."""
-    return (n - 1) * link.send(nbytes / n)
+    return ring_reduce_scatter(nbytes, n, link)
 
 
 def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
@@ -146,10 +141,8 @@ def tree_all_reduce(nbytes: float, n: int, link: Link) -> float:
 def flat_all_reduce(nbytes: float, per_node: int, nodes: int, inside: Link, across: Link) -> float:
     """Seconds for one ring over all ranks of several nodes: every step is as slow as its slowest link."""
     n = per_node * nodes
-    step = inside.send(nbytes / n) if n > 1 else 0.0
-    if nodes > 1:
-        step = max(step, across.send(nbytes / n))
-    return 2 * (n - 1) * step
+    links = [inside] * (per_node > 1) + [across] * (nodes > 1)
+    return max((ring_all_reduce(nbytes, n, link) for link in links), default=0.0)
 
 
 def hierarchical_all_reduce(
@@ -160,8 +153,5 @@ def hierarchical_all_reduce(
     All local ranks go across at the same time: they share the `links` links of speed `across` of their node
     (one network card per GPU: `links=per_node`).
     """
-    if not 1 <= links <= per_node:
-        raise ValueError(f"A node of {per_node} ranks shares 1 to {per_node} links, not {links}.")
     shared = Link(across.alpha, across.beta * per_node / links)
-    inner = ring_reduce_scatter(nbytes, per_node, inside) + ring_all_gather(nbytes, per_node, inside)
-    return inner + ring_all_reduce(nbytes / per_node, nodes, shared)
+    return ring_all_reduce(nbytes, per_node, inside) + ring_all_reduce(nbytes / per_node, nodes, shared)

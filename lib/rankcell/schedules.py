@@ -8,15 +8,16 @@ lists. Sending costs a fixed number of seconds here, none unless you say so, and
 """
 
 import itertools
+import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 
-from .actions import KINDS, Action, Schedule, ScheduleError, rounds, schedule, validate
+from .actions import Action, Schedule, ScheduleError, rounds, schedule, validate
 from .results import Event
 
 __all__ = [
-    "KINDS", "SCHEDULES", "V_SCHEDULES", "Action", "Schedule", "ScheduleError", "actions_of", "dualpipe_v", "gpipe",
+    "SCHEDULES", "V_SCHEDULES", "Action", "Schedule", "ScheduleError", "actions_of", "dualpipe_v", "gpipe",
     "idle_share", "interleaved", "length", "message_seconds", "naive", "one_f_one_b", "peak_in_flight", "predict",
     "rounds", "schedule", "validate", "zb_v", "zero_bubble",
 ]  # fmt: skip
@@ -231,14 +232,9 @@ def predict(
         send: seconds from the end of an action until another rank can use its result.
         measured: take the seconds of an action from the event of this name, where there is one. What the
             measured step takes longer than this prediction was spent between the actions.
-
-    Raises:
-        ScheduleError: the schedule cannot run.
     """
     weight = backward / 2 if weight is None else weight
     seconds = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
-    if min(*seconds.values(), send) < 0:
-        raise ValueError(f"Times cannot be negative: {seconds}, send {send}.")
     took = {action: event.seconds for action, event in actions_of(measured)}
     ends: dict[Action, float] = {}
     free = [0.0] * plan.n_ranks
@@ -272,15 +268,8 @@ def message_seconds(plan: Schedule, measured: Iterable[Event]) -> float:
 
 def actions_of(events: Iterable[Event]) -> list[tuple[Action, Event]]:
     """The events that are actions of a pipeline, with their actions, in order of time; no others."""
-    found = []
-    for event in events:
-        if event.kind == "comm":
-            continue
-        try:
-            found.append((Action.parse(event.op), event))
-        except ValueError:
-            continue  # a span of something else
-    return sorted(found, key=lambda pair: (pair[1].start, pair[1].rank))
+    named = (e for e in events if e.kind != "comm" and re.fullmatch(r"\d+[FBIW]\d+", e.op))
+    return [(Action.parse(e.op), e) for e in sorted(named, key=lambda e: (e.start, e.rank))]
 
 
 def length(events: Iterable[Event]) -> float:
