@@ -77,8 +77,9 @@ class Schedule:
         return -(-self.n_stages // self.n_ranks)
 
     @cached_property
-    def _all(self) -> frozenset[Action]:
-        return frozenset(action for rank in self.actions for action in rank)
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The stages and micro-batches whose backward comes in halves."""
+        return frozenset((a.stage, a.microbatch) for rank in self.actions for a in rank if a.kind == "I")
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """The actions that must be done before this one can start."""
@@ -87,10 +88,10 @@ class Schedule:
             return (Action(stage - 1, "F", j),) if stage else ()
         if kind == "W":
             return (Action(stage, "I", j),)
-        own, halved = Action(stage, "F", j), Action(stage + 1, "I", j)
+        own = Action(stage, "F", j)
         if stage == self.n_stages - 1:
             return (own,)
-        return own, halved if halved in self._all else Action(stage + 1, "B", j)
+        return own, Action(stage + 1, "I" if (stage + 1, j) in self.split else "B", j)
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.n_ranks} ranks, {self.n_microbatches} micro-batches\n" + as_text(self)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import versions
-from .engine import devices, system
-from .engine.local import FILES_PER_RANK, MEMORY_PER_RANK
+from .engine import devices, local, system
 
 PROBE = 60.0  # seconds that torch gets to say what it sees: the driver of a GPU just started takes 20
 
@@ -41,7 +40,7 @@ def findings() -> list[Finding]:
     )  # dxg: WSL2
     found = [
         *of_torch(said),
-        *of_room(system.available_cores(), system.available_memory(), system.open_file_limit()),
+        *of_room(system.available_cores(), *local.room()),
         *of_gpus(said, os.environ.get("CUDA_VISIBLE_DEVICES"), bool(device_files)),
         *of_network(system.interface_problem(os.environ.get("GLOO_SOCKET_IFNAME"))),
         *of_shared_memory(shutil.disk_usage(shm).free if shm.is_dir() else None),
@@ -59,19 +58,11 @@ def of_torch(said: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("works", f"torch {said['torch']} on Python {'.'.join(map(str, sys.version_info[:3]))}.")
 
 
-def of_room(cores: int, memory: int, files: int) -> Iterator[Finding]:
-    """What it means that a process may use so many cores, bytes and open files (-1: no limit)."""
-    by_memory = memory // MEMORY_PER_RANK
-    by_files = 4 if files < 0 else max(0, files - 200) // FILES_PER_RANK
-    if min(by_memory, by_files) < 4:
-        yield Finding(
-            "problem",
-            f"there is room for {min(by_memory, by_files)} ranks, and the lessons use 4 (a rank takes about "
-            f"{MEMORY_PER_RANK >> 20} MiB and {FILES_PER_RANK} open files).",
-            "raise `ulimit -n` in the shell that starts Jupyter."
-            if by_files < 4
-            else "end other programs, or ask for more memory (`--mem` of sbatch, the container's limit).",
-        )
+def of_room(cores: int, most: int, why: str) -> Iterator[Finding]:
+    """What it means that this process may use so many cores, and has room for so many ranks (`local.room`)."""
+    if most < 4:
+        do = "end other programs, or ask for more memory (`--mem` of sbatch, the container's limit)."
+        yield Finding("problem", f"the lessons use 4 ranks: {why}", do)
     elif cores < 4:
         yield Finding(
             "note",

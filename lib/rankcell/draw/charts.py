@@ -43,11 +43,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header, shown as a table on a page and as aligned text elsewhere.
-
-    A cell is text, or `(text, address)` for a link. Columns named in `right` hold numbers and are set to the
-    right.
-    """
+    """Rows under a header; a cell is text, or `(text, address)` for a link. Columns named in `right` hold numbers."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str | tuple[str, str], ...], ...]
@@ -124,9 +120,8 @@ def ladder(
 ) -> Figure:
     """Values on a log axis, one rung each in the order given, and by what factor each differs from the last.
 
-    `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside the rungs
-    and the ticks. A rung is a point: on a log axis no length can be compared, so there are no bars (`bars.bars`
-    draws those, from zero).
+    `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside rungs and ticks.
+    A rung is a point: on a log axis no length can be compared, so there are no bars (`bars.bars` draws those).
     """
     low = math.floor(math.log10(min(r.value for r in rungs)) - 0.2)
     high = math.log10(max(r.value for r in rungs))
@@ -195,8 +190,7 @@ def lines(
 ) -> Figure:
     """Lines with marks on linear or log axes; `marks` are dotted upright lines with a word on top.
 
-    Ticks that are not given are powers of 10 (of `x_base` along x) on a log axis and round numbers on a
-    linear one.
+    Ticks that are not given are powers of 10 (of `x_base` along x) on a log axis and round numbers on a linear one.
     """
     xs, ys = ([point[i] for s in series for point in s.points] for i in (0, 1))
     if not xs:
@@ -221,14 +215,12 @@ def lines(
     out += parts.ticks_below(ticks, bottom, bottom + 5, bottom + 26, stroke=MUTED)
     out.append(line(left, bottom, right, bottom, stroke=MUTED))
     last = -1e9
-    for value, word in sorted(marks):  # from left to right: a word without room is left out
-        if not x_range[0] <= value <= x_range[1]:
-            continue
-        out.append(line(px(value), top - 4, px(value), bottom, stroke=MUTED, dash="2 4"))
+    for x, word in sorted((px(x), word) for x, word in marks if x_range[0] <= x <= x_range[1]):
+        out.append(line(x, top - 4, x, bottom, stroke=MUTED, dash="2 4"))
         half = text_width(word) / 2
-        if px(value) - half > last:
-            out.append(label(px(value), top - 10, word, anchor="middle", fill=MUTED))
-            last = px(value) + half + 6
+        if x - half > last:  # a word without room is left out
+            out.append(label(x, top - 10, word, anchor="middle", fill=MUTED))
+            last = x + half + 6
     out.append(label(EDGE, top - (36 if marks else 10), y_label, fill=MUTED))
     out.append(label((left + right) / 2, height - 12, x_label, anchor="middle", fill=MUTED))
     for k, s in enumerate(series):

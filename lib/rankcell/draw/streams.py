@@ -8,6 +8,7 @@ measures nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..results import Event
 from .parts import (
@@ -127,7 +128,7 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
     elif e.kind == "host" and e.op.startswith("launch "):
         return rect(start, y, width, _BAR, fill=INK, stroke=PAPER if width > 4 else "none", title=tip)
     elif e.predicted and width > 6:
-        look = {"fill": pale(colour, _PREDICTED), "stroke": colour, "stroke_width": 2}
+        look: dict[str, Any] = {"fill": pale(colour, _PREDICTED), "stroke": colour, "stroke_width": 2}
         bar = rect(start + 1, y + 1, width - 2, _BAR - 2, **look, title=tip)
     else:
         bar = rect(start, y, width, _BAR, fill=colour, stroke=PAPER if width > 6 else "none", title=tip)

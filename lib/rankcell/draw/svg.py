@@ -72,10 +72,10 @@ class Figure:
         """The picture as the address of an `<img>`."""
         return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode()
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self, beside: str = "") -> str:
         return (
             f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(self.alt)}" '
-            f'src="{self.data_uri()}" style="max-width:100%"></figure>'
+            f'src="{self.data_uri()}" style="max-width:100%">{beside}</figure>'
         )
 
 
@@ -97,7 +97,6 @@ class Frames:
         return "\n".join(f"[{label}] {figure.alt}" for label, figure in named)
 
     def _repr_html_(self) -> str:
-        alone = self.figures[self.still]
         # the pictures share most of their marks: each mark is stored once, a picture as a list of numbers
         parts: dict[str, int] = {}
         frames = [
@@ -107,25 +106,20 @@ class Frames:
         data: dict[str, object] = {"name": self.name, "parts": list(parts), "frames": frames}
         data |= {"alts": [f.alt for f in self.figures], "labels": self.labels, "still": self.still}
         stored = json.dumps(data).replace("</", "<\\/")
-        return (
-            f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(alone.alt)}" '
-            f'src="{alone.data_uri()}" style="max-width:100%">'
-            f'<script type="application/json">{stored}</script><script>{_SLIDER}</script></figure>'
-        )
+        scripts = f'<script type="application/json">{stored}</script><script>{_SLIDER}</script>'
+        return self.figures[self.still]._repr_html_(scripts)
 
 
 def drawing(width: float, height: float, *marks: str, alt: str) -> Figure:
     """A figure of `width` x `height` px on white paper, so that it reads on a dark page too.
 
-    Keep `width` near 640: at 380 px (a phone) a 640 px figure is shown at 0.6 times its size, so text of 20
-    px stays above 11 px there.
+    Keep `width` near 640: on a phone (380 px) text of 20 px stays above 11 px then.
     """
-    body = "".join(marks)
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" '
         f'font-family="{FONT}">'
-        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{body}</svg>'
+        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{"".join(marks)}</svg>'
     )
     return Figure(svg, alt)
 
