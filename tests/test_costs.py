@@ -73,7 +73,7 @@ def test_bandwidths_and_bytes_as_nccl_tests_counts_them():
     [(lambda: costs.fit([1], [1.0]), "got 1 different sizes and 1 times"),
      (lambda: costs.fit([8, 8], [1.0, 2.0]), "got 1 different sizes and 2 times"),
      (lambda: costs.fit([1, 2, 3], [1.0, 2.0]), "got 3 different sizes and 2 times"),
-     (lambda: costs.fit([1, 2], [1.0, 0.0]), "above 0 s; got 0"),
+     (lambda: costs.fit([1, 2], [1.0, 0.0]), "2 times, the least of them 0 s"),
      (lambda: costs.busbw("allreduce", 1, 1, 4), "no formula for 'allreduce'. There are: all_reduce, "),
      (lambda: costs.bytes_sent("all_reduce", 1, 0), "at least one rank, not 0")],
 )  # fmt: skip

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 # From https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, section Summary, 2026-02.
 # n ranks -> bus bandwidth over algorithm bandwidth.
 _BUS: dict[str, Callable[[int], float]] = {
@@ -54,27 +56,17 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     """The link whose line alpha + beta * size is nearest to measured times, none of it negative.
 
     Least squares of the relative error, so that 100 us at 64 B count as much as 100 ms at 64 MiB.
-
-    Raises:
-        ValueError: fewer than two different sizes, or a time that is not above 0.
     """
-    if len(sizes) != len(seconds) or len(set(sizes)) < 2:
+    s, t = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
+    if len(s) != len(t) or len(set(sizes)) < 2 or not (t > 0).all():
         raise ValueError(
-            f"A line needs at least two different sizes, each with a time; got {len(set(sizes))} different "
-            f"sizes and {len(seconds)} times."
+            f"A line needs at least two different sizes, each with a time above 0 s; got {len(set(sizes))} different "
+            f"sizes and {len(t)} times, the least of them {min(seconds):g} s."
         )
-    if not all(t > 0 for t in seconds):
-        raise ValueError(f"Every time must be above 0 s; got {min(seconds):g}.")
-    # minimise the sum of (alpha / t + beta * s / t - 1)^2
-    u = [1 / t for t in seconds]
-    v = [s / t for s, t in zip(sizes, seconds, strict=True)]
-    uu, uv, vv = (math.fsum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))
-    su, sv = math.fsum(u), math.fsum(v)
-    determinant = uu * vv - uv * uv
-    alpha, beta = (su * vv - sv * uv) / determinant, (uu * sv - uv * su) / determinant
+    beta, alpha = (float(x) for x in np.polyfit(s, t, 1, w=1 / t))
     if alpha < 0:
-        return Link(0.0, sv / vv)
-    return Link(alpha, beta) if beta >= 0 else Link(su / uu, 0.0)
+        return Link(0.0, float(sum(s / t) / sum((s / t) ** 2)))
+    return Link(alpha, beta) if beta >= 0 else Link(float(sum(1 / t) / sum(1 / t**2)), 0.0)
 
 
 def algbw(nbytes: float, seconds: float) -> float:

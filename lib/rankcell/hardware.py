@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 EACH_WAY = "each way"
@@ -196,17 +195,15 @@ def parse_topology(text: str) -> Topology:
             "No line starts with GPU0: this is not a matrix. Give the output of `nvidia-smi topo -m`."
         )
     devices = tuple(lines[start].split("CPU Affinity")[0].split())
-    codes, cpus, numa = [], {}, {}
-    for name, line in zip_longest(devices, lines[start + 1 : start + 1 + len(devices)], fillvalue=""):
-        first, *row = line.split() or [""]
-        if first != name or len(row) < len(devices):
-            raise ValueError(f"The row of {name} is missing or too short: {line.strip()!r}.")
-        codes.append(tuple(row[: len(devices)]))
-        if name.startswith("GPU"):
-            cpus[name], numa[name] = [*row[len(devices) :], "N/A", "N/A"][:2]
-    for code in {code for row in codes for code in row}:
-        path_kind(code)  # raises where it is none
-    return Topology(devices, tuple(codes), cpus, numa)
+    n = len(devices)
+    rows = [line.split()[1:] for line in lines[start + 1 : start + 1 + n]]
+    near = {name: [*row[n:], "N/A", "N/A"] for name, row in zip(devices, rows, strict=True) if "GPU" in name}
+    return Topology(
+        devices,
+        tuple(tuple(row[:n]) for row in rows),
+        {name: words[0] for name, words in near.items()},
+        {name: words[1] for name, words in near.items()},
+    )
 
 
 # Written by hand after the documented format of `nvidia-smi topo -m`: nobody read them off a machine.

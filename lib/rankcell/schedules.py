@@ -27,7 +27,6 @@ __all__ = [
 
 def naive(n_ranks: int, n_microbatches: int = 1) -> Schedule:
     """One micro-batch after the other through all stages and back: one rank computes, the others wait."""
-    _check(n_ranks, n_microbatches)
     lists = [[Action(r, k, j) for j in range(n_microbatches) for k in "FB"] for r in range(n_ranks)]
     return schedule("naive", lists)
 
@@ -37,7 +36,6 @@ def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 
     Huang et al., https://arxiv.org/abs/1811.06965, section 2.2 (2019).
     """
-    _check(n_ranks, n_microbatches)
     lists = [[Action(r, k, j) for k in "FB" for j in range(n_microbatches)] for r in range(n_ranks)]
     return schedule("GPipe", lists)
 
@@ -48,7 +46,6 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
     Stage s never keeps more than p - s micro-batches. Narayanan et al., https://arxiv.org/abs/2104.04473,
     section 2.2.1 (2021).
     """
-    _check(n_ranks, n_microbatches)
     return schedule("1F1B", [_one_f_one_b(r, n_ranks, n_microbatches, "B") for r in range(n_ranks)])
 
 
@@ -59,7 +56,6 @@ def interleaved(n_ranks: int, n_microbatches: int, chunks: int = 2) -> Schedule:
     then the second, and so on. Where p does not divide their number, some groups are larger. With one chunk
     it is 1F1B. Narayanan et al., section 2.2.2, who ask for a multiple of p.
     """
-    _check(n_ranks, n_microbatches, chunks)
     if chunks == 1:
         return one_f_one_b(n_ranks, n_microbatches)
     n_groups = max(1, n_microbatches // n_ranks)
@@ -82,7 +78,6 @@ def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
     micro-batches, as rank 0 of 1F1B does. This is ZB-H1: Qi et al., https://arxiv.org/abs/2401.10241, section
     2.2 (2023).
     """
-    _check(n_ranks, n_microbatches)
     lists = []
     for rank in range(n_ranks):
         actions, done = [], 0
@@ -104,7 +99,6 @@ def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
     It keeps at most 2p chunks' shares, as much as p whole micro-batches. Qi et al.,
     https://arxiv.org/abs/2401.10241, section 6 (2023).
     """
-    _check(n_ranks, n_microbatches)
     p, n = n_ranks, max(n_microbatches, 2 * n_ranks - 1)  # with fewer, as if they were there
     lists = []
     for r in range(p):
@@ -131,7 +125,6 @@ def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
     need every stage twice: DeepSeek-AI, https://arxiv.org/abs/2412.19437, section 3.2.1 (2024), cut in half
     at https://github.com/deepseek-ai/DualPipe (2025), where the steps below are listed.
     """
-    _check(n_ranks, n_microbatches)
     p, n = n_ranks, max(n_microbatches, 2 * n_ranks)  # with fewer, as if they were there
     lists = []
     for r in range(p):
@@ -200,14 +193,6 @@ def _in_turns(forwards: list[Action], backwards: list[Action], warmup: int) -> l
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
     return [*forwards[:warmup], *(a for pair in pairs for a in pair), *backwards[steady:]]
-
-
-def _check(n_ranks: int, n_microbatches: int, chunks: int = 1) -> None:
-    if min(n_ranks, n_microbatches, chunks) < 1:
-        raise ValueError(
-            f"A pipeline of {n_ranks} ranks with {n_microbatches} micro-batches and {chunks} chunks cannot "
-            f"be. Each must be at least 1."
-        )
 
 
 # What it will cost
