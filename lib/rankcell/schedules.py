@@ -273,8 +273,7 @@ def idle_share(events: Iterable[Event]) -> float:
 
 
 def peak_in_flight(plan: Schedule) -> list[int]:
-    """By rank, how many micro-batches' activations it holds at most: those with a forward whose backward is
-    not over.
+    """By rank, of how many micro-batches it holds activations at most: a forward is over, its backward is not.
 
     With several chunks each chunk's share of a micro-batch counts as one.
     """

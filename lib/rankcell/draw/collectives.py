@@ -118,8 +118,7 @@ def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
 def _values(event: Event) -> Values:
     if event.values is None:
         raise ValueError(
-            f"The numbers of this {event.op} were not recorded. "
-            "Run its cell with `--values`: `%%ranks 4 --values`."
+            f"The numbers of this {event.op} were not recorded. Run its cell with `--values`: `%%ranks 4 --values`."
         )
     recorded = max(map(len, event.values.input_before + event.values.output_before), default=0)
     if event.values.input_before and recorded < math.prod(event.shape):

@@ -21,8 +21,7 @@ _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
 
 
 def groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
-    """The groups of ranks along each axis of a mesh {name: degree}, ranks counted as torch does: the
-    last axis runs fastest.
+    """The groups of ranks along each axis of a mesh {name: degree}; the last axis runs fastest, as in torch.
 
     groups({"dp": 2, "tp": 2})  # {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}
     """
@@ -61,12 +60,10 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
     Raises:
         ValueError: the run has another number of ranks than the mesh.
     """
-    events, n = (
-        (run.events, run.world_size) if isinstance(run, Run) else (tuple(run), math.prod(mesh.values()))
-    )
-    _check(n, mesh)
-    found = groups(mesh)
-    calls = _calls(events, found, n)
+    if isinstance(run, Run):
+        _check(run.world_size, mesh)
+    n, found = math.prod(mesh.values()), groups(mesh)
+    calls = _calls(run.events if isinstance(run, Run) else run, found, n)
     panels = [(name, found[name], calls.get(name, [])) for name in mesh]
     if calls.get(_REST):
         panels.append((_REST, [tuple(range(n))], calls[_REST]))
