@@ -9,8 +9,8 @@ or a tree is another picture (`messages`). Collectives as matrices are in `matri
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from ..results import Event, Run, Values, name_ranks
 from .parts import WIDE, pale, rank_colour
@@ -31,20 +31,14 @@ _KNOWN = _IN_PLACE | _SENDS_PARTS | _GETS_PARTS
 label = partial(label_of_any_size, size=_TEXT)  # 11 px on a phone, where the picture is 340 px wide
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """Numbers side by side that share their origin: the ranks in `sources`, none if they mean nothing."""
 
     numbers: tuple[float, ...]
     sources: tuple[int, ...] = ()
 
-    @property
-    def untouched(self) -> bool:
-        return bool(self.numbers) and all(math.isnan(x) for x in self.numbers)
 
-
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """What one rank holds: its input, and its output before the call and after it."""
 
     before: tuple[_Block, ...]
@@ -52,8 +46,7 @@ class _Held:
     after: tuple[_Block, ...]
 
 
-@dataclass(frozen=True)
-class _Move:
+class _Move(NamedTuple):
     """Numbers of one rank that another needs: block `part` of the sender, or all of its tensor if None."""
 
     source: int
@@ -62,8 +55,7 @@ class _Move:
     port: int  # which of the senders to this target, in group order
 
 
-@dataclass(frozen=True)
-class _Scene:
+class _Scene(NamedTuple):
     """One collective on all the ranks that called it: what each holds, and the moves between them."""
 
     op: str
@@ -71,7 +63,7 @@ class _Scene:
     groups: tuple[tuple[int, ...], ...]
     root: int | None
     held: Mapping[int, _Held]  # in the order of the ranks
-    moves: tuple[_Move, ...]
+    moves: Sequence[_Move]
 
 
 def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
@@ -166,8 +158,7 @@ def _scene(events: Sequence[Event]) -> _Scene:
                 f"Part {m.port} of rank {m.target}'s output is not part {m.part} of rank {m.source}'s input: "
                 "the parts are not equal. For unequal parts use the form with a list of tensors."
             )
-    ordered = {rank: held[rank] for rank in sorted(held)}
-    return _Scene(first.op, first.reduce_op, groups, first.peer, ordered, tuple(moves))
+    return _Scene(first.op, first.reduce_op, groups, first.peer, dict(sorted(held.items())), moves)
 
 
 def _exchange(e: Event, index: int) -> tuple[_Held, list[_Move]]:
@@ -273,8 +264,7 @@ def format_number(x: float) -> str:
     return "nan" if x != x else f"{x:.10g}" if abs(x) >= 1000 else f"{x:.4g}"
 
 
-@dataclass(frozen=True)
-class _Places:
+class _Places(NamedTuple):
     """Where things stand: the same in the three steps, so that only the contents change."""
 
     cell: float  # px per number
@@ -301,7 +291,7 @@ def _places(scene: _Scene) -> _Places:
     start = NAMES + left + max(_ARROWS, min(200, room - left - right + _ARROWS))
     if start + right > 1.05 * WIDE:
         raise ValueError(f"A picture has no room for all the numbers: draw {scene.op} with smaller tensors.")
-    return replace(at, right=start, width=max(WIDE, start + right + MARGIN))
+    return at._replace(right=start, width=max(WIDE, start + right + MARGIN))
 
 
 def _draw(scene: _Scene, title: str, step: int, feet: Sequence[str]) -> Figure:
@@ -346,23 +336,24 @@ def _wrap(foot: str) -> list[str]:
 
 
 def _blocks(
-    at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str, untouched: str = "nan"
+    at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str, nothing: str = "nan"
 ) -> str:
     if not blocks:
         return label(x, y + 27, none, fill=MUTED)
     marks = []
     for block in blocks:
         width = at.cell * len(block.numbers)
-        if block.untouched:
+        untouched = block.numbers and all(map(math.isnan, block.numbers))
+        if untouched:
             marks.append(rect(x, y, width, CELL, stroke=MUTED, dash="4 4"))
-            texts, step = [untouched], width
+            texts, step = [nothing], width
         else:
             marks.append(rect(x, y, width, CELL, fill=fill_of(block.sources), stroke=edge_of(block.sources)))
             texts, step = [format_number(x) for x in block.numbers], at.cell
         middle = "".join(
             f'<text x="{x + (i + 0.5) * step:.1f}" y="{y + 27:g}">{t}</text>' for i, t in enumerate(texts)
         )
-        ink = MUTED if block.untouched or not block.sources else INK
+        ink = MUTED if untouched or not block.sources else INK
         marks.append(f'<g font-size="{_TEXT}" text-anchor="middle" fill="{ink}">{middle}</g>')
         x += width + _GAP
     return "".join(marks)

@@ -6,7 +6,7 @@ step comes from the messages of that run. Collectives have pictures of their own
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..results import Event, Run, Watched
 from .collectives import CELL, MARGIN, NAMES, edge_of, fill_of, format_number, label, stripes
@@ -18,8 +18,7 @@ MAX_NUMBERS = 8  # numbers per rank that fit into the picture twice
 _ARROWS, _TOP, _PITCH = 84, 78, CELL + 22
 
 
-@dataclass(frozen=True)
-class _Delivery:
+class _Delivery(NamedTuple):
     """One send with its receive, and its step, counted from 1."""
 
     sent: Event
@@ -27,8 +26,7 @@ class _Delivery:
     step: int
 
 
-@dataclass(frozen=True)
-class _Array:
+class _Array(NamedTuple):
     """The array of one rank at one moment: its numbers, and the ranks whose numbers are in each of them."""
 
     numbers: tuple[float, ...]

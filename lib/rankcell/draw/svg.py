@@ -10,6 +10,7 @@ import html
 import json
 import re
 from dataclasses import dataclass
+from importlib import resources
 from xml.sax.saxutils import escape
 
 # Okabe and Ito's palette, safe for the colour-blind (https://jfly.uni-koeln.de/color/, 2008). One colour per
@@ -33,29 +34,11 @@ RANK_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 INK, MUTED, PAPER, LINE = "#1a1a1a", "#5a5a5a", "#ffffff", "#c8c8c8"
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif"
 
-# The script that turns the still picture into a slider between two buttons; it runs on the static site and in
-# a trusted notebook. It opens on the first picture: the last one is often the answer. On paper the still one
-# stands again. What is beside the slider keeps its width, so that nothing moves under the pointer, and
-# `lmSuppressShortcuts` tells JupyterLab to leave the arrow keys to the slider.
-_SLIDER = """(script=>{
-const figure=script.closest('figure'),img=figure.querySelector('img'),
-d=JSON.parse(figure.querySelector('script[type="application/json"]').textContent),
-make=(tag,style,props)=>{const e=Object.assign(document.createElement(tag),props);
-e.style.cssText=style;e.dataset.lmSuppressShortcuts='true';return e},
-show=k=>{img.src='data:image/svg+xml,'+encodeURIComponent(d.frames[k].map(i=>d.parts[i]).join(''));
-img.alt=d.alts[k];out.value=slider.ariaValueText=d.labels[k]},
-step=by=>{slider.value=+slider.value+by;show(slider.value)},
-slider=make('input','flex:1 1 8em;min-width:6em',{type:'range',min:0,max:d.frames.length-1,value:0}),
-button=(text,name,by)=>make('button','font:inherit;line-height:1.5;padding:0 .7em;cursor:pointer',
-{type:'button',textContent:text,ariaLabel:name+' '+d.name,onclick:()=>step(by)}),
-longest=Math.max(...d.labels.map(l=>l.length)),
-out=make('output',longest>24?'flex:1 0 100%':'flex:0 0 '+longest+'ch',{}),
-name=make('label','flex:1 1 14em;display:flex;gap:.75em;align-items:center',{}),
-row=make('div','display:flex;flex-wrap:wrap;gap:.5em;align-items:center',{});
-slider.oninput=()=>show(slider.value);
-addEventListener('beforeprint',()=>show(d.still));addEventListener('afterprint',()=>show(slider.value));
-name.append(d.name,slider);row.append(button('\u2039','previous',-1),name,button('\u203a','next',1),out);
-img.after(row);show(0);figure.dataset.ready='1'})(document.currentScript)"""
+# Turns the still picture into a slider between two buttons; it runs on the static site and in a trusted notebook. It
+# opens on the first picture: the last one is often the answer. On paper the still one stands again. What is beside the
+# slider keeps its width, so that nothing moves under the pointer, and `lmSuppressShortcuts` tells JupyterLab to leave
+# the arrow keys to the slider.
+_SLIDER = resources.files("rankcell").joinpath("data/slider.js").read_text("utf-8").strip()
 
 
 @dataclass(frozen=True)
