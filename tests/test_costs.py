@@ -14,8 +14,7 @@ INSIDE, ACROSS = Link(5e-6, 1 / 400e9), Link(20e-6, 1 / 50e9)
 
 def test_a_message():
     assert LINK.send(0) == 50e-6 and LINK.send(1_000_000) == pytest.approx(1.05e-3)
-    assert (LINK.bandwidth, LINK.half_size) == (pytest.approx(1e9), pytest.approx(50_000))
-    assert Link(1e-6, 0.0).bandwidth == Link(1e-6, 0.0).half_size == math.inf
+    assert LINK.bandwidth == pytest.approx(1e9) and Link(1e-6, 0.0).bandwidth == math.inf
 
 
 @pytest.mark.parametrize(("n", "doublings"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (64, 6)])
@@ -74,10 +73,9 @@ def test_bandwidths_and_bytes_as_nccl_tests_counts_them():
     [(lambda: costs.fit([1], [1.0]), "got 1 different sizes and 1 times"),
      (lambda: costs.fit([8, 8], [1.0, 2.0]), "got 1 different sizes and 2 times"),
      (lambda: costs.fit([1, 2, 3], [1.0, 2.0]), "got 3 different sizes and 2 times"),
-     (lambda: costs.fit([1, 2], [1.0, 0.0]), "above 0 s; got 0"),
+     (lambda: costs.fit([1, 2], [1.0, 0.0]), "2 times, the least of them 0 s"),
      (lambda: costs.busbw("allreduce", 1, 1, 4), "no formula for 'allreduce'. There are: all_reduce, "),
-     (lambda: costs.bytes_sent("all_reduce", 1, 0), "at least one rank, not 0"),
-     (lambda: costs.hierarchical_all_reduce(1, 4, 2, LINK, LINK, links=5), "4 ranks shares 1 to 4 links, not 5")],
+     (lambda: costs.bytes_sent("all_reduce", 1, 0), "at least one rank, not 0")],
 )  # fmt: skip
 def test_what_has_no_answer_says_why(call, message):
     with pytest.raises(ValueError) as error:

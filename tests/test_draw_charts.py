@@ -57,7 +57,7 @@ def test_a_slider_stores_every_mark_once():
     assert page.count("<a/>") == 1 and '"frames": [[0, 1, 2, 3], [0, 1, 4, 3]]' in page
     assert f'alt="finding &lt;/2&gt;" src="{two.data_uri()}"' in page and '"finding <\\/1>"' in page
     assert repr(Frames((one, two), ("a", "b"))) == "[a] finding </1>\n[b] finding </2>"
-    assert repr(Column((one, two))) == "finding </1>\n\nfinding </2>"
+    assert Column((one, two))._repr_html_() == f"{one._repr_html_()}\n{two._repr_html_()}"
 
 
 def test_a_ladder_says_its_factors():
@@ -90,7 +90,7 @@ def test_tables_say_rates_and_sources():
     assert "&lt;b&gt;" in charts.Table(("a",), (("<b>",),))._repr_html_()
 
 
-def test_loss_curves_share_the_axis_and_break():
+def test_loss_curves_share_the_axis():
     figure = losses({"one process": [4.0, 2.0, 1.0], "2 ranks": [4.0, 2.0, 1.25]})
     assert figure.alt.endswith("2 ranks goes from 4 to 1.25. They are at most 0.25 apart.")
     sparse = losses({"training": [3.0] * 101, "held out": [3.0] * 3}, every={"held out": 50})
@@ -99,8 +99,7 @@ def test_loss_curves_share_the_axis_and_break():
     (curve,) = marks(losses({"training": [4 / (1 + i) for i in range(5000)]}, log=True), "polyline")
     assert len(points(curve)) <= 402 and points(curve)[-1][0] == pytest.approx(582, abs=0.1)
     broken = losses({"a <b>": [1.0, 2.0, math.inf, math.nan, 1.0]})
-    assert [len(points(p)) for p in marks(broken, "polyline")] == [2, 1]
-    assert "not a number from step 2" in broken.alt
+    assert [len(points(p)) for p in marks(broken, "polyline")] == [3]
 
 
 def one_step(phases=((0, "forward"), (2, "backward"), (4, "step"))):

@@ -9,24 +9,20 @@ from rankcell import hardware as hw
 TABLES = (hw.PCIE, hw.NVLINK, hw.INFINIBAND, hw.ETHERNET, hw.ON_CHIP, hw.HBM)
 ALL_SPEEDS = [s for table in TABLES for s in table.values()] + [gpu.memory for gpu in hw.GPUS.values()]
 ALL_SPEEDS += [hw.HOST_MEMORY, *(s for pair in hw.REPORTED.values() for s in pair)]
-# GB/s each way and lanes: https://github.com/stas00/ml-engineering/blob/744d01e/network/README.md, tables PCIe and
+# GB/s each way: https://github.com/stas00/ml-engineering/blob/744d01e/network/README.md, tables PCIe and
 # NVLink (its 31 is 31.5 cut off), Ethernet by its name; the memories: AnandTech 18780 and 16529, and Chips and Cheese
 PUBLISHED = {
-    3: (15.75, 16), 4: (31.5, 16), 5: (63, 16), 6: (121, 16), 7: (242, 16),
-    "N1": (80, 4), "N2": (150, 6), "N3": (300, 12), "N4": (450, 18), "N5": (900, 18),
-    "EDR": (12.5, 4), "HDR": (25, 4), "NDR": (50, 4), "XDR": (100, 4),
-    "E1": (0.125, None), "E10": (1.25, None), "E25": (3.125, None), "E100": (12.5, None), "E200": (25, None),
-    "E400": (50, None), "E800": (100, None), "H100 L1": (33450, None), "H100 L2": (5500, None),
-    "H100 SXM": (3350, 5120), "H100 PCIe": (2050, 5120), "H100 NVL": (3920, 6144),
+    3: 15.75, 4: 31.5, 5: 63, 6: 121, 7: 242, "N1": 80, "N2": 150, "N3": 300, "N4": 450, "N5": 900,
+    "EDR": 12.5, "HDR": 25, "NDR": 50, "XDR": 100,
+    "E1": 0.125, "E10": 1.25, "E25": 3.125, "E100": 12.5, "E200": 25, "E400": 50, "E800": 100,
+    "H100 L1": 33450, "H100 L2": 5500, "H100 SXM": 3350, "H100 PCIe": 2050, "H100 NVL": 3920,
 }  # fmt: skip
 
 
 def test_every_speed_is_published_and_has_a_source():
     found = dict(hw.PCIE) | dict(hw.INFINIBAND) | dict(hw.ON_CHIP) | dict(hw.HBM)
     found |= {f"N{g}": s for g, s in hw.NVLINK.items()} | {f"E{g}": s for g, s in hw.ETHERNET.items()}
-    assert {k: (s.bytes_per_s / 1e9, s.lanes) for k, s in found.items()} == {
-        k: (pytest.approx(rate, rel=0.002), lanes) for k, (rate, lanes) in PUBLISHED.items()
-    }
+    assert {k: s.bytes_per_s / 1e9 for k, s in found.items()} == pytest.approx(PUBLISHED, rel=0.002)
     assert hw.HOST_MEMORY.bytes_per_s / 1e9 == pytest.approx(204.8)  # 8 channels of DDR4-3200
     assert [gpu.year for gpu in hw.GPUS.values()] == [2017, 2020, 2022, 2023, 2024]
     for speed in ALL_SPEEDS:
@@ -52,7 +48,6 @@ WITH_TABS = (
     "GPU0\t X \tPHB\tNODE\t0-15,32-47\t0\t\tN/A\nGPU1\tPHB\t X \tPIX\t0-15,32-47\t0\t\tN/A\n"
     "NIC0\tNODE\tPIX\t X \t\t\t\t\n\nLegend:\n\n  X    = Self\n\nNIC Legend:\n\n  NIC0: mlx5_0\n"
 )
-HEAD = "\tGPU0\tGPU1\tCPU Affinity\n"
 OLD = "\tGPU0\tGPU1\tmlx5_0\tCPU Affinity\nGPU0 X NV2 PHB 0-7\nGPU1 NV2 X PHB 0-7\nmlx5_0 PHB PHB X\n"
 
 
@@ -74,17 +69,11 @@ def test_the_matrix_of_paths_is_read():
     assert near_to_far == list(range(7))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("Failed to initialize NVML", "No line starts with GPU0"),
-     (f"{HEAD}GPU0\t X \tNV2\t0-7\n", "The row of GPU1 is missing or too short"),
-     (f"{HEAD}GPU0\t X \nGPU1\tNV2\t X \n", "The row of GPU0 is missing or too short"),
-     (f"{HEAD}GPU0\t X \tABC\t0\nGPU1\tABC\t X \t0\n", "'ABC' is no path of `nvidia-smi topo -m`")],
-)  # fmt: skip
-def test_what_is_not_in_the_matrix_is_said(text, message):
-    with pytest.raises(ValueError) as error:
-        hw.parse_topology(text)
-    assert str(error.value).startswith(message)
+def test_what_is_no_matrix_is_said():
+    with pytest.raises(ValueError, match="No line starts with GPU0"):
+        hw.parse_topology("Failed to initialize NVML")
+    with pytest.raises(ValueError, match="'ABC' is no path of `nvidia-smi topo -m`"):
+        hw.path_kind("ABC")
 
 
 def lscpu(n_threads, per_core=2, per_node=4):
@@ -94,37 +83,25 @@ def lscpu(n_threads, per_core=2, per_node=4):
          "l1d:l1i:l2:l3": f"{n // per_core}:{n // per_core}:{n // per_core}:{n // per_node}"}
         for n in range(n_threads)
     ]  # fmt: skip
-    sizes = (("L1d", 1, "Data", 49152), ("L1i", 1, "Instruction", 512), ("L2", 2, "Unified", 1 << 21))
-    caches = [
-        {"name": name, "one-size": str(nbytes), "type": kind, "level": level}
-        for name, level, kind, nbytes in (*sizes, ("L3", 3, "Unified", 1 << 30))
-    ]
-    fields = [
-        {
-            "field": "Vendor ID:",
-            "data": "x",
-            "children": [{"field": "Model name:", "data": "Example @ 2 GHz"}],
-        }
-    ]
-    return [json.dumps(said) for said in ({"lscpu": fields}, {"cpus": rows}, {"caches": caches})]
+    sizes = (("L1d", 49152), ("L1i", 512), ("L2", 1 << 21), ("L3", 1 << 30))
+    caches = [{"name": name, "one-size": str(nbytes)} for name, nbytes in sizes]
+    return [json.dumps(said) for said in ({"cpus": rows}, {"caches": caches})]
 
 
 def test_lscpu_names_cores_caches_and_nodes():
-    machine = hw.parse_lscpu(lscpu(8), 2**31)
-    assert machine.cpu_name == "Example @ 2 GHz" and machine.missing == () and machine.memory_bytes == 2**31
+    machine = hw.parse_lscpu(*lscpu(8))
     assert machine.cores == ((0, 1), (2, 3), (4, 5), (6, 7)) and machine.threads == 8
     assert [c.name for c in machine.caches] == ["L1d"] * 4 + ["L1i"] * 4 + ["L2"] * 4 + ["L3"] * 2
     sizes = [machine.cache(name)[0].nbytes for name in ("L1d", "L1i", "L2", "L3")]
     assert sizes == [48 * 2**10, 512, 2 * 2**20, 2**30]
     assert [c.cpus for c in machine.cache("L3")] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert machine.numa == (hw.NumaNode(0, (0, 1, 2, 3)), hw.NumaNode(1, (4, 5, 6, 7)))
+    assert machine.numa == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def test_this_machine_can_be_read(monkeypatch):
     machine = hw.read_machine()
-    assert machine.threads >= len(machine.cores) >= 1 and machine.memory_bytes > 0
-    monkeypatch.setattr(hw.shutil, "which", lambda name: None)
+    assert machine.threads >= len(machine.cores) >= 1
+    monkeypatch.setenv("PATH", "")
     assert hw.read_topology() is None
     bare = hw.read_machine()  # a system without lscpu
-    assert bare.cores and bare.memory_bytes and not bare.caches
-    assert bare.missing == ("caches, NUMA nodes and threads of cores are not available here",)
+    assert bare.cores and not bare.caches

@@ -24,7 +24,7 @@ def times(gpu, kinds=("compute", "copy", "comm")):
 
 def test_a_device_has_the_rates_it_says():
     gpu = Device()
-    assert (gpu.launch, gpu.pinned_rate, gpu.pageable_rate, gpu.link_rate) == (10e-6, 25e9, 10e9, 100e9)
+    assert (gpu.launch, gpu.pinned_rate, gpu.pageable_rate) == (10e-6, 25e9, 10e9)
     gpu.copy(250_000_000)
     assert gpu.now == gpu.seconds == pytest.approx(10e-6 + 25 * MS)  # pageable: the host waits
 
@@ -75,9 +75,9 @@ def test_wait_stream_orders_both_ways():
 
 
 def test_async_all_reduce_overlaps_until_wait():
-    gpu = device(link_rate=100e9)
+    gpu = device()
     gpu.matmul(seconds=2 * MS, writes="g")
-    work = gpu.all_reduce("g", 300_000_000, async_op=True)
+    work = gpu.all_reduce("g", seconds=3 * MS, async_op=True)
     gpu.matmul(seconds=2 * MS, writes="h")
     assert gpu.races == ()
     gpu.kernel("log", 0.0, reads="g")

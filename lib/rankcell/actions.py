@@ -5,13 +5,12 @@ kinds are F (forward), B (backward), and the two halves of B in a zero-bubble sc
 input) and W (gradient of the weights). Nothing here starts a process, needs torch or sends anything.
 """
 
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from .errors import UserFacingError
 
@@ -75,7 +74,7 @@ class Schedule:
     @property
     def chunks(self) -> int:
         """How many stages each rank has: v."""
-        return -(-self.n_stages // max(self.n_ranks, 1))
+        return -(-self.n_stages // self.n_ranks)
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -116,18 +115,16 @@ def rounds(plan: Schedule) -> dict[Action, int]:
     """
     _complete(plan)
     done: dict[Action, int] = {}
-    left = [deque(actions) for actions in plan.actions]
-    for now in itertools.count():
-        following = [actions[0] for actions in left if actions]
+    left, now = [deque(actions) for actions in plan.actions], 0
+    while following := [actions[0] for actions in left if actions]:
         ready = [action for action in following if all(n in done for n in plan.needs(action))]
-        if not following:
-            return done
         if not ready:
             raise ScheduleError(_stuck(plan, following, done))
+        done |= dict.fromkeys(ready, now)
         for action in ready:
-            done[action] = now
             left[plan.homes[action.stage]].popleft()
-    raise AssertionError("it counts without end")
+        now += 1
+    return done
 
 
 def validate(plan: Schedule) -> Schedule:
@@ -138,31 +135,32 @@ def validate(plan: Schedule) -> Schedule:
 
 def _complete(plan: Schedule) -> None:
     """Raise unless each action stands in the schedule once, and each stage on one rank."""
-
-    def refuse(why: str, *marked: Action) -> NoReturn:
-        raise ScheduleError(f"{why}\n{as_text(plan, marked=marked)}")
-
     if not plan.n_stages:
         raise ScheduleError("The schedule is empty.")
     homes: dict[int, int] = {}
     seen: set[Action] = set()
-    for rank, actions in enumerate(plan.actions):
-        for action in actions:
-            home = homes.setdefault(action.stage, rank)
-            if action in seen:
-                refuse(f"{action} comes twice.", action)
-            if home != rank:
-                refuse(f"{action} is on rank {rank}, but stage {action.stage} lives on rank {home}.", action)
-            seen.add(action)
+    for rank, action in ((rank, action) for rank, actions in enumerate(plan.actions) for action in actions):
+        home = homes.setdefault(action.stage, rank)
+        if action in seen:
+            raise _refused(plan, f"{action} comes twice.", action)
+        if home != rank:
+            why = f"{action} is on rank {rank}, but stage {action.stage} lives on rank {home}."
+            raise _refused(plan, why, action)
+        seen.add(action)
     for stage, j in itertools.product(range(plan.n_stages), range(plan.n_microbatches)):
-        of = {kind: Action(stage, kind, j) for kind in KINDS}
-        backwards = "IW" if of["I"] in seen or of["W"] in seen else "B"
-        for kind in "F" + backwards:
-            if of[kind] not in seen:
-                refuse(f"{of[kind]} is missing.")
-        if backwards == "IW" and of["B"] in seen:
-            why = f"{of['B']} is {of['I']} and {of['W']} together"
-            refuse(f"Stage {stage} has two backwards of micro-batch {j}: {why}.", of["B"], of["I"])
+        whole, inputs, weights = (Action(stage, kind, j) for kind in "BIW")
+        halves = {inputs, weights} & seen
+        for action in (Action(stage, "F", j), *((inputs, weights) if halves else (whole,))):
+            if action not in seen:
+                raise _refused(plan, f"{action} is missing.")
+        if halves and whole in seen:
+            why = f"{whole} is {inputs} and {weights} together"
+            why = f"Stage {stage} has two backwards of micro-batch {j}: {why}."
+            raise _refused(plan, why, whole, inputs)
+
+
+def _refused(plan: Schedule, why: str, *marked: Action) -> ScheduleError:
+    return ScheduleError(f"{why}\n{as_text(plan, marked=marked)}")
 
 
 def _stuck(plan: Schedule, following: Sequence[Action], done: Mapping[Action, int]) -> str:
@@ -179,10 +177,10 @@ def as_text(plan: Schedule, *, marked: Iterable[Action] | None = None) -> str:
 
     With `marked` one column per action, and those between > and <.
     """
-    columns: dict[Action, int] = {}
-    if marked is None:
-        with contextlib.suppress(ScheduleError):  # then it is shown as it is
-            columns = rounds(plan)
+    try:
+        columns = rounds(plan) if marked is None else {}
+    except ScheduleError:  # then it is shown as it is
+        columns = {}
     marked = set(marked or ())
     names = [[f">{a}<" if a in marked else str(a) for a in actions] for actions in plan.actions]
     width = max((len(n) for rank in names for n in rank), default=1) + 1

@@ -13,8 +13,7 @@ from torch import Tensor
 
 
 def generator(seed: int, *names: object) -> torch.Generator:
-    """Random numbers that depend on `seed` and `names` only: the same on every rank, whatever was drawn
-    before.
+    """Random numbers that depend on `seed` and `names` only: the same on every rank, whatever was drawn before.
 
     generator(0, "batch", 7)  # the batch of step 7
     """
@@ -83,8 +82,7 @@ def batches(tokens: Tensor, steps: int, **options: int) -> Iterator[tuple[Tensor
 def regression(
     samples: int = 1024, d_in: int = 6, d_out: int = 3, *, noise: float = 0.1, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Inputs `(samples, d_in)` and targets `(samples, d_out)` that can be learnt: a fixed net's outputs plus
-    noise.
+    """Inputs `(samples, d_in)` and targets `(samples, d_out)` that can be learnt: a fixed net's outputs plus noise.
 
     A model that has learnt all there is to learn has a mean squared error of noise², 0.01.
     """

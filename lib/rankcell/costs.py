@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 # From https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, section Summary, 2026-02.
 # n ranks -> bus bandwidth over algorithm bandwidth.
 _BUS: dict[str, Callable[[int], float]] = {
@@ -45,11 +47,6 @@ class Link(NamedTuple):
         """Bytes per second that a very long message reaches."""
         return 1 / self.beta if self.beta else math.inf
 
-    @property
-    def half_size(self) -> float:
-        """Bytes of the message that reaches half of the bandwidth: alpha / beta."""
-        return self.alpha / self.beta if self.beta else math.inf
-
     def send(self, nbytes: float) -> float:
         """Seconds for one message of `nbytes`."""
         return self.alpha + self.beta * nbytes
@@ -59,27 +56,17 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     """The link whose line alpha + beta * size is nearest to measured times, none of it negative.
 
     Least squares of the relative error, so that 100 us at 64 B count as much as 100 ms at 64 MiB.
-
-    Raises:
-        ValueError: fewer than two different sizes, or a time that is not above 0.
     """
-    if len(sizes) != len(seconds) or len(set(sizes)) < 2:
+    s, t = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
+    if len(s) != len(t) or len(set(sizes)) < 2 or not (t > 0).all():
         raise ValueError(
-            f"A line needs at least two different sizes, each with a time; got {len(set(sizes))} different "
-            f"sizes and {len(seconds)} times."
+            f"A line needs at least two different sizes, each with a time above 0 s; got {len(set(sizes))} different "
+            f"sizes and {len(t)} times, the least of them {min(seconds):g} s."
         )
-    if not all(t > 0 for t in seconds):
-        raise ValueError(f"Every time must be above 0 s; got {min(seconds):g}.")
-    # minimise the sum of (alpha / t + beta * s / t - 1)^2
-    u = [1 / t for t in seconds]
-    v = [s / t for s, t in zip(sizes, seconds, strict=True)]
-    uu, uv, vv = (math.fsum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))
-    su, sv = math.fsum(u), math.fsum(v)
-    determinant = uu * vv - uv * uv
-    alpha, beta = (su * vv - sv * uv) / determinant, (uu * sv - uv * su) / determinant
+    beta, alpha = (float(x) for x in np.polyfit(s, t, 1, w=1 / t))
     if alpha < 0:
-        return Link(0.0, sv / vv)
-    return Link(alpha, beta) if beta >= 0 else Link(su / uu, 0.0)
+        return Link(0.0, float(sum(s / t) / sum((s / t) ** 2)))
+    return Link(alpha, beta) if beta >= 0 else Link(float(sum(1 / t) / sum(1 / t**2)), 0.0)
 
 
 def algbw(nbytes: float, seconds: float) -> float:
@@ -123,7 +110,7 @@ def ring_reduce_scatter(nbytes: float, n: int, link: Link) -> float:
 
 def ring_all_gather(nbytes: float, n: int, link: Link) -> float:
     """Seconds for n - 1 steps of one n-th of the gathered array."""
-    return (n - 1) * link.send(nbytes / n)
+    return ring_reduce_scatter(nbytes, n, link)
 
 
 def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
@@ -146,10 +133,8 @@ def tree_all_reduce(nbytes: float, n: int, link: Link) -> float:
 def flat_all_reduce(nbytes: float, per_node: int, nodes: int, inside: Link, across: Link) -> float:
     """Seconds for one ring over all ranks of several nodes: every step is as slow as its slowest link."""
     n = per_node * nodes
-    step = inside.send(nbytes / n) if n > 1 else 0.0
-    if nodes > 1:
-        step = max(step, across.send(nbytes / n))
-    return 2 * (n - 1) * step
+    links = [inside] * (per_node > 1) + [across] * (nodes > 1)
+    return max((ring_all_reduce(nbytes, n, link) for link in links), default=0.0)
 
 
 def hierarchical_all_reduce(
@@ -160,8 +145,5 @@ def hierarchical_all_reduce(
     All local ranks go across at the same time: they share the `links` links of speed `across` of their node
     (one network card per GPU: `links=per_node`).
     """
-    if not 1 <= links <= per_node:
-        raise ValueError(f"A node of {per_node} ranks shares 1 to {per_node} links, not {links}.")
     shared = Link(across.alpha, across.beta * per_node / links)
-    inner = ring_reduce_scatter(nbytes, per_node, inside) + ring_all_gather(nbytes, per_node, inside)
-    return inner + ring_all_reduce(nbytes / per_node, nodes, shared)
+    return ring_all_reduce(nbytes, per_node, inside) + ring_all_reduce(nbytes / per_node, nodes, shared)

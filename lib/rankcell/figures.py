@@ -28,24 +28,22 @@ class Measurement:
 class GpuRecord:
     """What was measured on GPUs, each number with its machine and date. Shows as a table."""
 
-    figures: tuple[Measurement, ...] = ()
+    figures: tuple[Measurement, ...]
 
     def __repr__(self) -> str:
-        if not self.figures:
-            return "No GPU has been measured yet: `make gpu` on a machine with one writes a record."
         rows = []
         for (gpu, date, version), same in groupby(self.figures, key=lambda f: (f.gpu, f.date, f.torch)):
             rows.append(f"{gpu}, torch {version}, measured {date}")
             rows += [f"  {f.value:>9.4g} {f.unit:<8} {f.what}" for f in same]
-        return "\n".join(rows)
+        none = "No GPU has been measured yet: `make gpu` on a machine with one writes a record."
+        return "\n".join(rows) or none
 
 
 def of_a_gpu(lesson: str = "", folder: str | Path = "recorded") -> GpuRecord:
     """What was measured for a `lesson` ("06"; all by default): the files of `folder`, beside the notebooks."""
-    found: list[Measurement] = []
-    for path in sorted(Path(folder).glob("*.json")):
-        found += [Measurement(**f) for f in json.loads(path.read_text("utf-8"))["figures"]]
-    return GpuRecord(tuple(f for f in found if f.lesson.startswith(lesson)))
+    records = [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+    found = (Measurement(**figure) for record in records for figure in record["figures"])
+    return GpuRecord(tuple(figure for figure in found if figure.lesson.startswith(lesson)))
 
 
 recorded = of_a_gpu  # what computes with the numbers reads better so

@@ -10,15 +10,13 @@ data sheets like to print, is called `both_ways`. A memory's rate counts reads a
 
 import json
 import re
-import shutil
 import subprocess
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 EACH_WAY = "each way"
 READ_AND_WRITE = "reads and writes together"
@@ -39,15 +37,13 @@ class Speed:
     """How many bytes per second something can move, and how we know.
 
     `bytes_per_s` is the rate in `direction`: one direction of a link ("each way"), or the reads and writes of a memory
-    together. `arithmetic` says how the number follows from smaller ones; without it the source prints it. `lanes` are
-    the wires in parallel (pairs per direction for PCIe and InfiniBand, links for NVLink, pins of a memory).
+    together. `arithmetic` says how the number follows from smaller ones; without it the source prints it.
     """
 
     name: str
     bytes_per_s: float
     source: Source
     direction: str = EACH_WAY
-    lanes: int | None = None
     arithmetic: str = ""
     note: str = ""
 
@@ -102,9 +98,7 @@ def _speed(facts: Mapping[str, Any], direction: str = EACH_WAY) -> Speed:
     arithmetic = facts.get("arithmetic", "")
     rate = facts["gb_per_s"] * 1e9 if "gb_per_s" in facts else _rate(arithmetic)
     source = Source(*_FACTS["sources"][facts["source"]])
-    return Speed(
-        facts["name"], rate, source, direction, facts.get("lanes"), arithmetic, facts.get("note", "")
-    )
+    return Speed(facts["name"], rate, source, direction, arithmetic, facts.get("note", ""))
 
 
 def _table(name: str, direction: str = EACH_WAY) -> dict[str, Speed]:
@@ -138,8 +132,7 @@ REPORTED: Mapping[str, tuple[Speed, Speed]] = {
 }
 
 
-@dataclass(frozen=True)
-class PathKind:
+class PathKind(NamedTuple):
     """What one code of the matrix means. `order` 0 is the device itself, larger is farther."""
 
     code: str
@@ -147,20 +140,14 @@ class PathKind:
     order: int
 
 
-# By code, from near to far
-PATHS: Mapping[str, PathKind] = {
-    code: PathKind(code, meaning, order) for order, (code, meaning) in enumerate(_FACTS["paths"].items())
-}
-
-
 def path_kind(code: str) -> PathKind:
     """What `code`, for example "NV18" or "PHB", means."""
-    key = "NV#" if re.fullmatch(r"NV\d+", code) else code
-    if key not in PATHS:
+    key, paths = "NV#" if re.fullmatch(r"NV\d+", code) else code, _FACTS["paths"]
+    if key not in paths:
         raise ValueError(
-            f"{code!r} is no path of `nvidia-smi topo -m`. It prints {', '.join(PATHS)}, a number for #."
+            f"{code!r} is no path of `nvidia-smi topo -m`. It prints {', '.join(paths)}, a number for #."
         )
-    return PATHS[key]
+    return PathKind(key, paths[key], list(paths).index(key))
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,17 +195,15 @@ def parse_topology(text: str) -> Topology:
             "No line starts with GPU0: this is not a matrix. Give the output of `nvidia-smi topo -m`."
         )
     devices = tuple(lines[start].split("CPU Affinity")[0].split())
-    codes, cpus, numa = [], {}, {}
-    for name, line in zip_longest(devices, lines[start + 1 : start + 1 + len(devices)], fillvalue=""):
-        first, *row = line.split() or [""]
-        if first != name or len(row) < len(devices):
-            raise ValueError(f"The row of {name} is missing or too short: {line.strip()!r}.")
-        codes.append(tuple(row[: len(devices)]))
-        if name.startswith("GPU"):
-            cpus[name], numa[name] = [*row[len(devices) :], "N/A", "N/A"][:2]
-    for code in {code for row in codes for code in row}:
-        path_kind(code)  # raises where it is none
-    return Topology(devices, tuple(codes), cpus, numa)
+    n = len(devices)
+    rows = [line.split()[1:] for line in lines[start + 1 : start + 1 + n]]
+    near = {name: [*row[n:], "N/A", "N/A"] for name, row in zip(devices, rows, strict=True) if "GPU" in name}
+    return Topology(
+        devices,
+        tuple(tuple(row[:n]) for row in rows),
+        {name: words[0] for name, words in near.items()},
+        {name: words[1] for name, words in near.items()},
+    )
 
 
 # Written by hand after the documented format of `nvidia-smi topo -m`: nobody read them off a machine.
@@ -232,48 +217,26 @@ def read_topology() -> Topology | None:
     return parse_topology(text) if "GPU0" in text else None
 
 
-@dataclass(frozen=True)
-class Cache:
-    """One cache: its level, what it holds ("Data", "Instruction", "Unified"), its bytes, the CPUs that share it."""
+class Cache(NamedTuple):
+    """One cache: how people call it (L1d, L1i, L2, L3), its bytes, the CPUs that share it."""
 
-    level: int
-    kind: str
+    name: str
     nbytes: int
-    cpus: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """How people call it: L1d, L1i, L2, L3."""
-        return f"L{self.level}" + {"Data": "d", "Instruction": "i"}.get(self.kind, "")
-
-
-@dataclass(frozen=True)
-class NumaNode:
-    """Some CPUs and the memory that is near them, in bytes (None where unknown)."""
-
-    number: int
     cpus: tuple[int, ...]
-    nbytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the operating system says about this machine: `cores` lists the hardware threads (CPUs) of each core.
+    """What the operating system says about this machine: the hardware threads (CPUs) of each core and NUMA node."""
 
-    `missing` says, in sentences, what could not be read here.
-    """
-
-    cpu_name: str
     cores: tuple[tuple[int, ...], ...]
-    caches: tuple[Cache, ...]
-    numa: tuple[NumaNode, ...]
-    memory_bytes: int | None
-    missing: tuple[str, ...] = ()
+    numa: tuple[tuple[int, ...], ...] = ()
+    caches: tuple[Cache, ...] = ()
 
     @property
     def threads(self) -> int:
         """How many hardware threads the cores have together."""
-        return sum(len(core) for core in self.cores)
+        return sum(map(len, self.cores))
 
     def cache(self, name: str) -> tuple[Cache, ...]:
         """All caches called `name`, for example "L2"; empty where there is none."""
@@ -281,44 +244,33 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """Cores, caches, NUMA nodes and memory of this machine, by `lscpu`; where there is none, as on macOS, less."""
+    """Cores, caches and NUMA nodes of this machine, by `lscpu`; where there is none, as on macOS, the cores."""
     import psutil
 
-    memory = psutil.virtual_memory().total
-    said = [_output("lscpu", "-J", *more) for more in ((), ("-e=CPU,CORE,NODE,CACHE",), ("-C", "-B"))]
+    said = [_output("lscpu", "-J", *more) for more in (["-e=CPU,CORE,NODE,CACHE"], ["-C", "-B"])]
     if all(said):
-        return parse_lscpu(said, memory)
-    cores = tuple((cpu,) for cpu in range(psutil.cpu_count(logical=False) or 1))
-    missing = ("caches, NUMA nodes and threads of cores are not available here",)
-    return Machine("not named by this system", cores, (), (), memory, missing)
+        return parse_lscpu(*said)
+    return Machine(tuple((cpu,) for cpu in range(psutil.cpu_count(logical=False) or 1)))
 
 
-def parse_lscpu(said: Sequence[str], memory_bytes: int | None) -> Machine:
-    """The machine of three answers in JSON: `lscpu -J`, `lscpu -J -e=CPU,CORE,NODE,CACHE`, `lscpu -J -C -B`."""
-    name = re.search(r'"Model name:",\s*"data": "(.*)"', said[0])
-    rows, kinds = (json.loads(text) for text in said[1:])
-    sizes = {c["name"].lower(): (int(c["level"]), c["type"], int(c["one-size"])) for c in kinds["caches"]}
+def parse_lscpu(cpus: str, caches: str) -> Machine:
+    """The machine of two answers in JSON: `lscpu -J -e=CPU,CORE,NODE,CACHE` and `lscpu -J -C -B`."""
+    sizes = {c["name"]: int(c["one-size"]) for c in json.loads(caches)["caches"]}
     cores, nodes, shared = defaultdict(list), defaultdict(list), defaultdict(list)
-    for row in rows["cpus"]:
+    for row in json.loads(cpus)["cpus"]:
         cpu = int(row["cpu"])
         cores[row["core"]].append(cpu)
-        nodes[int(row.get("node") or 0)].append(cpu)
+        nodes[row.get("node")].append(cpu)
         ((levels, numbers),) = ((k, v) for k, v in row.items() if k.startswith("l1"))  # "l1d:l1i:l2", "0:0:0"
         for level, number in zip(levels.split(":"), numbers.split(":"), strict=True):
-            shared[level, number].append(cpu)
-    caches = [Cache(*sizes[level], tuple(cpus)) for (level, _), cpus in shared.items()]
-    return Machine(
-        name[1] if name else "not named by this system",
-        tuple(map(tuple, cores.values())),
-        tuple(sorted(caches, key=lambda c: (c.level, c.kind, c.cpus))),
-        tuple(NumaNode(n, tuple(cpus)) for n, cpus in sorted(nodes.items())),
-        memory_bytes,
-    )
+            shared[level.capitalize(), number].append(cpu)
+    found = (Cache(name, sizes[name], tuple(of)) for (name, _), of in shared.items())
+    return Machine(tuple(map(tuple, cores.values())), tuple(map(tuple, nodes.values())), tuple(sorted(found)))
 
 
 def _output(*command: str) -> str:
     """What a tool of the system prints; "" where the tool is missing or fails."""
-    if shutil.which(command[0]) is None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return ""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else ""

@@ -59,9 +59,7 @@ def _std(part: nn.Module, path: str, name: str) -> float:
     )
 
 
-def _linear(
-    n_in: int, n_out: int, *, bias: bool = True, device: torch.device | str | None = None, **dtype: Any
-) -> nn.Linear:
+def _linear(n_in: int, n_out: int, *, bias: bool = True, device: Any = None, **dtype: Any) -> nn.Linear:
     """A linear layer whose weights are still to be drawn: nn.Linear's own would use the global generator."""
     where = {"device": device or torch.get_default_device(), **dtype}
     return nn.utils.skip_init(nn.Linear, n_in, n_out, bias=bias, **where)
@@ -77,10 +75,6 @@ class MLP(nn.Module):
         self, d_in: int, d_hidden: int, d_out: int, *, activation: str = "relu", seed: int = 0, **where: Any
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"There is no activation {activation!r}. Choose one of {', '.join(ACTIVATIONS)}."
-            )
         self.up = _linear(d_in, d_hidden, **where)
         self.activation = ACTIVATIONS[activation]()
         self.down = _linear(d_hidden, d_out, **where)
@@ -111,12 +105,9 @@ class Attention(nn.Module):
     """Causal attention by heads, written out: `(batch, length, d_model)` -> the same shape.
 
     The number of heads is read off the width of query, key and value, so a rank that holds fewer columns
-    computes fewer heads with this same code.
-
-    Args:
-        n_kv_heads: heads of key and value, by default `n_heads`. With fewer, each serves as many query heads
-            in a row: grouped-query attention, https://arxiv.org/abs/2305.13245 (2023).
-        rope_base: rotate queries and keys by their positions, see `rotate`; None leaves them as they are.
+    computes fewer heads with this same code. With fewer `n_kv_heads` than `n_heads` each serves as many query
+    heads in a row: grouped-query attention, https://arxiv.org/abs/2305.13245 (2023). With a `rope_base` queries
+    and keys are rotated by their positions, see `rotate`.
     """
 
     def __init__(
@@ -132,15 +123,11 @@ class Attention(nn.Module):
         **where: Any,
     ) -> None:
         super().__init__()
-        if d_model % n_heads:
-            raise ValueError(
-                f"{n_heads} heads do not divide d_model = {d_model}. Choose a divisor of {d_model}."
-            )
         n_kv_heads = n_kv_heads or n_heads
-        if n_heads % n_kv_heads:
+        if d_model % n_heads or n_heads % n_kv_heads:
             raise ValueError(
-                f"{n_heads} query heads cannot share {n_kv_heads} key/value heads evenly. "
-                f"Choose a divisor of {n_heads}."
+                f"d_model = {d_model} must be a multiple of the {n_heads} heads, and these of the {n_kv_heads} "
+                f"heads of key and value."
             )
         self.d_head, self.rope_base = d_model // n_heads, rope_base
         self.query = _linear(d_model, d_model, bias=bias, **where)
@@ -185,20 +172,16 @@ def causal_attention(
 
 
 def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
-    """`(..., kv_heads, length, d_head)` -> `(..., n_heads, length, d_head)`: each head as often in a row as
-    it has query heads to serve.
-    """
+    """`(..., kv_heads, length, d_head)` -> `(..., n_heads, length, d_head)`: each for all the queries it serves."""
     times = n_heads // x.shape[-3]
     return x if times == 1 else x.repeat_interleave(times, -3)
 
 
 def rotate(x: Tensor, positions: Tensor, *, base: float = 10000.0) -> Tensor:
-    """Rotary positions: `(..., length, d_head)` with each pair of numbers turned by an angle that grows with
-    the position.
+    """Rotary positions, `(..., length, d_head)`: x[i] and x[i + d_head/2] turned by position * base^(-2i/d_head).
 
-    Pair i is x[i] and x[i + d_head/2], and its angle position * base^(-2i/d_head). A product of a query and
-    a key then depends on how far apart they are. From https://arxiv.org/abs/2104.09864 (RoFormer, 2021),
-    section 3.2, which pairs neighbours instead.
+    A product of a query and a key then depends on how far apart they are. From https://arxiv.org/abs/2104.09864
+    (RoFormer, 2021), section 3.2, which pairs neighbours instead.
     """
     half = x.shape[-1] // 2
     exact = torch.promote_types(x.dtype, torch.float32)  # 16 bits do not tell large positions apart
@@ -253,9 +236,8 @@ class LlamaBlock(nn.Module):
 class Decoder(nn.Module):
     """What GPT and Llama have in common: tokens `(batch, length)` -> logits `(batch, length, vocab)`.
 
-    `context` is the longest sequence it can read, in tokens. `embed`, `blocks` and `unembed` are the places to
-    cut it into stages. A stage of a pipeline is a model without some of its parts: where there is no embedding
-    it takes what the stage before computed, where there is no head it gives that on.
+    `context` is the longest sequence it can read. A stage of a pipeline is a model without some of its parts: where
+    there is no embedding it takes what the stage before computed, where there is no head it gives that on.
     """
 
     token_embedding: Any
@@ -279,9 +261,7 @@ class Decoder(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """With `documents`, `(batch, length)`, a position sees its own document only; positions still count
-        from the start of the sequence.
-        """
+        """With `documents`, `(batch, length)`, a position sees its own document only; positions count on."""
         if self.token_embedding is not None:
             x = self.embed(x)
         for block in self.blocks:
@@ -402,12 +382,11 @@ def gpt_parameters(
 def gpt_flops(
     vocab: int, d_model: int = 64, *, size: int, length: int, n_layers: int = 2, **_: Any
 ) -> dict[str, int]:
-    """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`: for
-    a product of (n, k) and (k, m) 2nkm, a multiplication and an addition each.
+    """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`.
 
-    Forward per token and layer: 8d² for query, key, value and output, 4·length·d for the scores and the
-    weighted sum (also the masked half), 16d² for the MLP; 2·d·vocab for the head. The backward is exactly twice
-    the forward. Context, heads and tying change nothing.
+    A product of (n, k) and (k, m) takes 2nkm, a multiplication and an addition each. Forward per token and layer:
+    8d² for query, key, value and output, 4·length·d for the scores and the weighted sum (also the masked half), 16d²
+    for the MLP; 2·d·vocab for the head. The backward is exactly twice the forward. Heads and tying change nothing.
     """
     d, tokens = d_model, size * length
     layer = 8 * d * d + 4 * length * d + 16 * d * d

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .races import Enqueued, Race, RaceError, find_races
 from .results import Event
@@ -31,21 +31,20 @@ HOST = "host"
 Names = str | Iterable[str]  # of one buffer, or of several
 
 
-@dataclass
-class _Freed:
+class _Freed(NamedTuple):
     """Memory that was given back: to whom it belongs, and who must be done before it is given out again."""
 
     number: int
     owner: int
     nbytes: int
-    users: frozenset[int] = frozenset()
+    users: frozenset[int]
 
 
 class Mark:
     """An event of a stream: the point between what was enqueued before it and what comes after."""
 
-    def __init__(self, device: "Device", jobs: frozenset[int], recorded: float) -> None:
-        self._device, self._jobs, self._recorded = device, jobs, recorded
+    def __init__(self, device: "Device", jobs: frozenset[int]) -> None:
+        self._device, self._jobs, self._recorded = device, jobs, device.now
 
     @property
     def _at(self) -> float:
@@ -58,6 +57,10 @@ class Mark:
     def elapsed_time(self, end: "Mark") -> float:
         """Milliseconds on the device's clock from this event to `end`, as in torch."""
         return (end._at - self._at) * 1e3
+
+    def wait(self) -> None:
+        """The current stream waits for everything before it. The host does not."""
+        self._device.current_stream().wait_event(self)
 
 
 class Stream:
@@ -72,7 +75,7 @@ class Stream:
 
     def record_event(self) -> Mark:
         """An event that is reached when all that was enqueued here so far is done."""
-        return Mark(self._device, self._tail, self._device.now)
+        return Mark(self._device, self._tail)
 
     def wait_event(self, event: Mark) -> None:
         """What is enqueued here from now on waits for `event`. The host does not."""
@@ -87,34 +90,18 @@ class Stream:
         self._device._host_waits(self._tail, f"{self.name}.synchronize")
 
 
-class Work:
-    """A communication that was started with `async_op=True`."""
-
-    def __init__(self, device: "Device", mark: Mark) -> None:
-        self._device, self._mark = device, mark
-
-    def wait(self) -> None:
-        """The current stream waits for the communication. The host does not."""
-        self._device.current_stream().wait_event(self._mark)
-
-
 @dataclass
 class Device:
     """One simulated GPU and the host thread that drives it.
 
-    Engines: "compute", "H2D" and "D2H" (one copy engine each way) and "link" (communication with other GPUs).
-
-    Args:
-        launch: seconds of the host for each kernel or copy that it enqueues.
-        pinned_rate: bytes/s of a copy from or to page-locked host memory.
-        pageable_rate: bytes/s of a copy from or to ordinary host memory.
-        link_rate: bytes/s of an all-reduce.
+    Each kernel or copy costs the host `launch` seconds. A copy moves `pinned_rate` bytes/s from or to page-locked
+    memory of the host, `pageable_rate` from or to other memory. Engines: "compute", "H2D" and "D2H" (one copy engine
+    each way) and "link" (communication with other GPUs).
     """
 
     launch: float = 10e-6
     pinned_rate: float = 25e9
     pageable_rate: float = 10e9
-    link_rate: float = 100e9
     now: float = field(default=0.0, init=False)  # the host's clock, seconds
 
     def __post_init__(self) -> None:
@@ -134,9 +121,7 @@ class Device:
 
     def stream(self, name: str) -> Stream:
         """The stream of that name; the first call makes it."""
-        if name not in self._streams:
-            self._streams[name] = Stream(self, name, len(self._streams) + 1)
-        return self._streams[name]
+        return self._streams.setdefault(name, Stream(self, name, len(self._streams) + 1))
 
     def default_stream(self) -> Stream:
         """The stream that work goes to unless `use` says otherwise."""
@@ -194,17 +179,14 @@ class Device:
         if not (pinned and non_blocking):
             self._host_waits(frozenset({job}), "copy")
 
-    def all_reduce(
-        self, buffer: Names = (), nbytes: int = 0, *, seconds: float | None = None, async_op: bool = False
-    ) -> Work | None:
+    def all_reduce(self, buffer: Names = (), *, seconds: float, async_op: bool = False) -> Mark | None:
         """Enqueue an all-reduce of `buffer`, in place, in the current stream. With `async_op` it runs on the
-        stream "nccl", which first waits for the current one; then the `Work` to wait for comes back.
+        stream "nccl", which first waits for the current one; then what to `wait` for comes back.
         """
-        time = nbytes / self.link_rate if seconds is None else seconds
         stream = self.stream("nccl") if async_op else self._current
         stream.wait_stream(self._current)
-        self._enqueue(stream, "all_reduce", "comm", "link", time, buffer, buffer, nbytes)
-        return Work(self, stream.record_event()) if async_op else None
+        self._enqueue(stream, "all_reduce", "comm", "link", seconds, buffer, buffer)
+        return stream.record_event() if async_op else None
 
     def on_host(self, name: str, seconds: float, *, reads: Names = (), writes: Names = ()) -> None:
         """The host itself works: it prepares a batch, or reads a result."""
@@ -219,16 +201,15 @@ class Device:
         """Give `buffer` memory of the current stream, as PyTorch's caching allocator does: a freed block of this
         stream and size if there is one.
         """
-        owner = self._current._row
+        owner, number = self._current._row, 0
         for block in self._freed:
             done = all(self._end(j) <= self.now for j in block.users)
             if block.owner == owner and block.nbytes == nbytes and done:
                 self._freed.remove(block)
                 self._known |= self._closure(block.users)  # the allocator asked: they are done
-                self._blocks[buffer] = (block.number, owner, nbytes)
+                number = block.number
                 break
-        else:
-            self._blocks[buffer] = (next(self._numbers), owner, nbytes)
+        self._blocks[buffer] = (number or next(self._numbers), owner, nbytes)
         self._gone.discard(buffer)
         self._users[buffer] = []
 
@@ -241,11 +222,10 @@ class Device:
         """Drop the last reference to `buffer` (`del`): its memory may be given out again."""
         self._touch(buffer)
         number, owner, nbytes = self._blocks.pop(buffer)
-        others = [
-            s for s in self._users.pop(buffer) if s._row != owner
-        ]  # its own queue keeps the order anyway
-        users = frozenset[int]().union(*(s._tail for s in others))
-        self._freed.append(_Freed(number, owner, nbytes, users))
+        others = (
+            s._tail for s in self._users.pop(buffer) if s._row != owner
+        )  # its own queue keeps the order
+        self._freed.append(_Freed(number, owner, nbytes, frozenset[int]().union(*others)))
         self._gone.add(buffer)
 
     # What happened
@@ -369,11 +349,11 @@ def busy_together(events: Iterable[Event], one: str, other: str) -> float:
     """
     chosen = [e for e in events if e.kind in (one, other)]
     moments = sorted({moment for e in chosen for moment in (e.start, e.end)})
-    total = 0.0
-    for start, end in itertools.pairwise(moments):
-        if {one, other} == {e.kind for e in chosen if e.start <= start and end <= e.end}:
-            total += end - start
-    return total
+    return sum(
+        end - start
+        for start, end in itertools.pairwise(moments)
+        if {one, other} == {e.kind for e in chosen if e.start <= start and end <= e.end}
+    )
 
 
 def _schedule(jobs: list[Enqueued]) -> list[tuple[float, float]]:
@@ -384,14 +364,10 @@ def _schedule(jobs: list[Enqueued]) -> list[tuple[float, float]]:
     free: dict[str, float] = {}
     left = list(jobs)
     while left:
-        ready = {
-            job.number: max([job.issued, *(times[j][1] for j in job.after)])
-            for job in left
-            if all(j in times for j in job.after)
-        }
-        starts = {number: max(at, free.get(jobs[number].engine, 0.0)) for number, at in ready.items()}
-        job = jobs[min(ready, key=lambda number: (starts[number], ready[number], number))]
-        times[job.number] = (starts[job.number], starts[job.number] + job.seconds)
+        ready = {j: max([j.issued, *(times[k][1] for k in j.after)]) for j in left if j.after <= times.keys()}
+        starts = {j: max(at, free.get(j.engine, 0.0)) for j, at in ready.items()}
+        job = min(ready, key=lambda j: (starts[j], ready[j], j.number))
+        times[job.number] = (starts[job], starts[job] + job.seconds)
         if job.engine:
             free[job.engine] = times[job.number][1]
         left.remove(job)

@@ -28,13 +28,8 @@ def bars(
 
     `unit` names the axis; `limit` is a name and a value where an upright line stands. Bars that were measured
     are solid, others pale with an outline.
-
-    Raises:
-        ValueError: there are no rows, or a value is below zero.
     """
     parts = {name: row if isinstance(row, Mapping) else {"": row} for name, row in rows.items()}
-    if not parts or any(value < 0 for row in parts.values() for value in row.values()):
-        raise ValueError("Bars need at least one row, and values of zero or more.")
     totals = {name: sum(row.values()) for name, row in parts.items()}
     most = max([*totals.values(), *([limit[1]] if limit else [])]) or 1.0
     scale = (WIDTH - 2 * EDGE) / most

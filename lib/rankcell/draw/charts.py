@@ -8,25 +8,12 @@ import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from ..hardware import EACH_WAY, Speed
-from .parts import (
-    EDGE,
-    WIDTH,
-    Axis,
-    Swatch,
-    bounds,
-    key,
-    key_of_lines,
-    line_in_key,
-    log_ticks,
-    point,
-    round_ticks,
-    text_width,
-    ticks_below,
-    ticks_beside,
-)
+from . import parts
+from .parts import EDGE, WIDTH, Axis, Swatch, text_width
 from .svg import (
     COLOURS,
     LINE,
@@ -49,27 +36,14 @@ __all__ = [
 def format_rate(bytes_per_s: float) -> str:
     """A rate with a decimal unit: 1 GB/s = 10^9 B/s. The one place that formats rates."""
     for factor, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
-        if bytes_per_s >= factor:
-            return f"{_three(bytes_per_s / factor)} {unit}"
-    return f"{_three(bytes_per_s)} B/s"
-
-
-def _three(x: float) -> str:
-    """Three digits, never in exponent form for what fits a chart."""
-    if x == 0 or not math.isfinite(x):
-        return f"{x:g}"
-    digits = max(0, 2 - math.floor(math.log10(abs(x))))
-    text = f"{x:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+        if bytes_per_s >= 0.9995 * factor:  # three digits of less would round up to 1000 of the smaller unit
+            return f"{bytes_per_s / factor:.3g} {unit}"
+    return f"{bytes_per_s:.3g} B/s"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header, shown as a table on a page and as aligned text elsewhere.
-
-    A cell is text, or `(text, address)` for a link. Columns named in `right` hold numbers and are set to the
-    right.
-    """
+    """Rows under a header; a cell is text, or `(text, address)` for a link. Columns named in `right` hold numbers."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str | tuple[str, str], ...], ...]
@@ -87,52 +61,44 @@ class Table:
         )
 
     def _repr_html_(self) -> str:
-        def cell(tag: str, content: str | tuple[str, str], name: str) -> str:
-            side = "right" if name in self.right else "left"
-            text, address = (content, "") if isinstance(content, str) else content
-            shown = html.escape(text)
-            if address:
-                shown = f'<a href="{html.escape(address)}">{shown}</a>'
-            return f'<{tag} style="text-align:{side}">{shown}</{tag}>'
+        def row_of(tag: str, cells: Iterable[str | tuple[str, str]]) -> str:
+            row = ""
+            for content, name in zip(cells, self.header, strict=True):
+                text, address = (content, "") if isinstance(content, str) else content
+                shown = html.escape(text)
+                if address:
+                    shown = f'<a href="{html.escape(address)}">{shown}</a>'
+                side = "right" if name in self.right else "left"
+                row += f'<{tag} style="text-align:{side}">{shown}</{tag}>'
+            return f"<tr>{row}</tr>"
 
-        head = "".join(cell("th", name, name) for name in self.header)
-        body = "".join(
-            "<tr>" + "".join(cell("td", c, n) for c, n in zip(row, self.header, strict=True)) + "</tr>"
-            for row in self.rows
-        )
-        return f'<table class="dataframe"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        head, body = row_of("th", self.header), "".join(row_of("td", row) for row in self.rows)
+        return f'<table class="dataframe"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 
 def speeds(items: Iterable[Speed]) -> Table:
     """The facts of some speeds: rate, arithmetic, source and date; for links also both ways added."""
     items = tuple(items)
-    links = all(s.direction == EACH_WAY for s in items)
+    links, noted = all(s.direction == EACH_WAY for s in items), any(s.note for s in items)
     rows = []
     for s in items:
-        rate = (
-            (format_rate(s.bytes_per_s), format_rate(s.both_ways)) if links else (format_rate(s.bytes_per_s),)
-        )
+        rates = (s.bytes_per_s, s.both_ways) if links else (s.bytes_per_s,)
         said = f"{s.source.name} ({s.source.date})"
         source: str | tuple[str, str] = (said, s.source.url) if s.source.url else said
-        notes = (s.note,) if any(item.note for item in items) else ()
-        rows.append((s.name, *rate, s.arithmetic or "as the source prints it", *notes, source))
+        notes = (s.note,) * noted
+        arithmetic = s.arithmetic or "as the source prints it"
+        rows.append((s.name, *map(format_rate, rates), arithmetic, *notes, source))
     numbers = ("each way", "both ways") if links else ("reads and writes",)
-    note = ("note",) if any(item.note for item in items) else ()
-    return Table(("", *numbers, "arithmetic", *note, "source"), tuple(rows), right=numbers)
+    header = ("", *numbers, "arithmetic", *("note",) * noted, "source")
+    return Table(header, tuple(rows), right=numbers)
 
 
 def shares(pairs: Iterable[tuple[Speed, Speed]]) -> Table:
     """What was measured beside the published rate of the same link, and the share of it that was reached."""
-    rows = tuple(
-        (
-            got.name,
-            *map(format_rate, (got.bytes_per_s, peak.bytes_per_s)),
-            f"{got.bytes_per_s / peak.bytes_per_s:.0%}",
-        )
-        for got, peak in pairs
-    )
     numbers = ("measured", "published, each way", "share")
-    return Table(("", *numbers), rows, right=numbers)
+    rates = ((got.name, got.bytes_per_s, peak.bytes_per_s) for got, peak in pairs)
+    rows = ((name, format_rate(got), format_rate(peak), f"{got / peak:.0%}") for name, got, peak in rates)
+    return Table(("", *numbers), tuple(rows), right=numbers)
 
 
 @dataclass(frozen=True)
@@ -154,14 +120,9 @@ def ladder(
 ) -> Figure:
     """Values on a log axis, one rung each in the order given, and by what factor each differs from the last.
 
-    `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside the rungs
-    and the ticks. A rung is a point: on a log axis no length can be compared, so there are no bars (`bars.bars`
-    draws those, from zero).
+    `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside rungs and ticks.
+    A rung is a point: on a log axis no length can be compared, so there are no bars (`bars.bars` draws those).
     """
-    if not rungs:
-        raise ValueError("A ladder needs at least one rung.")
-    if bad := [r.name for r in rungs if not r.value > 0]:
-        raise ValueError(f"A log axis has no place for values of 0 or below: {', '.join(bad)}.")
     low = math.floor(math.log10(min(r.value for r in rungs)) - 0.2)
     high = math.log10(max(r.value for r in rungs))
     high = math.ceil(high) if math.ceil(high) - high < 0.5 else high + 0.1
@@ -170,9 +131,9 @@ def ladder(
     x = Axis(10.0**low, 10.0**high, EDGE, right, log=True)
     kinds = sorted({r.measured for r in rungs}, reverse=True)
     entries = [("measured here" if measured else outlined, _dot(colour, measured)) for measured in kinds]
-    marks, _ = key(entries, 10, left=EDGE, gap=26)
+    marks, _ = parts.key(entries, 10, left=EDGE, gap=26)
     powers = [10.0**p for p in range(low, math.floor(high) + 1)]
-    marks += ticks_below(((x(p), format_value(p)) for p in powers), top, bottom + 4, bottom + 24)
+    marks += parts.ticks_below(((x(p), format_value(p)) for p in powers), top, bottom + 4, bottom + 24)
     places = [(x(rung.value), top + row * k + 36) for k, rung in enumerate(rungs)]
     marks += [line(*a, *b, stroke=LINE, width=1.5, dash="3 4") for a, b in pairwise(places)]
     for k, (rung, place) in enumerate(zip(rungs, places, strict=True)):
@@ -182,7 +143,7 @@ def ladder(
         at = EDGE + text_width(rung.name) + 14
         if factor and at + text_width(factor) + 10 < right - text_width(shown):
             marks.append(label(at, y, factor, fill=MUTED))
-        marks.append(point(0, *place, colour, rung.measured, f"{rung.name}: {shown}"))
+        marks.append(parts.point(0, *place, colour, rung.measured, f"{rung.name}: {shown}"))
     foot = f"{unit}; each line is 10 times the last"
     marks.append(label(WIDTH / 2, bottom + 50, foot, anchor="middle", fill=MUTED))
     return drawing(WIDTH, bottom + 62, *marks, alt=alt)
@@ -190,7 +151,7 @@ def ladder(
 
 def _dot(colour: str, filled: bool) -> Swatch:
     """The mark of a key's entry for points."""
-    return lambda x, y: point(0, x + 9, y + 11, colour, filled, "")
+    return lambda x, y: parts.point(0, x + 9, y + 11, colour, filled, "")
 
 
 def _factor(before: float, value: float) -> str:
@@ -209,7 +170,6 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]
     measured: bool = True
-    colour: str = ""
 
 
 def lines(
@@ -230,45 +190,44 @@ def lines(
 ) -> Figure:
     """Lines with marks on linear or log axes; `marks` are dotted upright lines with a word on top.
 
-    Ticks that are not given are powers of 10 (of `x_base` along x) on a log axis and round numbers on a
-    linear one.
+    Ticks that are not given are powers of 10 (of `x_base` along x) on a log axis and round numbers on a linear one.
     """
-    if not any(s.points for s in series):
+    xs, ys = ([point[i] for s in series for point in s.points] for i in (0, 1))
+    if not xs:
         raise ValueError("There is nothing to draw: every series is empty.")
-    xs = [x for s in series for x, _ in s.points]
-    ys = [y for s in series for _, y in s.points]
     for name, values, log in (("x", xs, x_log), ("y", ys, y_log)):
         if log and min(values) <= 0:
             raise ValueError(f"A log axis has no place for {name} = {min(values):g}. Use {name}_log=False.")
-    x_range, y_range = bounds([*xs, *x_ticks], x_log, 0.03), bounds([*ys, *y_ticks], y_log, 0.06)
+    x_range = parts.bounds([*xs, *x_ticks], x_log, 0.03)
+    y_range = parts.bounds([*ys, *y_ticks], y_log, 0.06)
     if not x_ticks:
-        x_ticks = log_ticks(*x_range, base=x_base, most=5) if x_log else round_ticks(*x_range, most=5)
-    y_ticks = tuple(y_ticks) or (log_ticks if y_log else round_ticks)(*y_range, most=6)
-    places = key_of_lines([s.name for s in series])
+        log_ticks = partial(parts.log_ticks, base=x_base)
+        x_ticks = (log_ticks if x_log else parts.round_ticks)(*x_range, most=5)
+    y_ticks = tuple(y_ticks) or (parts.log_ticks if y_log else parts.round_ticks)(*y_range, most=6)
+    places = parts.key_of_lines([s.name for s in series])
     left = EDGE + max(text_width(y_format(t)) for t in y_ticks) + 8
     right, top = WIDTH - EDGE - 8, 12 + 28 * (places[-1][1] + 1) + 28 + (26 if marks else 0)
     bottom = height - 66
     px, py = Axis(*x_range, left, right, log=x_log), Axis(*y_range, bottom, top, log=y_log)
-    grid, names = ticks_beside(((py(t), y_format(t)) for t in y_ticks), left, right)
+    grid, names = parts.ticks_beside(((py(t), y_format(t)) for t in y_ticks), left, right)
     out = [mark for pair in zip(grid, names, strict=True) for mark in pair]
-    out += ticks_below(((px(t), x_format(t)) for t in x_ticks), bottom, bottom + 5, bottom + 26, stroke=MUTED)
+    ticks = ((px(t), x_format(t)) for t in x_ticks)
+    out += parts.ticks_below(ticks, bottom, bottom + 5, bottom + 26, stroke=MUTED)
     out.append(line(left, bottom, right, bottom, stroke=MUTED))
     last = -1e9
-    for value, word in sorted(marks):  # from left to right: a word without room is left out
-        if not x_range[0] <= value <= x_range[1]:
-            continue
-        out.append(line(px(value), top - 4, px(value), bottom, stroke=MUTED, dash="2 4"))
+    for x, word in sorted((px(x), word) for x, word in marks if x_range[0] <= x <= x_range[1]):
+        out.append(line(x, top - 4, x, bottom, stroke=MUTED, dash="2 4"))
         half = text_width(word) / 2
-        if px(value) - half > last:
-            out.append(label(px(value), top - 10, word, anchor="middle", fill=MUTED))
-            last = px(value) + half + 6
+        if x - half > last:  # a word without room is left out
+            out.append(label(x, top - 10, word, anchor="middle", fill=MUTED))
+            last = x + half + 6
     out.append(label(EDGE, top - (36 if marks else 10), y_label, fill=MUTED))
     out.append(label((left + right) / 2, height - 12, x_label, anchor="middle", fill=MUTED))
     for k, s in enumerate(series):
-        colour, dash = s.colour or RANK_COLOURS[k % len(RANK_COLOURS)], "" if s.measured else "7 5"
+        colour, dash = RANK_COLOURS[k % len(RANK_COLOURS)], "" if s.measured else "7 5"
         points = [(px(x), py(y)) for x, y in s.points]
         out += [line(*a, *b, stroke=colour, width=3, dash=dash) for a, b in pairwise(points)]
         for at, (x, y) in zip(points, s.points, strict=True):
-            out.append(point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
-        out += line_in_key(k, places[k], s.name, colour, width=3, measured=s.measured)
+            out.append(parts.point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
+        out += parts.line_in_key(k, places[k], s.name, colour, width=3, measured=s.measured)
     return drawing(WIDTH, height, *out, alt=alt)

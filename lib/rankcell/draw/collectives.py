@@ -9,8 +9,8 @@ or a tree is another picture (`messages`). Collectives as matrices are in `matri
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from ..results import Event, Run, Values, name_ranks
 from .parts import WIDE, pale, rank_colour
@@ -24,29 +24,21 @@ _LEGIBLE = 0.42  # share of a rank's colour behind its numbers, so that black st
 _LANE = 5  # px between the lines that leave the blocks of one row
 _GAP = 6  # px between two blocks
 _FROM_ROOT, _TO_ROOT = {"broadcast", "scatter"}, {"reduce", "gather"}
-_COMBINING = {"reduce", "all_reduce", "reduce_scatter"}
 _IN_PLACE = {"broadcast", "reduce", "all_reduce"}  # one tensor is input and output
 _SENDS_PARTS = {"scatter", "reduce_scatter", "all_to_all"}  # part i goes to the i-th rank of the group
 _GETS_PARTS = {"gather", "all_gather", "all_to_all"}  # part j came from the j-th rank
 _KNOWN = _IN_PLACE | _SENDS_PARTS | _GETS_PARTS
 label = partial(label_of_any_size, size=_TEXT)  # 11 px on a phone, where the picture is 340 px wide
-_SIGNS = {"SUM": " + ", "PRODUCT": " * ", "AVG": " + ", "MIN": ", ", "MAX": ", "}
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """Numbers side by side that share their origin: the ranks in `sources`, none if they mean nothing."""
 
     numbers: tuple[float, ...]
     sources: tuple[int, ...] = ()
 
-    @property
-    def untouched(self) -> bool:
-        return bool(self.numbers) and all(math.isnan(x) for x in self.numbers)
 
-
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """What one rank holds: its input, and its output before the call and after it."""
 
     before: tuple[_Block, ...]
@@ -54,8 +46,7 @@ class _Held:
     after: tuple[_Block, ...]
 
 
-@dataclass(frozen=True)
-class _Move:
+class _Move(NamedTuple):
     """Numbers of one rank that another needs: block `part` of the sender, or all of its tensor if None."""
 
     source: int
@@ -64,8 +55,7 @@ class _Move:
     port: int  # which of the senders to this target, in group order
 
 
-@dataclass(frozen=True)
-class _Scene:
+class _Scene(NamedTuple):
     """One collective on all the ranks that called it: what each holds, and the moves between them."""
 
     op: str
@@ -73,7 +63,7 @@ class _Scene:
     groups: tuple[tuple[int, ...], ...]
     root: int | None
     held: Mapping[int, _Held]  # in the order of the ranks
-    moves: tuple[_Move, ...]
+    moves: Sequence[_Move]
 
 
 def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
@@ -104,8 +94,6 @@ def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
     if not op and len(calls) != 1:
         raise ValueError(f"Which collective? This run holds: {held}. Name one: steps(run, 'all_reduce').")
     op = op or next(iter(calls))
-    if op not in _KNOWN:
-        raise ValueError(f"No picture for {op!r}. There is one for: {', '.join(sorted(_KNOWN))}.")
     chosen = {rank: own[call - 1] for rank, own in calls.get(op, {}).items() if 1 <= call <= len(own)}
     if not chosen:
         raise ValueError(f"This run holds no {op} number {call}. Its collectives: {held}.")
@@ -122,10 +110,9 @@ def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
 def _values(event: Event) -> Values:
     if event.values is None:
         raise ValueError(
-            f"The numbers of this {event.op} were not recorded. "
-            "Run its cell with `--values`: `%%ranks 4 --values`."
+            f"The numbers of this {event.op} were not recorded. Run its cell with `--values`: `%%ranks 4 --values`."
         )
-    recorded = max((len(t) for t in event.values.input_before + event.values.output_before), default=0)
+    recorded = max(map(len, event.values.input_before + event.values.output_before), default=0)
     if event.values.input_before and recorded < math.prod(event.shape):
         raise ValueError(
             f"Only the first {recorded} of {math.prod(event.shape)} numbers were recorded. "
@@ -136,16 +123,13 @@ def _values(event: Event) -> Values:
 
 def _parts(event: Event, tensors: tuple[tuple[float, ...], ...]) -> list[tuple[float, ...]]:
     """One piece per rank of the group: the tensors of a list, or equal parts of the one tensor."""
-    n = len(event.ranks)
+    n, flat = len(event.ranks), _whole(tensors)
     if len(tensors) == n:
         return list(tensors)
-    flat = tensors[0] if len(tensors) == 1 else ()
-    if not flat or len(flat) % n:
-        shapes = ", ".join(str(len(t)) for t in tensors) or "none"
+    if len(tensors) != 1 or len(flat) % n:
         raise ValueError(
-            f"{event.op} on {n} ranks is drawn from {n} tensors or one tensor in {n} equal parts; "
-            f"rank {event.rank} gave tensors of {shapes} numbers. "
-            "For unequal parts use the form with a list of tensors."
+            f"{event.op} on {n} ranks is drawn from {n} tensors, or from one tensor in {n} equal parts; rank "
+            f"{event.rank} gave {len(flat)} numbers. For unequal parts use the form with a list of tensors."
         )
     size = len(flat) // n
     return [flat[i * size : (i + 1) * size] for i in range(n)]
@@ -165,30 +149,21 @@ def _scene(events: Sequence[Event]) -> _Scene:
         of_group = [by_rank[r] for r in group]
         parts = _unequal(of_group) if first.op == "all_to_all" else {}
         for i, e in enumerate(of_group):
-            held[e.rank], came = _exchange(e, i, parts)
+            held[e.rank], came = _unequal_exchange(e, parts) if parts else _exchange(e, i)
             moves += came
-    held = {rank: held[rank] for rank in sorted(held)}
-    if first.op == "all_to_all":
-        _check_parts(held, moves)
-    return _Scene(first.op, first.reduce_op, groups, first.peer, held, tuple(moves))
+    for m in moves if first.op == "all_to_all" else ():
+        sent, got = held[m.source].before[m.part or 0].numbers, held[m.target].after[m.port].numbers
+        if repr(sent) != repr(got):  # as texts, so that NaN is NaN
+            raise ValueError(
+                f"Part {m.port} of rank {m.target}'s output is not part {m.part} of rank {m.source}'s input: "
+                "the parts are not equal. For unequal parts use the form with a list of tensors."
+            )
+    return _Scene(first.op, first.reduce_op, groups, first.peer, dict(sorted(held.items())), moves)
 
 
-def _exchange(
-    e: Event, index: int, parts: Mapping[tuple[int, int], tuple[float, ...]]
-) -> tuple[_Held, list[_Move]]:
-    """What the rank of this event holds, and the moves in which it takes part; `index` is its place in the group.
-
-    `parts` is what each rank sends to each where the parts of an all-to-all are not equal.
-    """
+def _exchange(e: Event, index: int) -> tuple[_Held, list[_Move]]:
+    """What the rank of this event holds, and the moves to it; `index` is its place in the group."""
     op, group, root, values = e.op, e.ranks, e.peer, _values(e)
-    if parts:
-        to = [t for t in group if parts[e.rank, t]]
-        came = [s for s in group if parts[s, e.rank]]
-        after = tuple(_Block(parts[s, e.rank], (s,)) for s in came)
-        before = tuple(_Block(parts[e.rank, t], (e.rank,)) for t in to)
-        ports = {t: [s for s in group if parts[s, t]].index(e.rank) for t in to}
-        moves = [_Move(e.rank, t, part, ports[t]) for part, t in enumerate(to)]
-        return _Held(before, tuple(_blank(b.numbers) for b in after), after), moves
     gives = op not in _FROM_ROOT or e.rank == root
     gets = op not in _TO_ROOT or e.rank == root
     senders = (root,) if op in _FROM_ROOT and root is not None else group
@@ -207,6 +182,18 @@ def _exchange(
     after = tuple(_Block(piece, s) for piece, s in zip(new, sources, strict=True))
     part = index if op in _SENDS_PARTS else None
     return _Held(before, empty, after), [_Move(s, e.rank, part, j) for j, s in enumerate(senders) if gets]
+
+
+def _unequal_exchange(
+    e: Event, parts: Mapping[tuple[int, int], tuple[float, ...]]
+) -> tuple[_Held, list[_Move]]:
+    """The same where `parts` is what each rank sends to each; the moves are those from it."""
+    to = [t for t in e.ranks if parts[e.rank, t]]
+    after = tuple(_Block(parts[s, e.rank], (s,)) for s in e.ranks if parts[s, e.rank])
+    before = tuple(_Block(parts[e.rank, t], (e.rank,)) for t in to)
+    ports = {t: [s for s in e.ranks if parts[s, t]].index(e.rank) for t in to}
+    moves = [_Move(e.rank, t, part, ports[t]) for part, t in enumerate(to)]
+    return _Held(before, tuple(_blank(b.numbers) for b in after), after), moves
 
 
 def _blank(numbers: tuple[float, ...]) -> _Block:
@@ -234,17 +221,6 @@ def _unequal(events: Sequence[Event]) -> dict[tuple[int, int], tuple[float, ...]
     return parts if fits and len(set(map(len, parts.values()))) > 1 else {}
 
 
-def _check_parts(held: Mapping[int, _Held], moves: Sequence[_Move]) -> None:
-    """Equal parts are a guess for `all_to_all_single`: with unequal ones the colours would be wrong."""
-    for m in moves:
-        sent, came = held[m.source].before[m.part or 0].numbers, held[m.target].after[m.port].numbers
-        if repr(sent) != repr(came):  # as texts, so that NaN is NaN
-            raise ValueError(
-                f"Part {m.port} of rank {m.target}'s output is not part {m.part} of rank {m.source}'s input: "
-                "the parts are not equal. For unequal parts use the form with a list of tensors."
-            )
-
-
 def _sentences(scene: _Scene) -> tuple[str, str]:
     """Who sends what, and what came of it."""
     alone = len(scene.groups) == 1
@@ -266,77 +242,56 @@ def _sentences(scene: _Scene) -> tuple[str, str]:
     if scene.op == "all_to_all" and any(len(scene.held[r].before) < len(g) for g in scene.groups for r in g):
         send = "each number goes to the rank that it is for"
         found = "what came stands in the order of the ranks"
-    if scene.op in _COMBINING:
-        found = "; ".join(filter(None, (_arithmetic(scene), found)))
+    if scene.reduce_op == "SUM":
+        found = "; ".join(filter(None, (_sum(scene), found)))
     return send, found
 
 
-def _arithmetic(scene: _Scene) -> str:
-    """How the first number of a result came about: "first number: 0 + 1 + 2 + 3 = 6"."""
+def _sum(scene: _Scene) -> str:
+    """How the first number of a sum came about: "first number of rank 0: 0 + 1 + 2 + 3 = 6"."""
     group = scene.groups[0]
     target = scene.root if scene.root is not None else group[0]
     part = group.index(target) if scene.op == "reduce_scatter" else 0
-    terms = [scene.held[r].before[part].numbers[:1] for r in group]
-    result = scene.held[target].after[0].numbers[:1]
-    if not result or not all(terms):
-        return ""
-    joined = _SIGNS.get(scene.reduce_op or "SUM", ", ").join(format_number(t[0]) for t in terms)
-    if scene.reduce_op == "AVG":
-        joined = f"({joined}) / {len(group)}"
-    elif scene.reduce_op not in ("", "SUM", "PRODUCT"):
-        joined = f"{scene.reduce_op.lower()}({joined})"
-    said = format_number(result[0])
-    exact = format_number(math.fsum(t[0] for t in terms)) if scene.reduce_op in ("", "SUM") else said
+    terms = [scene.held[r].before[part].numbers[0] for r in group]
+    said = format_number(scene.held[target].after[0].numbers[0])
+    exact = format_number(math.fsum(terms))
     end = f" = {said}" if said == exact else f" gave {said}, not {exact}"
-    return f"first number of rank {target}: {joined}{end}"
+    return f"first number of rank {target}: {' + '.join(map(format_number, terms))}{end}"
 
 
 def format_number(x: float) -> str:
     """A number of a tensor as the pictures write it: at most four digits, or ten of a large one."""
-    if isinstance(x, bool) or x is None:
-        return str(x)
     return "nan" if x != x else f"{x:.10g}" if abs(x) >= 1000 else f"{x:.4g}"
 
 
-@dataclass(frozen=True)
-class _Places:
+class _Places(NamedTuple):
     """Where things stand: the same in the three steps, so that only the contents change."""
 
     cell: float  # px per number
-    limit: int  # numbers of a block that are spelt out
     right: float  # px from the left of the outputs; the inputs begin at NAMES
     top: float
     pitch: float
     width: float
 
-    def shown(self, block: _Block) -> list[str]:
-        texts = [format_number(x) for x in block.numbers]
-        return texts if len(texts) <= self.limit else [*texts[: self.limit - 1], "…"]
-
-    def block_width(self, block: _Block) -> float:
-        return self.cell * min(len(block.numbers), self.limit)
-
     def blocks_width(self, blocks: Sequence[_Block]) -> float:
-        return sum(self.block_width(b) for b in blocks) + _GAP * max(len(blocks) - 1, 0)
+        return self.cell * sum(len(b.numbers) for b in blocks) + _GAP * max(len(blocks) - 1, 0)
 
 
 def _places(scene: _Scene) -> _Places:
     sides = [h.before for h in scene.held.values()], [h.after for h in scene.held.values()]
-    every = [b.numbers for side in sides for blocks in side for b in blocks]
-    widest = max((len(format_number(x)) for numbers in every for x in numbers if x == x), default=1)
-    need = max(0.64 * _TEXT * widest + 6, 28)
+    numbers = [x for side in sides for blocks in side for b in blocks for x in b.numbers]
+    need = max(0.64 * _TEXT * max((len(format_number(x)) for x in numbers if x == x), default=1) + 6, 28)
     room = WIDE - NAMES - _ARROWS - MARGIN
     gaps = sum(_GAP * max(max(len(blocks) - 1, 0) for blocks in side) for side in sides)
-    for limit in range(max(*map(len, every), 2), 1, -1):
-        count = sum(max(sum(min(len(b.numbers), limit) for b in blocks) for blocks in side) for side in sides)
-        if (room - gaps) / max(count, 1) >= need:
-            break
+    count = sum(max(sum(len(b.numbers) for b in blocks) for blocks in side) for side in sides)
     cell = max(min((room - gaps) / max(count, 1), 56), need)
     lanes = max(map(len, scene.groups)) * _LANE + 8 if scene.op in _SENDS_PARTS else 0
-    at = _Places(cell, limit, 0, 84 + lanes, CELL + max(lanes, 16), WIDE)
+    at = _Places(cell, 0, 84 + lanes, CELL + max(lanes, 16), WIDE)
     left, right = (max(map(at.blocks_width, side)) for side in sides)
     start = NAMES + left + max(_ARROWS, min(200, room - left - right + _ARROWS))
-    return replace(at, right=start, width=max(WIDE, start + right + MARGIN))
+    if start + right > 1.05 * WIDE:
+        raise ValueError(f"A picture has no room for all the numbers: draw {scene.op} with smaller tensors.")
+    return at._replace(right=start, width=max(WIDE, start + right + MARGIN))
 
 
 def _draw(scene: _Scene, title: str, step: int, feet: Sequence[str]) -> Figure:
@@ -381,23 +336,24 @@ def _wrap(foot: str) -> list[str]:
 
 
 def _blocks(
-    at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str, untouched: str = "nan"
+    at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str, nothing: str = "nan"
 ) -> str:
     if not blocks:
         return label(x, y + 27, none, fill=MUTED)
     marks = []
     for block in blocks:
-        width = at.block_width(block)
-        if block.untouched:
+        width = at.cell * len(block.numbers)
+        untouched = block.numbers and all(map(math.isnan, block.numbers))
+        if untouched:
             marks.append(rect(x, y, width, CELL, stroke=MUTED, dash="4 4"))
-            texts, step = [untouched], width
+            texts, step = [nothing], width
         else:
             marks.append(rect(x, y, width, CELL, fill=fill_of(block.sources), stroke=edge_of(block.sources)))
-            texts, step = at.shown(block), at.cell
+            texts, step = [format_number(x) for x in block.numbers], at.cell
         middle = "".join(
             f'<text x="{x + (i + 0.5) * step:.1f}" y="{y + 27:g}">{t}</text>' for i, t in enumerate(texts)
         )
-        ink = MUTED if block.untouched or not block.sources else INK
+        ink = MUTED if untouched or not block.sources else INK
         marks.append(f'<g font-size="{_TEXT}" text-anchor="middle" fill="{ink}">{middle}</g>')
         x += width + _GAP
     return "".join(marks)
@@ -413,7 +369,7 @@ def _arrow(scene: _Scene, at: _Places, rows: Mapping[int, float], move: _Move) -
     if move.part is not None:
         over = y - 4 - (len(blocks) - 1 - move.part) * _LANE
         before = at.blocks_width(blocks[: move.part]) + (_GAP if move.part else 0)
-        x = NAMES + before + at.block_width(blocks[move.part]) / 2
+        x = NAMES + before + at.blocks_width([blocks[move.part]]) / 2
         start = (edge + 6, over)
         lead = (
             f'<polyline points="{x:.1f},{y:.1f} {x:.1f},{over:.1f} {start[0]:.1f},{over:.1f}" fill="none" '

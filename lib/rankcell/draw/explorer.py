@@ -1,7 +1,6 @@
 """A panel of sliders and menus above a picture, for a running kernel: each move draws the picture anew.
 
-It needs ipywidgets, which is imported when a panel is made. On a page without a kernel the panel stands
-still, so put a slider over some chosen pictures (`rankcell.draw.svg.Frames`) beside it.
+On a page without a kernel the panel stands still, so put a slider over some chosen pictures (`svg.Frames`) beside it.
 """
 
 import html
@@ -16,35 +15,26 @@ class Column:
 
     parts: tuple[Any, ...]
 
-    def __repr__(self) -> str:
-        return "\n\n".join(map(repr, self.parts))
-
     def _repr_html_(self) -> str:
         return "\n".join(part._repr_html_() for part in self.parts)
 
 
-def panel(
-    draw: Callable[..., Any], choices: Mapping[str, Sequence[Any]], *, start: Mapping[str, Any] | None = None
-) -> Any:
+def panel(draw: Callable[..., Any], choices: Mapping[str, Sequence[Any]], *, start: Mapping[str, Any]) -> Any:
     """`draw(**chosen)` under one control per entry of `choices`: a menu for words, a slider for numbers.
 
     panel(planned, {"ranks": [2, 4, 8], "schedule": ["GPipe", "1F1B"]}, start={"ranks": 4})
 
-    `draw` makes a picture, table or `Column`; a ValueError that it raises is shown in its place. `start` is what
-    is chosen at first where it is not the first value.
-
-    Raises:
-        ModuleNotFoundError: ipywidgets is not installed.
+    A ValueError of `draw` is shown in the picture's place. `start` is what is chosen at first where it is not the
+    first value.
     """
     import ipywidgets  # a heavy import, which only this function needs
 
     controls: dict[str, Any] = {}
     for name, values in choices.items():
         words = any(isinstance(v, str) for v in values)
-        kind = ipywidgets.Dropdown if words else ipywidgets.SelectionSlider
-        controls[name] = kind(
+        controls[name] = (ipywidgets.Dropdown if words else ipywidgets.SelectionSlider)(
             options=[(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values],
-            value=(start or {}).get(name, values[0]),
+            value=start.get(name, values[0]),
             description=name,
             style={"description_width": "8em"},
             layout={"width": "min(30em, calc(100% - 8px))"},

@@ -4,19 +4,14 @@ A pure function from the rows of `check.against` to a `Figure`. It says what eac
 which one went wrong first, and why, is the verdict's. It compares nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
 from .parts import EDGE, WIDTH, key, swatch
 from .svg import INK, MUTED, Figure, drawing, label, rect
 
-GROUPS = {
-    "output": "outputs",
-    "grad_output": "their gradients",
-    "grad": "weights' gradients",
-    "parameter": "weights",
-}
+GROUPS = {"output": "outputs", "grad_output": "their gradients", "grad": "weights' gradients"}
 # Okabe and Ito's colours, and how a count goes on: "4 in parts".
 LOOKS = {
     "same on all": ("#0072b2", "the same on all"),
@@ -49,48 +44,34 @@ def look(row: Row) -> str:
     return "parts" if row.status == "fits" else "something else"
 
 
-def held(runs: Mapping[str, Any], *, kinds: Sequence[str] = tuple(GROUPS)[:3], alt: str = "") -> Figure:
+def held(runs: Mapping[str, Any]) -> Figure:
     """One strip per result of `check.against`, one box per tensor of its first step, with its name and layout.
 
-    `kinds` are those drawn: "output", "grad_output", "grad", "parameter".
-
     Raises:
-        ValueError: no run, or one without a tensor of these kinds.
+        ValueError: no run, or one without outputs and gradients.
     """
-    strips = {name: [r for r in run.rows if r.kind in kinds and _drawn(r)] for name, run in runs.items()}
+    strips = {name: [r for r in run.rows if r.kind in GROUPS and r.step == 0] for name, run in runs.items()}
     if not strips or not all(strips.values()):
-        raise ValueError(f"There is nothing to draw: each run needs tensors of the kinds {', '.join(kinds)}.")
+        raise ValueError("There is nothing to draw: each run needs outputs, or gradients.")
     used = [name for name in LOOKS if any(look(r) == name for rows in strips.values() for r in rows)]
     marks, y = key(((name, swatch(LOOKS[name][0])) for name in used), 8)
+    said = []
     for n, (name, rows) in enumerate(strips.items()):
         groups = [(GROUPS[kind], list(of)) for kind, of in groupby(rows, key=lambda r: r.kind)]
         box = (WIDTH - 2 * EDGE - _GAP * (len(groups) - 1)) / len(rows)
         marks.append(label(EDGE, y + 20, name, fill=INK, bold=True))
-        x = float(EDGE)
+        x, counts = float(EDGE), []
         for group, of in groups:
             if n == len(strips) - 1:  # the words stand once, below the last strip
                 marks.append(label(x, y + 28 + _TALL + 22, group, fill=MUTED))
-            for row in of:
+            looks = [look(row) for row in of]
+            for row, kind in zip(of, looks, strict=True):
                 tip = f"{row.title}, {group}: {row.layout}"
-                marks.append(rect(x, y + 28, box - 1.5, _TALL, fill=LOOKS[look(row)][0], title=tip))
+                marks.append(rect(x, y + 28, box - 1.5, _TALL, fill=LOOKS[kind][0], title=tip))
                 x += box
+            each = (f"{looks.count(kind)} {LOOKS[kind][1]}" for kind in LOOKS if kind in looks)
+            counts.append(f"{group} {', '.join(each)}")
             x += _GAP
+        said.append(f"{name}: {'; '.join(counts)}.")
         y += _STRIP
-    return drawing(WIDTH, y + 22, *marks, alt=alt or _finding(strips))
-
-
-def _drawn(row: Row) -> bool:
-    return row.step == (1 if row.kind == "parameter" else 0)
-
-
-def _finding(strips: Mapping[str, Sequence[Row]]) -> str:
-    """Of each run how many tensors have which layout, by kind."""
-    parts = []
-    for name, rows in strips.items():
-        groups = []
-        for kind, of in groupby(rows, key=lambda r: r.kind):
-            looks = [look(r) for r in of]
-            counts = (f"{looks.count(n)} {LOOKS[n][1]}" for n in LOOKS if n in looks)
-            groups.append(f"{GROUPS[kind]} {', '.join(counts)}")
-        parts.append(f"{name}: {'; '.join(groups)}.")
-    return " ".join(parts)
+    return drawing(WIDTH, y + 22, *marks, alt=" ".join(said))

@@ -10,20 +10,19 @@ from .collectives import MARGIN, label
 from .parts import WIDE, rank_colour
 from .svg import Figure, drawing, line, rect
 
-_CELL, _TOP = 13, 34  # px of a number, and above a matrix for its name
+_CELL, _TOP, _RANKS = 13, 34, 4  # px of a number, and above a matrix for its name; the ranks that share it
 
 
 def matrices(
     named: Mapping[str, Any],
     finding: str,
     *,
-    world_size: int = 4,
     owners: Mapping[str, Sequence[int]] | None = None,
     by_row: bool = False,
     row: str = "a number of the output",
     column: str = "a number of the input",
 ) -> Figure:
-    """Matrices of zeros and ones side by side, each column in the colour of the rank whose input it reads.
+    """Matrices of zeros and ones of four ranks, each column in the colour of the rank whose input it reads.
 
     `finding` says for those who do not see the picture what it shows. `owners` names the rank of each column
     where the ranks do not have equal shares of them. With `by_row` each row has its rank's colour instead,
@@ -34,15 +33,15 @@ def matrices(
     for i in range(0, len(items), 2):
         for j, (name, matrix) in enumerate(items[i : i + 2]):
             coloured = len(matrix) if by_row else len(matrix[0])
-            ranks = (owners or {}).get(name) or [k * world_size // coloured for k in range(coloured)]
+            ranks = (owners or {}).get(name) or [k * _RANKS // coloured for k in range(coloured)]
             x = MARGIN + j * WIDE / 2
             marks.append(label(x, y + 22, name, bold=True))
-            marks += _matrix(x, y + _TOP, matrix, ranks, world_size, by_row)
+            marks += _matrix(x, y + _TOP, matrix, ranks, by_row)
         y += _TOP + _CELL * max(len(m) for _, m in items[i : i + 2]) + 22
     colour = ", in its rank's colour"
     marks.append(label(MARGIN, y + 12, f"row: {row}{colour if by_row else ''}"))
     marks.append(label(MARGIN, y + 40, f"column: {column}{'' if by_row else colour}"))
-    for r in range(world_size):
+    for r in range(_RANKS):
         x = MARGIN + 110 * r
         marks.append(rect(x, y + 54, 18, 18, fill=rank_colour(r)) + label(x + 26, y + 70, f"rank {r}"))
     sizes = ", ".join(f"{name} {len(m)} x {len(m[0])}" for name, m in items)
@@ -51,12 +50,11 @@ def matrices(
 
 
 def _matrix(
-    x: float, y: float, matrix: Sequence[Sequence[float]], ranks: Sequence[int], world_size: int, by_row: bool
+    x: float, y: float, matrix: Sequence[Sequence[float]], ranks: Sequence[int], by_row: bool
 ) -> list[str]:
-    height, width = len(matrix) * _CELL, len(matrix[0]) * _CELL
-    marks = []
-    for i in range(world_size + 1):
-        across, down = height * i / world_size, width * i / world_size
+    height, width, marks = len(matrix) * _CELL, len(matrix[0]) * _CELL, []
+    for i in range(_RANKS + 1):
+        across, down = height * i / _RANKS, width * i / _RANKS
         marks += [line(x, y + across, x + width, y + across), line(x + down, y, x + down, y + height)]
     for i, numbers in enumerate(matrix):
         for j in (j for j, value in enumerate(numbers) if value):

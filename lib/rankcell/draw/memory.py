@@ -40,7 +40,6 @@ def over_time(
     x_label: str = "",
     phases: Sequence[tuple[float, str]] = (),
     by: str = "change",
-    alt: str = "",
 ) -> Figure:
     """Bytes held, piled up by kind; `held[kind][i]` were held from `at[i]` until the next place.
 
@@ -53,11 +52,15 @@ def over_time(
     """
     if not at:
         raise ValueError("There is nothing to draw: memory was never looked at.")
-    if held is None:
-        samples = [sample for sample in at if isinstance(sample, Memory)]
-        places, held, x_label, phases = _from_samples(samples, by, x_label, phases)
-    else:
-        places = [place for place in at if not isinstance(place, Memory)]
+    places = [place for place in at if not isinstance(place, Memory)]
+    if samples := [sample for sample in at if isinstance(sample, Memory)]:
+        begin = samples[0].at
+        places = [float(i) if by == "change" else 1e3 * (s.at - begin) for i, s in enumerate(samples)]
+        starts = [i for i, s in enumerate(samples) if i == 0 or s.phase != samples[i - 1].phase]
+        phases = phases or [(places[i], samples[i].phase) for i in starts]
+        x_label = x_label or ("changes of memory" if by == "change" else "time in ms")
+        held = {kind: [getattr(s, kind) for s in samples] for kind in KINDS}
+    held = held or {}
     kinds = _in_order(held)
     total = [sum(held[kind][i] for kind in kinds) for i in range(len(places))]
     peak = max(range(len(places)), key=lambda i: total[i])
@@ -81,14 +84,14 @@ def over_time(
         marks += ticks_below(times, bottom, bottom + 5, bottom + 26, stroke=MUTED)
     marks.append(line(left, bottom, right, bottom, stroke=MUTED))
     marks.append(label((left + right) / 2, _HEIGHT - 14, x_label, anchor="middle", fill=MUTED))
-    where = next((name for begin, name in reversed(list(phases)) if begin <= places[peak]), "")
+    where = next((f" in {name}" for start, name in reversed(list(phases)) if start <= places[peak]), "")
     parts = ", ".join(f"{k} {format_bytes(held[k][peak])}" for k in kinds if held[k][peak])
-    said = f"Memory is highest{f' in {where}' if where else ''}, {format_bytes(total[peak])}: {parts}."
-    return drawing(WIDTH, _HEIGHT, *marks, alt=alt or said)
+    alt = f"Memory is highest{where}, {format_bytes(total[peak])}: {parts}."
+    return drawing(WIDTH, _HEIGHT, *marks, alt=alt)
 
 
 def by_rank(
-    measured: Sequence[Mapping[str, float] | Memory],
+    measured: Sequence[Mapping[str, float]],
     formula: Sequence[Mapping[str, float]] = (),
     *,
     names: Sequence[str] = (),
@@ -96,21 +99,21 @@ def by_rank(
 ) -> Figure:
     """Bytes by kind, one bar per rank (or per name), and under each, outlined, what the formula says.
 
-    All bars share one scale from zero. `names` stand in for "rank 0", "rank 1", ... `measured` may be samples
-    of `rankcell.memory`: `by_rank([r.peak for r in run.ranks])`.
+        by_rank([r.peak.by_kind for r in run.ranks])  # what rankcell.memory measured
+
+    All bars share one scale from zero. `names` stand in for "rank 0", "rank 1", ...
     """
     if not measured:
         raise ValueError("There is nothing to draw: no rank was measured.")
-    rows = [row.by_kind if isinstance(row, Memory) else row for row in measured]
-    names = tuple(names) or tuple(f"rank {r}" for r in range(len(rows)))
-    kinds = _in_order([kind for row in (*rows, *formula) for kind in row if row[kind]]) or ["rest"]
-    most = max(sum(row.values()) for row in (*rows, *formula)) or 1.0
+    names = tuple(names) or tuple(f"rank {r}" for r in range(len(measured)))
+    kinds = _in_order([kind for row in (*measured, *formula) for kind in row if row[kind]]) or ["rest"]
+    most = max(sum(row.values()) for row in (*measured, *formula)) or 1.0
     marks, y = _key(kinds)
     if formula:
         marks.append(rect(EDGE, y + 4, 18, 16, fill=PAPER, stroke=INK))
         marks.append(label(EDGE + 26, y + 19, "outlined: by formula", fill=MUTED))
         y += 28
-    for i, (name, row) in enumerate(zip(names, rows, strict=True)):
+    for i, (name, row) in enumerate(zip(names, measured, strict=True)):
         total = format_bytes(sum(row.values()))
         marks.append(label(EDGE, y + 28, name))
         marks.append(label(WIDTH - EDGE, y + 28, total, anchor="end", bold=True))
@@ -119,21 +122,7 @@ def by_rank(
         if formula:
             marks += _bar(formula[i], kinds, most, y - 2, 16, solid=False)
             y += 20
-    both = ((sum(m.values()), sum(f.values())) for m, f in zip(rows, formula, strict=False))
-    off = [abs(total / said - 1) for total, said in both if said]
-    return drawing(WIDTH, y + 4, *marks, alt=alt or _said_by_rank(names, rows, kinds, off))
-
-
-def _from_samples(
-    samples: Sequence[Memory], by: str, x_label: str, phases: Sequence[tuple[float, str]]
-) -> tuple[list[float], dict[str, list[float]], str, list[tuple[float, str]]]:
-    """The places, the bytes by kind, the label of the axis and the phases of measured samples."""
-    first = samples[0].at
-    at = [float(i) if by == "change" else 1e3 * (s.at - first) for i, s in enumerate(samples)]
-    begins = [i for i, s in enumerate(samples) if i == 0 or s.phase != samples[i - 1].phase]
-    held = {kind: [getattr(s, kind) for s in samples] for kind in KINDS}
-    x_label = x_label or ("changes of memory" if by == "change" else "time in ms")
-    return at, held, x_label, list(phases) or [(at[i], samples[i].phase) for i in begins]
+    return drawing(WIDTH, y + 4, *marks, alt=alt or _said_by_rank(names, measured, kinds, formula))
 
 
 def _in_order(kinds: Mapping[str, object] | Sequence[str]) -> list[str]:
@@ -210,28 +199,30 @@ def _phase_names(phases: Sequence[tuple[float, str]], px: Axis) -> tuple[list[tu
     for begin, name in phases:
         x = min(px(begin) + 4, WIDTH - 4 - text_width(name))
         row = next((r for r, end in enumerate(ends) if x >= end + 6), None)
-        if row is None:
-            places.append((x, 0, ""))
-            continue
-        ends[row] = x + text_width(name)
-        places.append((x, row, name))
-    return places, max((row for _, row, name in places if name), default=-1) + 1
+        places.append((x, row or 0, "" if row is None else name))
+        if row is not None:
+            ends[row] = x + text_width(name)
+    return places, sum(end > 0 for end in ends)
 
 
 def _said_by_rank(
-    names: Sequence[str], rows: Sequence[Mapping[str, float]], kinds: Sequence[str], off: Sequence[float]
+    names: Sequence[str],
+    rows: Sequence[Mapping[str, float]],
+    kinds: Sequence[str],
+    formula: Sequence[Mapping[str, float]],
 ) -> str:
     totals = [sum(row.values()) for row in rows]
     first = max(range(len(totals)), key=lambda i: totals[i])
     largest = max(kinds, key=lambda kind: rows[first].get(kind, 0))
-    each, name = format_bytes(totals[first]), names[first][:1].upper() + names[first][1:]
+    name, holds = names[first][:1].upper() + names[first][1:], "holds the most,"
     if len(totals) == 1:
-        said = f"{name} holds {each}"
+        holds = "holds"
     elif len(set(totals)) == 1:
-        said = f"Each of the {len(totals)} holds {each}"
-    else:
-        said = f"{name} holds the most, {each}"
-    said += f", {rows[first].get(largest, 0) / (totals[first] or 1):.0%} of it {largest}."
-    if off:
-        said += f" The formula is {'exact' if max(off) == 0 else f'at most {max(off):.2%} off'}."
+        name, holds = f"Each of the {len(totals)}", "holds"
+    share = rows[first].get(largest, 0) / (totals[first] or 1)
+    said = f"{name} {holds} {format_bytes(totals[first])}, {share:.0%} of it {largest}."
+    if formula:
+        expected = [sum(row.values()) for row in formula]
+        off = max(abs(total / by - 1) for total, by in zip(totals, expected, strict=True))
+        said += f" The formula is {'exact' if off == 0 else f'at most {off:.2%} off'}."
     return said

@@ -6,6 +6,7 @@ the events of a run.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..results import Event, Run
@@ -20,8 +21,7 @@ _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
 
 
 def groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
-    """The groups of ranks along each axis of a mesh {name: degree}, ranks counted as torch does: the
-    last axis runs fastest.
+    """The groups of ranks along each axis of a mesh {name: degree}; the last axis runs fastest, as in torch.
 
     groups({"dp": 2, "tp": 2})  # {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}
     """
@@ -43,8 +43,8 @@ def bytes_by_axis(matrix: Sequence[Sequence[float]], mesh: Mapping[str, int]) ->
     Raises:
         ValueError: the matrix has another number of ranks than the mesh.
     """
-    found = groups(mesh)
     _check(len(matrix), mesh)
+    found = groups(mesh)
     return {
         name: sum(matrix[i][j] for members in found[name] for i in members for j in members if i != j)
         for name in mesh
@@ -58,16 +58,12 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
     input tensors.
 
     Raises:
-        ValueError: an event is from a rank that the mesh does not have.
+        ValueError: the run has another number of ranks than the mesh.
     """
     if isinstance(run, Run):
         _check(run.world_size, mesh)
-    events = run.events if isinstance(run, Run) else tuple(run)
-    found = groups(mesh)
-    n = len(list(itertools.product(*map(range, mesh.values()))))
-    if events and max(e.rank for e in events) >= n:
-        _check(1 + max(e.rank for e in events), mesh)
-    calls = _calls(events, found, n)
+    n, found = math.prod(mesh.values()), groups(mesh)
+    calls = _calls(run.events if isinstance(run, Run) else run, found, n)
     panels = [(name, found[name], calls.get(name, [])) for name in mesh]
     if calls.get(_REST):
         panels.append((_REST, [tuple(range(n))], calls[_REST]))
@@ -79,10 +75,7 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
 
 
 def _check(n_ranks: int, mesh: Mapping[str, int]) -> None:
-    product = 1
-    for degree in mesh.values():
-        product *= degree
-    if product != n_ranks:
+    if (product := math.prod(mesh.values())) != n_ranks:
         sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
         raise ValueError(f"{sides} = {product}, but there are {n_ranks} ranks. Give the mesh of that run.")
 

@@ -6,7 +6,7 @@ step comes from the messages of that run. Collectives have pictures of their own
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..results import Event, Run, Watched
 from .collectives import CELL, MARGIN, NAMES, edge_of, fill_of, format_number, label, stripes
@@ -18,8 +18,7 @@ MAX_NUMBERS = 8  # numbers per rank that fit into the picture twice
 _ARROWS, _TOP, _PITCH = 84, 78, CELL + 22
 
 
-@dataclass(frozen=True)
-class _Delivery:
+class _Delivery(NamedTuple):
     """One send with its receive, and its step, counted from 1."""
 
     sent: Event
@@ -27,8 +26,7 @@ class _Delivery:
     step: int
 
 
-@dataclass(frozen=True)
-class _Array:
+class _Array(NamedTuple):
     """The array of one rank at one moment: its numbers, and the ranks whose numbers are in each of them."""
 
     numbers: tuple[float, ...]
@@ -41,9 +39,6 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
     A message comes in a later step than those its sender had sent and received before, and those its
     receiver had received before; what could travel together is in one step. Numbers that changed are striped
     in the colours of all ranks that took part in them.
-
-    Raises:
-        ValueError: the run holds no messages, or no array was watched, or it is too long to draw.
     """
     events = [e for e in (run.events if isinstance(run, Run) else run) if e.op in ("send", "recv")]
     found = _in_steps(pairs(events))
@@ -127,7 +122,6 @@ def _take_in(
 def _draw(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step: int, title: str) -> Figure:
     ranks = list(states[0])
     before, after = states[max(step - 1, 0)], states[step]
-    now = [m for m in found if m.step == step]
     length = len(before[ranks[0]].numbers)
     cell = min((WIDE - NAMES - _ARROWS - MARGIN) / (2 * length), 58)
     left, right = NAMES, WIDE - MARGIN - length * cell
@@ -142,16 +136,13 @@ def _draw(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step:
     if step:
         marks.append(label(right, 64, "after", fill=MUTED))
         marks += [_array(after[rank], right, y[rank], cell) for rank in ranks]
-    for m in now:
-        colour = rank_colour(m.sent.rank)
-        source, target = y[m.sent.rank], y[m.came.rank]
+    for m in (m for m in found if m.step == step):
+        colour, source, target = rank_colour(m.sent.rank), y[m.sent.rank], y[m.came.rank]
         if part := _watched(m.sent).part:
-            begin, end = part
-            marks.append(_frame(left + begin * cell, source, (end - begin) * cell, colour))
-        start = left + length * cell + 6
-        marks.append(
-            line(start, source + CELL / 2, right - 8, target + CELL / 2, stroke=colour, width=3, arrow=True)
-        )
+            x, width = left + part[0] * cell, (part[1] - part[0]) * cell
+            marks.append(rect(x - 1, source - 3, width + 2, CELL + 6, stroke=colour, stroke_width=4))
+        ends = left + length * cell + 6, source + CELL / 2, right - 8, target + CELL / 2
+        marks.append(line(*ends, stroke=colour, width=3, arrow=True))
     foot = _foot(states, found, step)
     bottom = _TOP + len(ranks) * _PITCH
     marks.append(label(MARGIN, bottom + 16, foot, fill=MUTED))
@@ -162,10 +153,9 @@ def _draw(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step:
 def _foot(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step: int) -> str:
     if not step:
         return "Each rank holds its own numbers"
-    now = [m for m in found if m.step == step]
-    sizes = sorted({math.prod(m.sent.shape) for m in now})
-    what = f"{sizes[0]} number{'s' if sizes[0] > 1 else ''}" if len(sizes) == 1 else "several numbers"
-    count = f"{len(now)} message{'s' if len(now) > 1 else ''}"
+    sizes = [math.prod(m.sent.shape) for m in found if m.step == step]
+    what = f"{sizes[0]} number{'s' if sizes[0] > 1 else ''}" if len(set(sizes)) == 1 else "several numbers"
+    count = f"{len(sizes)} message{'s' if len(sizes) > 1 else ''}"
     return f"Step {step} of {len(states) - 1}: {count} of {what}"
 
 
@@ -180,7 +170,3 @@ def _array(state: _Array, x: float, y: float, cell: float) -> str:
             f'text-anchor="middle" fill="{INK}">{text}</text>'
         )
     return "".join(marks)
-
-
-def _frame(x: float, y: float, width: float, colour: str) -> str:
-    return rect(x - 1, y - 3, width + 2, CELL + 6, stroke=colour, stroke_width=4)

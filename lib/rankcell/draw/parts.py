@@ -8,6 +8,7 @@ import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .svg import LINE, MUTED, PAPER, RANK_COLOURS, label, line, rect
 
@@ -21,10 +22,8 @@ Swatch = Callable[[float, float], str]  # what draws the mark of an entry of a k
 
 def text_width(text: str, size: float = SIZE) -> float:
     """About how many px `text` takes: a little more than the fonts we name need."""
-    return (
-        sum(0.3 if c in " .,:;il|'()[]/-" else 0.62 if c.islower() or c.isdigit() else 0.72 for c in text)
-        * size
-    )
+    widths = (0.3 if c in " .,:;il|'()[]/-" else 0.62 if c.islower() or c.isdigit() else 0.72 for c in text)
+    return size * sum(widths)
 
 
 def wrap(text: str, width: float, size: float = SIZE) -> list[str]:
@@ -57,9 +56,8 @@ def swatch(fill: str, stroke: str = "none") -> Swatch:
 
 def outlined_swatch(fill: str, stroke: str, *, stroke_width: float = 1, dash: str = "") -> Swatch:
     """The mark of a key's entry whose bars have an outline, such as what is predicted."""
-    return lambda x, y: rect(
-        x + 1, y + 3, 16, 14, fill=fill, stroke=stroke, stroke_width=stroke_width, dash=dash
-    )
+    look: dict[str, Any] = {"fill": fill, "stroke": stroke, "stroke_width": stroke_width, "dash": dash}
+    return lambda x, y: rect(x + 1, y + 3, 16, 14, **look)
 
 
 def key(
@@ -151,10 +149,8 @@ class Axis:
 
 
 def bounds(values: Sequence[float], log: bool, pad: float, above: float = 0) -> tuple[float, float]:
-    """From where to where an axis goes that shows `values`: a share `pad` of their spread is left free at the ends.
-
-    `above` is that share at the upper end of a linear axis where it is another. A linear axis begins at 0
-    where the least value is under half of the largest.
+    """The ends of an axis of `values`, with a share `pad` of their spread left free (`above` at the upper end of a
+    linear one). A linear axis begins at 0 where the least value is under half of the largest.
     """
     low, high = min(values), max(values)
     if log:

@@ -44,13 +44,7 @@ def grid(
     grid(predict(plan, forward=0.02, backward=0.04))  # in seconds
     grid(run, predicted)  # measured, under what was predicted
 
-    Args:
-        what: a schedule, a run, or events; those that are no actions of a pipeline are left out.
-        over: what was predicted for it, as events, or a schedule.
-        title: stands above, and at the start of the alt text.
-
-    Raises:
-        ValueError: there is no action.
+    What is no action of a pipeline is left out. `over` is what was predicted for it, as events, or a schedule.
     """
     rows = _rows([*_events(what), *_events(over)])
     if not rows:
@@ -78,8 +72,8 @@ def planned(
 ) -> Figure:
     """The grid of one schedule of a model that takes each rank 1 for a forward, `backward` for a backward.
 
-    `chunks` is looked at for the interleaved schedule only. The line under the title says ranks x
-    micro-batches, and counts a chunk's activations as 1/`chunks`.
+    `chunks` is looked at for the interleaved schedule only. The line under the title counts a chunk's activations
+    as 1/`chunks`.
     """
     v = chunks if schedule == "interleaved" else 1
     plan = SCHEDULES[schedule](ranks, microbatches, *([v] if schedule == "interleaved" else []))
@@ -98,22 +92,19 @@ def _events(what: Schedule | Run | Iterable[Event]) -> list[Event]:
 
 def _rows(events: Sequence[Event]) -> list[_Actions]:
     """A row per rank and kind, measured and predicted each from a zero of its own."""
-    rows = []
-    found = schedules.actions_of(events)
-    zero = {p: min((e.start for _, e in found if e.predicted == p), default=0.0) for p in (True, False)}
-    for rank in sorted({e.rank for _, e in found}):
+    rows, found = [], schedules.actions_of(events)
+    zero = {e.predicted: e.start for _, e in reversed(found)}  # they are in order of time
+    for rank, measured in sorted({(e.rank, not e.predicted) for _, e in found}):  # the predicted row is above
+        own = [(a, e) for a, e in found if e.rank == rank and e.predicted is not measured]
         stages = sorted({a.stage for a, e in found if e.rank == rank})
-        chunks = {stage: i for i, stage in enumerate(stages)}
-        for p in (True, False):
-            own = [(a, e) for a, e in found if (e.rank, e.predicted) == (rank, p)]
-            boxes = tuple((a, e.start - zero[p], e.end - zero[p]) for a, e in own)
-            if boxes:
-                rows.append(_Actions(rank, p, boxes, chunks))
+        begin = zero[not measured]
+        boxes = tuple((a, e.start - begin, e.end - begin) for a, e in own)
+        rows.append(_Actions(rank, not measured, boxes, {stage: i for i, stage in enumerate(stages)}))
     return rows
 
 
 def _end(rows: Sequence[_Actions]) -> float:
-    return max(stop for row in rows for *_, stop in row.boxes) or 1e-9
+    return max(stop for row in rows for *_, stop in row.boxes)
 
 
 def _idle(rows: Sequence[_Actions]) -> float:
@@ -136,7 +127,7 @@ def _finding(rows: Sequence[_Actions], in_units: bool) -> str:
 def _draw(
     rows: Sequence[_Actions], title: str, in_units: bool, *, note: str = "", like: Sequence[_Actions] = ()
 ) -> Figure:
-    """`note` stands under the title; the length of time and the key suit the rows `like`, by default these."""
+    """`note` stands under the title; time and key suit the rows `like`, by default these."""
     marks, top = heading(title)
     if note:
         marks.append(label(12, top + 14, note))

@@ -10,24 +10,13 @@ from importlib import resources
 
 from .svg import Figure
 
-_FOLDER = resources.files(__package__.rpartition(".")[0]) / "data" / "sketches"
-
 
 def sketch(name: str, **words: object) -> Figure:
     """The drawing data/sketches/NAME.svg, each {word} in it and in its alt text replaced.
 
-        sketch("two_trees")
-
-    Raises:
-        ValueError: there is no such drawing, or it has other words.
+    sketch("two_trees")
     """
-    files = {file.name.removesuffix(".svg"): file for file in _FOLDER.iterdir()}
-    if name not in files:
-        raise ValueError(f"There is no sketch {name!r}. Those there are: {', '.join(sorted(files))}.")
-    svg = files[name].read_text("utf-8").strip()
-    if (found := set(re.findall(r"{(\w+)}", svg))) != set(words):
-        raise ValueError(f"The sketch {name} has a place for {', '.join(sorted(found)) or 'no word'}.")
-    for word, said in words.items():
-        svg = svg.replace(f"{{{word}}}", html.escape(str(said)))
-    found_alt = re.search('aria-label="([^"]*)"', svg)
-    return Figure(svg, html.unescape(found_alt[1]) if found_alt else name)
+    svg = resources.files("rankcell").joinpath(f"data/sketches/{name}.svg").read_text("utf-8").strip()
+    svg = re.sub(r"{(\w+)}", lambda found: html.escape(str(words[found[1]])), svg)
+    alt = re.search('aria-label="([^"]*)"', svg)
+    return Figure(svg, html.unescape(alt[1]) if alt else name)

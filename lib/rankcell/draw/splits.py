@@ -56,28 +56,23 @@ def located(
         located("columns", [{"A": part} for part in A.chunk(4, 1)], whole={"A": A})
         # parts of (8, 2), held as ((0, 8), (0, 2)), ((0, 8), (2, 4)), ...
 
-    `parts` are per rank its matrices by name, `(rows, columns)`, or None for nothing; `whole` has all matrices
-    by name. A part is looked for at multiples of its own shape, to within 1e-6. What has the shape of the whole
-    and other numbers is `partial`.
-
-    Raises:
-        ValueError: a part is nowhere in the whole and does not have its shape.
+    `parts` are per rank its matrices by name, `(rows, columns)`, or None for nothing. A part is looked for at
+    multiples of its own shape, to within 1e-6. What has the shape of the whole and other numbers is `partial`.
     """
     held: list[dict[str, Part | None]] = [{} for _ in parts]
     partial = set()
-    for rank, of_rank in enumerate(parts):
-        for matrix, mine in of_rank.items():
-            place = None if mine is None else _place(mine, whole[matrix])
-            if mine is not None and place is None:
+    for rank, own in enumerate(parts):
+        for matrix, mine in own.items():
+            held[rank][matrix] = None if mine is None else _place(mine, whole[matrix])
+            if mine is not None and held[rank][matrix] is None:
                 (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
                 if (rows, columns) != of:
                     raise ValueError(
                         f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
                         f"and the part is nowhere in it. A partial sum would have the shape of the whole."
                     )
-                place = (0, rows), (0, columns)
+                held[rank][matrix] = (0, rows), (0, columns)
                 partial.add(matrix)
-            held[rank][matrix] = place
     return Split(name, held, exchange, partial=tuple(matrix for matrix in whole if matrix in partial))
 
 
@@ -91,16 +86,9 @@ def _place(part: Any, whole: Any) -> Part | None:
     return None
 
 
-def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]], *, alt: str = "") -> Figure:
-    """The matrices in `shapes`, drawn to scale, once per split (across) and rank (down).
-
-    Raises:
-        ValueError: there is no split, or the splits have different numbers of ranks.
-    """
-    counts = {len(s.held) for s in splits}
-    if len(counts) != 1:
-        raise ValueError(f"Every split needs the same number of ranks; these have {sorted(counts)}.")
-    n_ranks = counts.pop()
+def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]], *, alt: str) -> Figure:
+    """The matrices in `shapes`, drawn to scale, once per split (across) and rank (down)."""
+    n_ranks = len(splits[0].held)
     panel = (WIDTH - _LEFT - 8) / len(splits)
     across = sum(columns for _, columns in shapes.values())
     tall = max(rows for rows, _ in shapes.values())
@@ -116,13 +104,12 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
         marks.append(label(x0 + panel / 2, 26, split.name, anchor="middle", bold=True))
         for r, top in enumerate(tops):
             marks.append(rect(x0 + 3, top, panel - 6, box, stroke=MUTED, radius=6))
-            marks += _matrices(split.held[r], shapes, r, x0 + panel / 2, top, unit, split.partial)
+            marks += _matrices(split, shapes, r, x0 + panel / 2, top, unit)
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
                 at = top - between + 26 * (i + 1)
                 size = min(20.0, 20 * (panel - 4) / max(text_width(words), 1))
                 marks.append(label(x0 + panel / 2, at, words, anchor="middle", size=size))
-    alt = alt or "; ".join(f"{s.name}: {' '.join(s.exchange)}" for s in splits) + "."
     bottom = tops[-1] + box + 8
     if hatched:
         swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)
@@ -142,68 +129,40 @@ def _hatches(n_ranks: int) -> str:
     return f"<defs>{''.join(patterns)}</defs>"
 
 
-def strips(
-    cuts: Mapping[str, Sequence[tuple[str, float]]],
-    *,
-    unit: str = "numbers",
-    across: bool = True,
-    alt: str = "",
-) -> Figure:
+def strips(cuts: Mapping[str, Sequence[tuple[str, float]]], *, alt: str) -> Figure:
     """One long row of numbers, drawn once for every way to cut it, all to the same scale.
 
         strips({"3 layers": [("layer 0", 961), ...], "4 shards": [("rank 0", 721), ...]})
 
-    A piece is its name and its length in `unit`; a piece called "rank 2" has the colour of that rank, and so has
-    "rank 2: 7", which says 7. With `across` the cuts of each strip go on, dashed, through the ones above, so
-    that one sees what they cross.
-
-    Raises:
-        ValueError: there is nothing to draw, or one strip is longer than another.
+    A piece is its name and its length in numbers; a piece called "rank 2" has the colour of that rank. The cuts of
+    each strip go on, dashed, through the ones above, so that one sees what they cross.
     """
-    lengths = {name: sum(length for _, length in pieces) for name, pieces in cuts.items()}
-    if not lengths or not all(lengths.values()):
-        raise ValueError("There is nothing to draw: give every strip pieces that have a length.")
-    if len(set(lengths.values())) > 1:
-        said = ", ".join(f"{name} {length:,.0f}" for name, length in lengths.items())
-        raise ValueError(f"All strips cut the same row of {unit}, but their lengths differ: {said}.")
-    scale = (WIDTH - 2 * _EDGE) / next(iter(lengths.values()))
+    scale = (WIDTH - 2 * _EDGE) / max(sum(length for _, length in pieces) for pieces in cuts.values())
     marks, dashed, names, y = [], [], [], 8.0
     first_top = y + 34
     for name, pieces in cuts.items():
-        if across and y > 8:  # paper under the name, where cuts go through its row
+        if y > 8:  # paper under the name, where cuts go through its row
             names.append(rect(_EDGE, y + 5, min(1.1 * text_width(name), WIDTH - 2 * _EDGE), 22, fill=PAPER))
         names.append(label(_EDGE, y + 22, name, bold=True))
         top, x = y + 34, float(_EDGE)
         for index, (words, length) in enumerate(pieces):
-            fill, tip = _colour_of(words, index), f"{words}: {length:,.0f} {unit}"
+            kind, _, number = words.partition(" ")
+            fill = pale(MUTED, 0.15 if index % 2 else 0.35)
+            if kind == "rank":
+                fill = pale(rank_colour(int(number)), 0.6)
+            tip = f"{words}: {length:,.0f} numbers"
             marks.append(rect(x, top, length * scale, _STRIP, fill=fill, stroke=INK, title=tip))
-            said = words.partition(": ")[2] or words
-            if text_width(said) + 6 < length * scale:
-                marks.append(label(x + length * scale / 2, top + 27, said, anchor="middle"))
+            if text_width(words) + 6 < length * scale:
+                marks.append(label(x + length * scale / 2, top + 27, words, anchor="middle"))
             x += length * scale
-            if across and index < len(pieces) - 1 and top > first_top:
+            if index < len(pieces) - 1 and top > first_top:
                 dashed.append(line(x, first_top, x, top, stroke=INK, dash="5 4"))
         y = top + _STRIP + 8
-    counts = "; ".join(f"{name}: {len(pieces)} pieces" for name, pieces in cuts.items())
-    return drawing(WIDTH, y + 4, *marks, *dashed, *names, alt=alt or f"{counts}, to one scale.")
-
-
-def _colour_of(words: str, index: int) -> str:
-    """The colour of a rank for "rank 2" and "rank 2: 7"; for other pieces two greys in turn."""
-    kind, _, number = words.partition(": ")[0].partition(" ")
-    if kind == "rank" and number.isdigit():
-        return pale(rank_colour(int(number)), 0.6)
-    return pale(MUTED, 0.15 if index % 2 else 0.35)
+    return drawing(WIDTH, y + 4, *marks, *dashed, *names, alt=alt)
 
 
 def _matrices(
-    held: Mapping[str, Part | None],
-    shapes: Mapping[str, tuple[int, int]],
-    rank: int,
-    centre: float,
-    top: float,
-    unit: float,
-    partial: Sequence[str],
+    split: Split, shapes: Mapping[str, tuple[int, int]], rank: int, centre: float, top: float, unit: float
 ) -> list[str]:
     """Outlines of all matrices, filled where the rank holds them."""
     total = sum(c for _, c in shapes.values()) * unit + _GAP * (len(shapes) - 1)
@@ -212,12 +171,11 @@ def _matrices(
     for name, (rows, columns) in shapes.items():
         y = top + _HEAD + 4 + (tall - rows * unit) / 2
         marks.append(label(x + columns * unit / 2, y - 6, name, anchor="middle", fill=INK))
-        if (mine := held.get(name)) is not None:
+        if (mine := split.held[rank].get(name)) is not None:
             (r0, r1), (c0, c1) = mine
-            fill = f"url(#partial{rank})" if name in partial else rank_colour(rank)
-            marks.append(
-                rect(x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit, fill=fill, radius=0)
-            )
+            fill = f"url(#partial{rank})" if name in split.partial else rank_colour(rank)
+            at = x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit
+            marks.append(rect(*at, fill=fill, radius=0))
         grid = unit >= _FINEST  # lines between the numbers
         for i in range(1, rows if grid else 0):
             marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))

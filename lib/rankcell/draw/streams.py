@@ -8,6 +8,7 @@ measures nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..results import Event
 from .parts import (
@@ -29,14 +30,11 @@ _RIGHT, _BAR, _GAP = 14, 34, 14
 _COPY = "#e69f00"  # as a send: bytes that move from one place to another
 _PREDICTED = 0.3  # share of the colour inside a predicted bar, so that dark text reads on it
 _MAX_LAUNCH_LINES = 8
+_WORK = ("compute", "copy", "comm")
 
 
 def streams(events: Iterable[Event], *, title: str = "") -> Figure:
-    """One row for each `group` of the events, in the order of their ranks; time in ms, or in s where it is long.
-
-    Raises:
-        ValueError: there are no events.
-    """
+    """One row for each `group` of the events, in the order of their ranks; time in ms, or in s where it is long."""
     return _draws({title: events})[0]
 
 
@@ -66,7 +64,7 @@ def _draws(named: Mapping[str, Iterable[Event]]) -> list[Figure]:
 
 def _finding(events: Sequence[Event], end: float) -> str:
     """The sentence of the alt text: how long, how much at the same time, how long the host stood."""
-    work = [e for e in events if e.kind in ("compute", "copy", "comm")]
+    work = [e for e in events if e.kind in _WORK]
     # all work, less the time in which at least one job ran
     together = sum(e.seconds for e in work) - union_length((e.start, e.end) for e in work)
     stood = sum(e.seconds for e in events if e.kind == "wait")
@@ -99,12 +97,10 @@ def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: 
     for row in rows:
         marks.append(label(12, y[row] + _BAR / 2 + 7, names[row]))
         marks.append(line(left, y[row] + _BAR, WIDTH - _RIGHT, y[row] + _BAR))
-    launched = [e for e in events if e.kind in ("compute", "copy", "comm") and e.predicted]
-    if 0 in y and len(launched) <= _MAX_LAUNCH_LINES:
-        for e in launched:
-            marks.append(
-                line(x(e.issued), y[0] + _BAR, x(e.start) + 1, y[e.rank], stroke=MUTED, width=1, dash="2 3")
-            )
+    launched = [e for e in events if e.kind in _WORK and e.predicted]
+    for e in launched if 0 in y and len(launched) <= _MAX_LAUNCH_LINES else ():
+        ends = x(e.issued), y[0] + _BAR, x(e.start) + 1, y[e.rank]
+        marks.append(line(*ends, stroke=MUTED, width=1, dash="2 3"))
     marks += [_mark(e, x(e.start), x(e.end), y[e.rank]) for e in events if e.kind != "order"]
     for e in events:
         if e.kind == "order" and e.peer in y:
@@ -132,10 +128,8 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
     elif e.kind == "host" and e.op.startswith("launch "):
         return rect(start, y, width, _BAR, fill=INK, stroke=PAPER if width > 4 else "none", title=tip)
     elif e.predicted and width > 6:
-        inside = pale(colour, _PREDICTED)
-        bar = rect(
-            start + 1, y + 1, width - 2, _BAR - 2, fill=inside, stroke=colour, stroke_width=2, title=tip
-        )
+        look: dict[str, Any] = {"fill": pale(colour, _PREDICTED), "stroke": colour, "stroke_width": 2}
+        bar = rect(start + 1, y + 1, width - 2, _BAR - 2, **look, title=tip)
     else:
         bar = rect(start, y, width, _BAR, fill=colour, stroke=PAPER if width > 6 else "none", title=tip)
     text = "waits" if e.kind == "wait" else e.op
@@ -154,14 +148,12 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
     """What the key explains of these events."""
     kinds = {e.kind for e in events}
     launches = [e.op.startswith("launch ") for e in events if e.kind == "host"]
-    computes = "compute" in kinds or not all(launches)
-    colours = {"compute": COLOURS["compute"]} if computes else {}
-    if "copy" in kinds:
-        colours["copy"] = _COPY
-    for op in sorted({e.op for e in events if e.kind == "comm"}):
-        colours[op] = COLOURS.get(op, COLOURS["barrier"])
+    names = ["compute"] if "compute" in kinds or not all(launches) else []
+    names += ["copy"] if "copy" in kinds else []
+    names += sorted({e.op for e in events if e.kind == "comm"})
     entries: list[tuple[str, Swatch | None]] = []
-    for name, colour in colours.items():
+    for name in names:
+        colour = _COPY if name == "copy" else COLOURS.get(name, COLOURS["barrier"])
         predicted = outlined_swatch(pale(colour, _PREDICTED), colour, stroke_width=2)
         entries.append((name, predicted if any(e.predicted for e in events) else swatch(colour)))
     if any(launches):

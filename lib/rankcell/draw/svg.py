@@ -10,6 +10,7 @@ import html
 import json
 import re
 from dataclasses import dataclass
+from importlib import resources
 from xml.sax.saxutils import escape
 
 # Okabe and Ito's palette, safe for the colour-blind (https://jfly.uni-koeln.de/color/, 2008). One colour per
@@ -33,29 +34,11 @@ RANK_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 INK, MUTED, PAPER, LINE = "#1a1a1a", "#5a5a5a", "#ffffff", "#c8c8c8"
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif"
 
-# The script that turns the still picture into a slider between two buttons; it runs on the static site and in
-# a trusted notebook. It opens on the first picture: the last one is often the answer. On paper the still one
-# stands again. What is beside the slider keeps its width, so that nothing moves under the pointer, and
-# `lmSuppressShortcuts` tells JupyterLab to leave the arrow keys to the slider.
-_SLIDER = """(script=>{
-const figure=script.closest('figure'),img=figure.querySelector('img'),
-d=JSON.parse(figure.querySelector('script[type="application/json"]').textContent),
-make=(tag,style,props)=>{const e=Object.assign(document.createElement(tag),props);
-e.style.cssText=style;e.dataset.lmSuppressShortcuts='true';return e},
-show=k=>{img.src='data:image/svg+xml,'+encodeURIComponent(d.frames[k].map(i=>d.parts[i]).join(''));
-img.alt=d.alts[k];out.value=slider.ariaValueText=d.labels[k]},
-step=by=>{slider.value=+slider.value+by;show(slider.value)},
-slider=make('input','flex:1 1 8em;min-width:6em',{type:'range',min:0,max:d.frames.length-1,value:0}),
-button=(text,name,by)=>make('button','font:inherit;line-height:1.5;padding:0 .7em;cursor:pointer',
-{type:'button',textContent:text,ariaLabel:name+' '+d.name,onclick:()=>step(by)}),
-longest=Math.max(...d.labels.map(l=>l.length)),
-out=make('output',longest>24?'flex:1 0 100%':'flex:0 0 '+longest+'ch',{}),
-name=make('label','flex:1 1 14em;display:flex;gap:.75em;align-items:center',{}),
-row=make('div','display:flex;flex-wrap:wrap;gap:.5em;align-items:center',{});
-slider.oninput=()=>show(slider.value);
-addEventListener('beforeprint',()=>show(d.still));addEventListener('afterprint',()=>show(slider.value));
-name.append(d.name,slider);row.append(button('\u2039','previous',-1),name,button('\u203a','next',1),out);
-img.after(row);show(0);figure.dataset.ready='1'})(document.currentScript)"""
+# Turns the still picture into a slider between two buttons; it runs on the static site and in a trusted notebook. It
+# opens on the first picture: the last one is often the answer. On paper the still one stands again. What is beside the
+# slider keeps its width, so that nothing moves under the pointer, and `lmSuppressShortcuts` tells JupyterLab to leave
+# the arrow keys to the slider.
+_SLIDER = resources.files("rankcell").joinpath("data/slider.js").read_text("utf-8").strip()
 
 
 @dataclass(frozen=True)
@@ -72,10 +55,10 @@ class Figure:
         """The picture as the address of an `<img>`."""
         return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode()
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self, beside: str = "") -> str:
         return (
             f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(self.alt)}" '
-            f'src="{self.data_uri()}" style="max-width:100%"></figure>'
+            f'src="{self.data_uri()}" style="max-width:100%">{beside}</figure>'
         )
 
 
@@ -97,7 +80,6 @@ class Frames:
         return "\n".join(f"[{label}] {figure.alt}" for label, figure in named)
 
     def _repr_html_(self) -> str:
-        alone = self.figures[self.still]
         # the pictures share most of their marks: each mark is stored once, a picture as a list of numbers
         parts: dict[str, int] = {}
         frames = [
@@ -107,25 +89,20 @@ class Frames:
         data: dict[str, object] = {"name": self.name, "parts": list(parts), "frames": frames}
         data |= {"alts": [f.alt for f in self.figures], "labels": self.labels, "still": self.still}
         stored = json.dumps(data).replace("</", "<\\/")
-        return (
-            f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(alone.alt)}" '
-            f'src="{alone.data_uri()}" style="max-width:100%">'
-            f'<script type="application/json">{stored}</script><script>{_SLIDER}</script></figure>'
-        )
+        scripts = f'<script type="application/json">{stored}</script><script>{_SLIDER}</script>'
+        return self.figures[self.still]._repr_html_(scripts)
 
 
 def drawing(width: float, height: float, *marks: str, alt: str) -> Figure:
     """A figure of `width` x `height` px on white paper, so that it reads on a dark page too.
 
-    Keep `width` near 640: at 380 px (a phone) a 640 px figure is shown at 0.6 times its size, so text of 20
-    px stays above 11 px there.
+    Keep `width` near 640: on a phone (380 px) text of 20 px stays above 11 px then.
     """
-    body = "".join(marks)
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" '
         f'font-family="{FONT}">'
-        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{body}</svg>'
+        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{"".join(marks)}</svg>'
     )
     return Figure(svg, alt)
 

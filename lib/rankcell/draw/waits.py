@@ -17,21 +17,19 @@ _RADIUS = 26  # px of a rank's circle
 _GAP = 10  # px between a circle and its words, and between parallel arrows
 _ROW = 27  # px from one line of text to the next
 _BOLD = 1.12  # how much wider bold text is
-_LABELLED = 8  # a larger world has its words below the picture, not beside the ranks
-_OVER = {  # phase: what stands beside the rank, what is said of it in the finding
-    "finished": ("finished", "has finished"),
-    "error": ("failed", "has failed"),
-    "lost": ("lost", "was lost"),
-    "absent": ("not in this cell", "does not run this cell"),
+_LABELLED = 8  # a larger world has no words beside the ranks
+_OVER = {  # phase: what stands beside the rank, what is said of one and of several in the finding
+    "finished": ("finished", "has finished", "have finished"),
+    "error": ("failed", "has failed", "have failed"),
+    "lost": ("lost", "was lost", "were lost"),
+    "absent": ("not in this cell", "does not run this cell", "do not run this cell"),
 }
-_PLURAL = {"has": "have", "was": "were", "does": "do", "computes": "compute", "stands": "stand"}
 
 
 def waits(run: Run) -> Figure:
     """Who waited for whom when the cell of `run` had to be ended: by a deadlock, an error, a timeout or you.
 
-    A thick ring is a rank that waits; grey: it finished; black: it failed; dashed: it was lost, or does not
-    run the cell; dotted ring: it computes.
+    A thick ring is a rank that waits, a thin one computes; grey: its cell is over, or runs on other ranks only.
 
     Raises:
         ValueError: the cell came to its end by itself, so that nobody waits.
@@ -44,7 +42,7 @@ def waits(run: Run) -> Figure:
         )
     edges = {s.rank: s.waits_for for s in standings}
     cycles = _cycles(edges)
-    finding = _finding(standings, cycles)
+    finding = _finding({s.rank: s for s in standings}, cycles)
     place, height, radius = _layout(standings)
     marks = []
     for s in standings:
@@ -55,10 +53,6 @@ def waits(run: Run) -> Figure:
     marks += [_node(*place[s.rank], radius, s) for s in standings]
     if len(standings) <= _LABELLED:
         marks += [_words(*place[s.rank], s) for s in standings]
-    else:
-        for row in (part for whole in _grouped(standings) for part in wrap(whole, WIDTH - 2 * EDGE)):
-            marks.append(label(EDGE, height + 20, row))
-            height += _ROW
     for row in wrap(f"{finding[0].upper()}{finding[1:]}.", WIDTH - 2 * EDGE, SIZE * _BOLD):
         marks.append(label(WIDTH / 2, height + 20, row, anchor="middle", bold=True))
         height += _ROW
@@ -84,15 +78,13 @@ def _cycles(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
     return cycles
 
 
-def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
+def _finding(by_rank: Mapping[int, Standing], cycles: Sequence[Set[int]]) -> str:
     """What the picture shows, without the full stop."""
-    by_rank = {s.rank: s for s in standings}
-    waiting = {s.rank for s in standings if s.waits_for}
+    waiting = {rank for rank, s in by_rank.items() if s.waits_for}
     said: list[str] = []
     told: set[int] = set()
     for cycle in cycles:
-        each_one = all(len(set(by_rank[r].waits_for) & cycle) == 1 for r in cycle)
-        if len(cycle) > 2 and each_one:
+        if len(cycle) > 2 and all(len(set(by_rank[r].waits_for) & cycle) == 1 for r in cycle):
             ring, rank = [], min(cycle)
             while rank not in ring:
                 ring.append(rank)
@@ -102,33 +94,31 @@ def _finding(standings: Sequence[Standing], cycles: Sequence[Set[int]]) -> str:
         else:
             said.append(f"{_name(cycle)} wait for each other")
         told |= cycle
-    causes: dict[str, tuple[set[int], set[int]]] = {}
+    causes: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
     for rank in sorted(waiting - told):
-        ended = [p for p in by_rank[rank].waits_for if p not in waiting]
-        for peer in ended:
+        for peer in (p for p in by_rank[rank].waits_for if p not in waiting):
             waiters, peers = causes.setdefault(_state(by_rank.get(peer)), (set(), set()))
             waiters.add(rank)
             peers.add(peer)
     for state, (waiters, peers) in causes.items():
-        verb = "waits" if len(waiters) == 1 else "wait"
-        if len(peers) > 1:
-            verb_of_state, _, more = state.partition(" ")
-            state = f"{_PLURAL.get(verb_of_state, verb_of_state)} {more}".rstrip()
-        said.append(f"{_name(waiters)} {verb} for {_name(peers)}, which {state}")
+        said.append(f"{_name(waiters)} {_wait(waiters)} for {_name(peers)}, which {state[len(peers) > 1]}")
         told |= waiters
     if rest := waiting - told:
-        said.append(f"{_name(rest)} {'waits' if len(rest) == 1 else 'wait'} behind them")
-    if not said:
-        return "; ".join(f"rank {s.rank} {_state(s)}" for s in standings) + "; nobody waits for another"
-    return "; ".join(said)
+        said.append(f"{_name(rest)} {_wait(rest)} behind them")
+    alone = "; ".join(f"rank {rank} {_state(s)[0]}" for rank, s in by_rank.items())
+    return "; ".join(said) or f"{alone}; nobody waits for another"
 
 
-def _state(standing: Standing | None) -> str:
-    if standing is None:
-        return "does not run this cell"
-    if standing.phase in _OVER:
-        return _OVER[standing.phase][1]
-    return f"stands in {standing.op}" if standing.op else "computes"
+def _state(standing: Standing | None) -> tuple[str, str]:
+    """What is said of one rank, or of several, that others wait for."""
+    phase, op = (standing.phase, standing.op) if standing else ("absent", "")
+    if phase in _OVER:
+        return _OVER[phase][1:]
+    return (f"stands in {op}", f"stand in {op}") if op else ("computes", "compute")
+
+
+def _wait(ranks: Set[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _name(ranks: Set[int]) -> str:
@@ -153,8 +143,7 @@ def _layout(standings: Sequence[Standing]) -> tuple[dict[int, tuple[float, float
         radius = min(float(_RADIUS), math.pi * rx / n - 3)
     angles = [2 * math.pi * k / n - math.pi / 2 - math.pi / n for k in range(n)]
     at = [(middle + rx * math.cos(a), ry * math.sin(a)) for a in angles] if n > 1 else [(middle, 0.0)]
-    top = min(y for _, y in at)
-    shift = EDGE + max(radius, _ROW) + 4 - top
+    shift = EDGE + max(radius, _ROW) + 4 - min(y for _, y in at)
     place = {s.rank: (x, y + shift) for s, (x, y) in zip(standings, at, strict=True)}
     return place, max(y for _, y in place.values()) + max(radius, _ROW) + 14, radius
 
@@ -168,31 +157,23 @@ def _label(standing: Standing) -> list[str]:
 
 
 def _words(x: float, y: float, standing: Standing) -> str:
-    words = _label(standing)
-    left = x < WIDTH / 2 - 1
-    at = x + (_RADIUS + _GAP) * (-1 if left else 1)
+    words, side = _label(standing), -1 if x < WIDTH / 2 - 1 else 1
     top = y + 7 - _ROW / 2 * (len(words) - 1)
     inks = [INK if standing.waits_for else MUTED, MUTED]
     rows = zip(words, inks, (top, top + _ROW), strict=False)
-    return "".join(label(at, y, word, anchor="end" if left else "start", fill=ink) for word, ink, y in rows)
+    at, anchor = x + (_RADIUS + _GAP) * side, "start" if side > 0 else "end"
+    return "".join(label(at, y, word, anchor=anchor, fill=ink) for word, ink, y in rows)
 
 
 def _node(x: float, y: float, radius: float, standing: Standing) -> str:
-    fill, stroke, width, dash, ink = PAPER, MUTED, 2, "", INK
-    if standing.phase == "finished":
-        fill, stroke = COLOURS["wait"], COLOURS["wait"]
-    elif standing.phase == "error":
-        fill, stroke, ink = INK, INK, PAPER
-    elif standing.phase in _OVER:
-        dash, ink = "6 5", MUTED
+    fill, stroke, width = PAPER, INK, 2
+    if standing.phase in _OVER:
+        fill = stroke = COLOURS["wait"]
     elif standing.op:
         stroke, width = _colour(standing), 5
-    else:
-        dash, stroke, width = "2 4", INK, 3
     look = f'fill="{fill}" stroke="{stroke}" stroke-width="{width}"'
-    look += f' stroke-dasharray="{dash}"' if dash else ""
     circle = f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius - width / 2:.2f}" {look}/>'
-    number = label(x, y + 7, standing.rank, anchor="middle", fill=ink, bold=True) if radius >= 13 else ""
+    number = label(x, y + 7, standing.rank, anchor="middle", bold=True) if radius >= 13 else ""
     return circle + number
 
 
@@ -220,11 +201,3 @@ def _arrow(
 def _colour(standing: Standing) -> str:
     """The operation's; a yellow arrow would not be seen on white, and new_group has no colour."""
     return "#b8a800" if standing.op == "all_to_all" else COLOURS.get(standing.op, MUTED)
-
-
-def _grouped(standings: Sequence[Standing]) -> list[str]:
-    """What a large world's ranks do, those that do the same together."""
-    rows: dict[str, list[int]] = {}
-    for s in standings:
-        rows.setdefault(", ".join(_label(s)), []).append(s.rank)
-    return [f"{name_ranks(ranks)}: {what}" for what, ranks in rows.items()]
