@@ -172,11 +172,6 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
     return StageMemory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
 
 
-def by_stage(job: Job, layout: Layout) -> list[float]:
-    """Bytes on a rank of each stage of one layout, first to last."""
-    return [float(on_stage(job, layout, s).total) for s in range(int(layout.pp))]
-
-
 def fullest(job: Job, layout: Layout) -> Any:
     """Bytes on the rank that holds most: one of the first two stages, which hold most activations, or of the last."""
     stages = (0 * layout.pp, np.minimum(1, layout.pp - 1), layout.pp - 1)

@@ -7,7 +7,6 @@ formulas serve one model and a table of thousands of rows.
 
 import csv
 import difflib
-import re
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -121,30 +120,12 @@ def _shape(name: str, gated: str, tied: str, **numbers: str) -> Shape:
 MODELS = {row["name"]: _shape(**row) for row in table("models.csv")}
 
 
-def plain(name: str) -> str:
-    """`name` without what differs from writer to writer: "Llama-3.1 70B" -> "llama370b"."""
-    text = re.sub(r"\(.*?\)|\bcut to\b.*|pretrain|instruct|\bmeta\b", "", name.lower())
-    text = re.sub(r"llama-?_? ?3[._p]?1\b|llama31(?=\D)|llama3[.]?1(?=[ _-])", "llama3", text)
-    text = text.replace("llama-3.3", "llama3").replace("llama3.3", "llama3").replace("llama 3.3", "llama3")
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", text))  # 1.3b is not 13b
-
-
-_PLAIN = {plain(name): name for name in MODELS}
-
-
-def look_up(name: str) -> Shape | None:
-    """The model called `name`, however it is spelt, or the longest name inside it; None if there is none."""
-    wanted = plain(name)
-    inside = [key for key in _PLAIN if key in wanted]
-    return MODELS[_PLAIN[max(inside, key=len)]] if inside else None
-
-
 def find(name: str) -> Shape:
-    """As `look_up`, but raises ValueError with the nearest names if the model is unknown."""
-    if found := look_up(name):
-        return found
-    near = difflib.get_close_matches(plain(name), _PLAIN, n=3, cutoff=0.3) or list(_PLAIN)[:3]
+    """The model called `name`. Raises ValueError with the nearest names if it is unknown."""
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.3) or list(MODELS)[:3]
     raise ValueError(
-        f"There is no model called {name!r}. The nearest names are {', '.join(_PLAIN[n] for n in near)}; "
-        f"there are {len(MODELS)}: {', '.join(MODELS)}."
+        f"There is no model called {name!r}. The nearest names are {', '.join(near)}; there are {len(MODELS)}: "
+        f"{', '.join(MODELS)}."
     )
