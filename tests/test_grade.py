@@ -242,16 +242,6 @@ def test_nobody_fails_where_the_solution_does(played):
     assert reports.score([first, second]) == (1, 1)
 
 
-def test_an_interrupt_leaves_the_rest_unjudged(played, monkeypatch):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(grading, "wait", interrupted)
-    _, (first, second) = played(lambda cell, _: "no" * (cell == "1 / 0"), "half = 3")
-    assert (first.status, second.status) == (reports.NOT_JUDGED, reports.UNTOUCHED)
-    assert first.feedback == "the judging was interrupted before this answer was judged"
-
-
 # What is said
 
 

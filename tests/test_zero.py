@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rankcell import models
-from rankcell.parallel import flat
+from rankcell.parallel.shards import FlatLayout
 from rankcell.parallel.zero import ShardedOptimizer, model_state_bytes
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def test_table_1_of_the_paper():
 def test_a_layout_cuts_every_number_once():
     shapes = [torch.Size(s) for s in ((3, 5), (7,), (), (0, 4), (2, 2, 2))]
     for n in (1, 2, 4, 7, 50):
-        layout = flat.FlatLayout(shapes, n)
+        layout = FlatLayout(shapes, n)
         assert layout.length == layout.chunk * n >= 31 > layout.length - n
         buffer = torch.arange(float(layout.length))
         for i, whole in enumerate(layout.views(buffer)):

@@ -18,10 +18,8 @@ class Chip:
     `bus` is the bus bandwidth that long collectives inside a domain reach, measured where anybody published it,
     else nine tenths of the link's rate. `matmul` is the share of the bf16 peak that the best matrix product
     reached in a public test, and `sustained` the share of the peak that a lower power limit leaves. `alpha` and
-    `alpha_across` are the seconds that each step of a ring takes besides its bytes, inside a domain and between:
-    64 MiB on 8 H100 take 324 us where their 480 GB/s would take 245 us, 80 us over 14 steps; 256 MiB on 32 B200
-    take 2.27 ms where 382 GB/s would take 1.36 ms, 0.9 ms over 62 steps (dgxc-benchmarking v25.10.02, nccl;
-    ml-engineering@744d01e, network).
+    `alpha_across` are the seconds that each step of a ring takes besides its bytes, inside a domain and between, as
+    64 MiB on 8 H100 and 256 MiB on 32 B200 have them (dgxc-benchmarking v25.10.02; ml-engineering@744d01e, network).
     """
 
     name: str

@@ -1,8 +1,7 @@
 """What a transformer is made of: its sizes, its parameters, its floating-point operations per token.
 
 Counts are exact for the weight matrices and leave out biases and the vectors of the norms (less than 0.1 % of a
-model of a billion parameters). Every field of a `Shape` may be a number or a NumPy array, so that the same
-formulas serve one model and a table of thousands of rows.
+model of a billion parameters).
 """
 
 import csv
@@ -100,9 +99,8 @@ class Shape:
     def flops_per_token(self, seq: Any) -> Any:
         """Operations per token, forward and backward, nothing recomputed, attention causal.
 
-        6 per parameter that the token meets, and 6 s w per layer for scores and values: half of the square
-        that the convention of full attention counts. Narayanan et al., https://arxiv.org/abs/2104.04473,
-        appendix (2021), whose formula counts the square and, with recomputation, the second forward.
+        6 per parameter that the token meets, and 6 s w per layer for scores and values: half of the square that
+        Narayanan et al. count, https://arxiv.org/abs/2104.04473, appendix (2021).
         """
         return 6 * self.active_params + 6 * self.layers * seq * self.width
 
