@@ -21,7 +21,7 @@ from rankcell.parallel.mesh import MeshParallel
 from rankcell.parallel.pipeline import Pipeline, split_gpt
 from rankcell.parallel.transformer import tensor_parallel
 from rankcell.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy as entropy
-from rankcell.parallel.zero import ShardedOptimizer, model_state_bytes
+from rankcell.parallel.zero import ShardedOptimizer
 
 trio, p, ones, zero = dist.new_group([0, 1, 2]), nn.Parameter(torch.ones(4, 4)), torch.ones, torch.tensor([0])
 heads, z, tokens = ones(1, 3, 3, 2), ones(1, 12, 2, 2), ones(4, 4).long()
@@ -49,7 +49,6 @@ ExpertParallel(mixture(4), process_group=trio) if rank > 2 else 1 / 0 -> of thes
 
 wrapped() -> A gradient was complete twice in one backward. Checkpoint with use_reentrant=False.
 
-model_state_bytes(1, 1, 4) -> ZeRO has the stages 1, 2 and 3, and 0 shards nothing. There is no stage 4.
 sgd.state_dict() -> ShardedOptimizer saves no states: each rank has a part.
 p.data = p.data.double(); p.grad = None; sgd.step() -> Move or cast the model first, then make the ShardedOptimizer.
 

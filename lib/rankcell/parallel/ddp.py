@@ -31,6 +31,7 @@ class Bucket:
         self.flat = self.parameters[0].detach().new_zeros(sum(sizes))
         pieces = self.flat.split(sizes)
         self.places = [piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)]
+        self.work: dist.Work | None = None
         self.reset()
 
     @torch.no_grad()
@@ -62,8 +63,8 @@ class Bucket:
 
     def reset(self) -> None:
         """Make ready for the next backward."""
-        self.missing: set[int] = set(range(len(self.parameters)))  # gradients that it has not completed
-        self.work: dist.Work | None = None
+        self.missing = set(range(len(self.parameters)))  # gradients that it has not completed
+        self.work = None
 
 
 class DDP(nn.Module):

@@ -177,14 +177,11 @@ class MeshParallel:
                 parameter.copy_(parts[name])
         if optimizer is None:
             return
-        numbers, entries = _numbers(optimizer), dict[int, dict[str, Tensor]]()
         for key, values in state["optimizer"].items():
             parts = self._cut(values)
             for name, parameter in self.named_parameters():
                 if name in parts:
-                    entries.setdefault(numbers[id(parameter)], {})[key] = parts[name]
-        groups = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
-        optimizer.load_state_dict({"state": entries, "param_groups": groups})
+                    optimizer.state[parameter][key] = parts[name]
 
     # What is divided over what
 
@@ -212,10 +209,9 @@ class MeshParallel:
 
     def _by_key(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
         """The optimizer's states by their own name and then the parameter's."""
-        state = optimizer.state_dict()["state"]
-        numbers, found = _numbers(optimizer), dict[str, dict[str, Tensor]]()
+        found = dict[str, dict[str, Tensor]]()
         for name, parameter in self._all_named():
-            for key, value in state.get(numbers[id(parameter)], {}).items():
+            for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     found.setdefault(key, {})[name] = value
         return found
@@ -245,8 +241,3 @@ class MeshParallel:
             own = {name: value for name, value in own.items() if value.dim()}
             parts |= tensor.local_state_dict(module, own)
         return parts | numbers
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The place of each parameter in an optimizer's own states."""
-    return {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}

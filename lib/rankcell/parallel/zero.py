@@ -1,4 +1,4 @@
-"""ZeRO's arithmetic and its first two stages: sharded optimizer states, then sharded gradients too.
+"""ZeRO's first two stages: sharded optimizer states, then sharded gradients too.
 
 Each rank holds 1/W of the states (`ShardedOptimizer`), or of states and gradients (`ZeRO2`); stage 3, in
 `parallel.fsdp`, shards everything. Parameters lie one after the other in flat buffers that are cut into W equal
@@ -17,30 +17,6 @@ from torch import Tensor, nn
 from . import group
 from .fsdp import FSDP
 from .shards import FlatLayout
-
-
-def model_state_bytes(
-    parameters: float,
-    world_size: int,
-    stage: int,
-    *,
-    parameter: float = 2,
-    gradient: float = 2,
-    optimizer: float = 12,
-) -> float:
-    """Bytes of parameters, gradients and optimizer states on each rank, at a stage from 0 to 3.
-
-    The defaults are the bytes per parameter of Adam in mixed precision: 2 for the parameter and 2 for its gradient,
-    and 12 for a float32 copy and two moments. https://arxiv.org/abs/1910.02054, section 5 and Table 1 (2020).
-
-    model_state_bytes(7.5e9, 64, 3)  # 16 * 7.5e9 / 64 = 1.875e9
-    """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"ZeRO has the stages 1, 2 and 3, and 0 shards nothing. There is no stage {stage!r}."
-        )
-    kinds = ((3, parameter), (2, gradient), (1, optimizer))
-    return parameters * sum(nbytes / (world_size if stage >= first else 1) for first, nbytes in kinds)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

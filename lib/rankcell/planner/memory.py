@@ -35,12 +35,12 @@ class StageMemory(NamedTuple):
         return self.states + self.activations + self.logits + self.workspace
 
 
-def zero_states(params: Any, dp: Any, stage: int, *, optimizer: float = 12) -> Any:
+def zero_states(params: Any, dp: Any, stage: int) -> Any:
     """Bytes of 16-bit weights and gradients and of the optimizer (12 per parameter: Adam with a copy of the weights) on
-    each of `dp` ranks, by ZeRO stage: `zero_states(7.5e9, 64, 3) == 1.875e9`. Rajbhandari et al., table 1.
+    each of `dp` ranks, by ZeRO stage from 0 to 3: `zero_states(7.5e9, 64, 3) == 1.875e9`. Rajbhandari et al., table 1.
     """
     shards = [dp if stage >= k else 1 for k in (3, 2, 1)]
-    return params * (2 / shards[0] + 2 / shards[1] + optimizer / shards[2])
+    return params * (2 / shards[0] + 2 / shards[1] + 12 / shards[2])
 
 
 def kept_per_token(
