@@ -38,7 +38,7 @@ GROUPS = {
         ),
     ],
     "Arithmetic": ["costs", "schedules"],
-    "Planner": ["planner.layout", "planner.rows", "planner.search"],
+    "Planner": ["planner.layout", "planner.search"],
 }
 FROM_RESULTS = ("Run", "RankResult", "Event", "Memory")
 ON_RANKS = ("span", "spans", "watch", "memory", "trace")

@@ -231,7 +231,7 @@ def test_backward_issues_one_all_reduce_per_bucket(four):
         torch.manual_seed(0)
         layers = [nn.Linear(64, 64, bias=False) for _ in range(6)]  # 16 KiB each
         model = DDP(nn.Sequential(*layers), 32 / 1024)
-        assert [b.nbytes for b in model.buckets] == [32 * 1024] * 3
+        assert [b.flat.nbytes for b in model.buckets] == [32 * 1024] * 3
         assert model.buckets[0].parameters == [layers[5].weight, layers[4].weight]  # the last layers first
         launched = []  # all-reduces on their way when the gradient of layer i is complete
         for i, layer in enumerate(layers):

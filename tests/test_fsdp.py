@@ -67,8 +67,7 @@ def largest_difference(make, kind, loss, *, clip=None, paired=False, **options):
         worst = max(worst, apart(sharded.wholes_of(gradients(module)), gradients(dense)))
         for optimizer in optimizers:
             optimizer.step()
-    flats = [flat for unit in sharded._all_units for flat in unit.flats]
-    assert kind is ZeRO2 or all(f.whole.untyped_storage().nbytes() == 0 for f in flats)
+    assert kind is ZeRO2 or all(u.whole.untyped_storage().nbytes() == 0 for u in sharded._all_units)
     return max(worst, apart(sharded.full_state_dict(), dense.state_dict()))
 
 
@@ -165,7 +164,7 @@ CASES = {
     "GPT, two pairs, clipped": (gpt, FSDP, tokens_of, {"paired": True, "clip": 0.1}),
     "GPT, ZeRO2, clipped": (gpt, ZeRO2, tokens_of, {"clip": 0.1}),
     "odd": (lambda: filled(Odd()), FSDP, mean_square, {"clip": 0.05}),
-    "odd, vectors": (lambda: filled(Odd()), ZeRO2, mean_square, {"shard_vectors": True, "clip": 0.05}),
+    "odd, ZeRO2": (lambda: filled(Odd()), ZeRO2, mean_square, {"clip": 0.05}),
     "in place": (in_place, FSDP, mean_square, {}),
     "checkpoints": (lambda: filled(Checkpointed("pairs")), FSDP, mean_square, {}),
     "checkpoints, ZeRO2": (lambda: filled(Checkpointed("pairs")), ZeRO2, mean_square, {}),
@@ -206,7 +205,7 @@ def test_meta_model_is_never_whole(four):
             on_meta = make()
         fill = lambda name, unit: models.initialise(unit, prefix=f"{name}.") if name else None
         with rankcell.memory(torch.empty(0)) as held:
-            model = FSDP(on_meta, device="cpu", shard_vectors=True, initialise=fill)
+            model = FSDP(on_meta, device="cpu", initialise=fill)
         return torch.equal(model(x), dense(x)), max(sample.total for sample in held.samples)
 
     block = 4 * (32 * 32 + 32)
@@ -224,7 +223,7 @@ def watch(kind):
     unit, n, seen, after = 16 * 16 * 4, 6, [], []
     sharded = kind(nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(n)]))
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
-    flats = [flat for u in sharded._units for flat in u.flats]
+    flats = sharded._units
     whole = lambda: {i for i, f in enumerate(flats) if f.whole.untyped_storage().nbytes()}
     left = lambda: [t for f in flats for t in (f.gradient, f.reducing and f.reducing[2]) if t is not None]
     look = lambda phase, i: seen.append((phase, i, whole(), sum(t.nbytes for t in left()) / unit))

@@ -21,22 +21,19 @@ from rankcell.parallel.mesh import MeshParallel
 from rankcell.parallel.pipeline import Pipeline, split_gpt
 from rankcell.parallel.transformer import tensor_parallel
 from rankcell.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy as entropy
-from rankcell.parallel.zero import ShardedOptimizer, model_state_bytes
+from rankcell.parallel.zero import ShardedOptimizer
 
 trio, p, ones, zero = dist.new_group([0, 1, 2]), nn.Parameter(torch.ones(4, 4)), torch.ones, torch.tensor([0])
 heads, z, tokens = ones(1, 3, 3, 2), ones(1, 12, 2, 2), ones(4, 4).long()
 sgd = ShardedOptimizer([p], torch.optim.SGD, lr=0.1)
 def gpt(**options): return models.GPT(9, 8, context=8, n_layers=4, **options)
-def wrapped(change=None, sparse=False, reentrant=False):
-    module = nn.Sequential(nn.Embedding(2, 3, sparse=sparse), nn.Linear(3, 3))
-    if reentrant: module.forward = lambda x: module[1](checkpoint(module[1], module[0](x), use_reentrant=True))
+def wrapped():
+    module = nn.Sequential(nn.Embedding(2, 3), nn.Linear(3, 3))
+    module.forward = lambda x: module[1](checkpoint(module[1], module[0](x), use_reentrant=True))
     model = DDP(module, 0)
-    (change or (lambda module: 0))(module)
     model(zero).sum().backward()
 def pipe(stages=None, plan=schedules.gpipe(4, 4), between=(4, 8)):
     return Pipeline(split_gpt(gpt(), 4) if stages is None else stages, plan, models.cross_entropy, between=between)
-class Two(nn.Linear):
-    def forward(self, x): return super().forward(x), x
 def mixture(n): return Mixture(nn.Linear(4, n), [nn.Linear(4, 4) for _ in range(n)])
 def mesh(**axes): return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 """
@@ -50,19 +47,10 @@ ShardedOptimizer([p], torch.optim.SGD, process_group=trio) if rank > 2 else 1 / 
 ring_attention(z, z, z, process_group=trio) if rank > 2 else 1 / 0 -> of this context parallelism. Only its members call
 ExpertParallel(mixture(4), process_group=trio) if rank > 2 else 1 / 0 -> of these experts. Only its members call them.
 
-wrapped(lambda module: module.double()) -> A gradient is torch.float64 on cpu; when DDP wrapped the module it was \
-torch.float32 on cpu. Move or cast the module first, then wrap it.
-wrapped(sparse=True) -> A gradient is sparse, and DDP averages dense ones. Use sparse=False.
-wrapped(reentrant=True) -> The gradient of a parameter was complete twice in one backward, and its first part is on \
-its way already. Checkpointing with use_reentrant=True does that. Use use_reentrant=False.
+wrapped() -> A gradient was complete twice in one backward. Checkpoint with use_reentrant=False.
 
-model_state_bytes(1, 1, 4) -> ZeRO has the stages 1, 2 and 3, and 0 shards nothing. There is no stage 4.
-sgd.state_dict() -> ShardedOptimizer saves no states: each rank has a part. Use torch's ZeroRedundancyOptimizer, which \
-collects them.
-p.data = p.data.double(); p.grad = None; sgd.step() -> A parameter is no longer where ShardedOptimizer put it. Move or \
-cast the model first, then make the optimizer.
-checkpoint(FSDP(nn.Linear(4, 4)), ones(1, 4, requires_grad=True), use_reentrant=False).sum().backward() -> A \
-checkpoint around the whole of FSDP would compute it again inside of its backward. Put checkpoints inside of the module.
+sgd.state_dict() -> ShardedOptimizer saves no states: each rank has a part.
+p.data = p.data.double(); p.grad = None; sgd.step() -> Move or cast the model first, then make the ShardedOptimizer.
 
 tp.ColumnParallelLinear.from_linear(nn.Linear(4, 5)) -> 5 (output features of a column-parallel layer) cannot be \
 shared evenly by 4 ranks. Choose a multiple of 4, or a group whose size divides 5.
@@ -73,12 +61,12 @@ tp.split_to_group(ones(3, 5), 1) -> 5 (dim 1 of a tensor of shape (3, 5)) cannot
 tp.reduce_scatter(ones(3, 5), 0) -> 3 (dim 0 of a tensor of shape (3, 5)) cannot be shared evenly
 tensor_parallel(gpt())(zero.repeat(1, 9)) -> 9 tokens are more than the context of 8. Cut the sequence.
 tensor_parallel(models.Attention(24, 12, n_kv_heads=3)) -> 3 key/value heads cannot be shared by 4 ranks: neither \
-number divides the other. Choose a group whose size divides 3, or is a multiple of it.
+divides the other.
 tp.RowParallelLinear.from_linear(nn.Linear(8, 4))(ones(1, 8)) -> This row-parallel layer expects 2 input features on \
 each of 4 ranks and got 8. Give it the output of a column-parallel layer.
 entropy(ones(1, 4), zero - 1, vocab=16) -> There is no target -1 in a vocabulary of 16 (0 to 15). Look at where
 entropy(ones(1, 4), zero, vocab=17) -> Rank 0 of 4 holds 5 of 17 logits, but got 4. Give it its part.
-VocabParallelEmbedding(nn.Embedding(3, 5)) -> A vocabulary of 3 is too small for 4 ranks. Use fewer ranks.
+VocabParallelEmbedding(nn.Embedding(3, 5)) -> A vocabulary of 3 is too small for 4 ranks.
 VocabParallelEmbedding(nn.Embedding(7, 5))(zero + 7) -> There is no token 7 in a vocabulary of 7 (0 to 6).
 tensor_parallel(gpt(seed=rank)) -> The ranks of this group hold different models: 50 of 68 parameters differ, first \
 token_embedding.weight. Build it from the same seed on all ranks, or broadcast it first.
@@ -90,38 +78,33 @@ layout needs on 4 ranks. Pad it to 16.
 split(ones(2, 10), 4, layout="contiguous") -> 10 positions cannot be cut into 4 equal pieces, as the contiguous
 positions(0, 0, 4, layout="contiguous") -> A sequence of 0 positions cannot be cut into 4 equal pieces, as the \
 contiguous layout needs on 4 ranks. Pad it to 4.
-context.all_to_all_attention(heads, heads, heads, layout="contiguous") -> 3 heads cannot be shared by 4 ranks, and the \
-all-to-all shares heads. Use ring_attention, or a number of ranks that divides 3.
+context.all_to_all_attention(heads, heads, heads, layout="contiguous") -> 3 heads (3 of keys and values) cannot be \
+shared by 4 ranks, and the all-to-all shares heads. Use ring_attention, or another number of ranks.
 ring_attention(heads, heads[:, :2], heads) -> Query, key and value need one shape, (batch, heads, length / W, d_head), \
-but key and value may have fewer heads whose number divides that of the query; they have (1, 3, 3, 2), (1, 2, 3, 2),
-context.all_to_all_attention(z, z[:, :3], z[:, :3]) -> 3 key/value heads cannot be shared by 4 ranks: neither number \
-divides the other, and the all-to-all shares heads. Use ring_attention, or another number of ranks.
+the latter two perhaps fewer heads; they have (1, 3, 3, 2), (1, 2, 3, 2),
+context.all_to_all_attention(z, z[:, :3], z[:, :3]) -> 12 heads (3 of keys and values) cannot be shared by 4 ranks
 ring_attention(z, z, z, documents=ones(1, 2)) -> The ring knows no documents in a sequence. Use the all-to-all.
-ContextParallel(gpt(), layout="spiral") -> There is no layout 'spiral'. Choose one of contiguous, zigzag.
+ContextParallel(gpt(), layout="spiral").split(tokens) -> There is no layout 'spiral'. Choose one of contiguous, zigzag.
 ContextParallel(gpt(), method="star") -> There is no method 'star'. Choose one of ring, all_to_all.
-ContextParallel(gpt())(tokens) -> 16 tokens on all ranks are more than the context of 8. Cut the sequence.
-ContextParallel(gpt(dropout=0.1)) -> The attention has dropout 0.1 on its weights, which no rank holds together. Build \
-the model with dropout=0.
+ContextParallel(gpt())(tokens) -> 16 tokens on all ranks are more than the context of 8.
+ContextParallel(gpt(dropout=0.1)) -> No rank holds all weights of attention. Build the model with dropout=0.
 context.bytes_sent("star", 1, 1) -> There is no method 'star'. Choose ring or all_to_all.
 
 pipe(plan=schedules.gpipe(2, 4)) -> The schedule is for 2 ranks, and the process group has 4. Make one of them fit the
 pipe(split_gpt(gpt(), 4)[:3]) -> The schedule has 4 stages, and 3 modules came. Give them all in order, or this rank's \
 by number: {0: module}.
-pipe({7: nn.Linear(1, 1)}) -> Rank 0 runs the stages [0] and got [7].
-pipe().step(tokens[:3], tokens[:3]) -> 3 inputs and 3 targets cannot be cut into 4 micro-batches. Give at least one \
-sample to each, and one target for each input.
+pipe({7: nn.Linear(1, 1)}) -> The schedule has 4 stages, and [7] came. Give them all in order, or this rank's by number
+pipe().step(tokens[:3], tokens[:3]) -> 3 inputs and 3 targets cannot be cut into 4 micro-batches.
 split_gpt(gpt(), 5) -> 4 blocks cannot be cut into 5 stages. Choose from 1 to 4.
 torch.no_grad()(pipe().step)(tokens, tokens) -> `step` finds gradients, and they are switched off here. Leave \
 torch.no_grad.
-pipe([Two(4, 4)] * 4, between=(4,)).step(ones(4, 4), tokens) if rank == 0 else 1 / 0 -> Stage 0 gave a tuple, and a \
-stage gives one tensor. Let it return one, for example the values joined with torch.cat.
 pipe(between=(4, 7)).step(tokens, tokens) if rank == 0 else 1 / 0 -> 0F0 computed torch.float32 (1, 4, 8), and stage 1 \
 expects torch.float32 (1, 4, 7). Make `between` say what the stages do.
 
 route(ones(3, 4), 5, alone=True) -> A token cannot choose 5 of 4 experts. Choose k from 1 to 4.
 route(ones(3, 4), 0, alone=True) -> A token cannot choose 0 of 4 experts. Choose k from 1 to 4.
 route(ones(3, 4), 1, capacity_factor=0.0, alone=True) -> A capacity factor of 0 lets no token in. Give one above 0.
-ExpertParallel(mixture(6)) -> 6 experts cannot be shared equally by 4 ranks. Use a number of experts that 4 divides.
+ExpertParallel(mixture(6)) -> 6 experts cannot be shared equally by 4 ranks.
 MeshParallel(gpt(), mesh(dp=2, ep=2)) -> MeshParallel knows the axes pp, dp, tp, not ep. Name the mesh's axes with \
 `mesh_dim_names`.
 MeshParallel(gpt(), init_device_mesh("cpu", (4,))) -> MeshParallel knows the axes pp, dp, tp, not axes without names.

@@ -18,7 +18,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,10 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "lib"))
 
+from planner_rows import Row, parse, text  # noqa: E402
 from rankcell.planner import memory, seconds, stacks  # noqa: E402
 from rankcell.planner.layout import Job, Layout  # noqa: E402
-from rankcell.planner.rows import parse, text  # noqa: E402
 
-Row = Mapping[str, str]
 FILE = ROOT / "lib" / "rankcell" / "planner" / "fitted.json"
 
 # Bytes per parameter: 16-bit weights, 4-byte sums of gradients (2 + 4), Adam with a copy of the weights (12).

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import versions
+from . import errors, versions
 from .engine import devices, local, system
 
 PROBE = 60.0  # seconds that torch gets to say what it sees: the driver of a GPU just started takes 20

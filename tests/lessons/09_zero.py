@@ -215,14 +215,14 @@ def choose(parameters, gpus, tokens, per_token, *, memory=80e9, flops=400e12, ba
 # wrong: ex4-solution | 7.5 billion: choose gave (1, True, True); the forward cannot hide what it sends
 def choose(parameters, gpus, tokens, per_token, *, memory=80e9, flops=400e12, bandwidth=50e9):
     for stage in range(4):
-        if model_state_bytes(parameters, gpus, stage) + tokens * per_token <= memory:
+        if zero_states(parameters, gpus, stage) + tokens * per_token <= memory:
             one_psi, forward = 2 * parameters * (gpus - 1) / gpus / bandwidth, 2 * parameters * tokens / flops
             late = 1 if stage == 3 else 0  # stages 1 and 2 gather, too
             return stage, forward >= late * one_psi, 2 * forward >= (2 if stage == 3 else 1) * one_psi
 
 # right: ex4-solution
 def choose(parameters, gpus, tokens, per_token, *, memory=80e9, flops=400e12, bandwidth=50e9):
-    fit = [s for s in range(4) if model_state_bytes(parameters, gpus, s) <= memory - tokens * per_token]
+    fit = [s for s in range(4) if zero_states(parameters, gpus, s) <= memory - tokens * per_token]
     if not fit:
         return None
     psis = tokens * bandwidth / flops * gpus / (gpus - 1)  # that a forward hides

@@ -1,45 +1,337 @@
-"""Context parallelism: a GPT or Llama on sequences that ranks share, over the attentions of `parallel.attention`.
+"""Context parallelism: causal attention over a sequence of which every rank holds a part, and a model on it.
 
-What it does not do: it broadcasts nothing, so ranks must start from equal parameters.
+`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online
+softmax; `all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors
+of one rank's positions; keys and values may have fewer heads. `ContextParallel` is a GPT or Llama that attends so.
+
+The ring has no fused kernel and sends blocks to ranks that will not look at them. All ranks need equally many
+positions, and must start from equal parameters.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from .. import models
-from ..models import rotate
+from ..models import repeat_heads, rotate
 from . import group
-from .attention import (
-    LAYOUTS,
-    OnlineSoftmax,
-    all_to_all_attention,
-    block_backward,
-    bytes_sent,
-    check_layout,
-    pieces,
-    place,
-    positions,
-    ring_attention,
-    split,
-)  # fmt: skip
 
-__all__ = [
-    "LAYOUTS", "ContextAttention", "ContextParallel", "OnlineSoftmax", "all_to_all_attention", "block_backward",
-    "bytes_sent", "pieces", "positions", "ring_attention", "share_of_mean", "split", "sum_gradients",
-]  # fmt: skip
+LAYOUTS = ("contiguous", "zigzag")
 
-# Losses and gradients
+
+def pieces(rank: int, world_size: int, *, layout: str = "zigzag") -> tuple[int, ...]:
+    """Which equal pieces of the sequence a rank holds, in the order in which it holds them.
+
+    pieces(1, 4, layout="contiguous")  # (1,) of 4 pieces
+    pieces(1, 4, layout="zigzag")      # (1, 6) of 8: an early one and the late one that balances it
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"There is no layout {layout!r}. Choose one of {', '.join(LAYOUTS)}.")
+    return (rank,) if layout == "contiguous" else (rank, 2 * world_size - 1 - rank)
+
+
+def positions(length: int, rank: int, world_size: int, *, layout: str = "zigzag") -> Tensor:
+    """The positions of the sequence that a rank holds, `(length / world_size,)` int64.
+
+    positions(8, 1, 2)  # tensor([2, 3, 4, 5])
+    """
+    size, mine = length // _count(length, world_size, layout), pieces(rank, world_size, layout=layout)
+    return torch.cat([torch.arange(p * size, (p + 1) * size) for p in mine])
+
+
+def split(x: Tensor, world_size: int, *, dim: int = -1, layout: str = "zigzag") -> list[Tensor]:
+    """The parts of a sequence by rank, cut along `dim`. A rank takes its own: `split(x, 4)[rank]`."""
+    cut = x.chunk(_count(x.shape[dim], world_size, layout), dim)
+    held = [pieces(rank, world_size, layout=layout) for rank in range(world_size)]
+    return [torch.cat([cut[p] for p in mine], dim) for mine in held]
+
+
+def _count(length: int, world_size: int, layout: str) -> int:
+    """How many pieces the whole sequence has."""
+    count = world_size * len(pieces(0, world_size, layout=layout))
+    if length % count or not length:
+        raise ValueError(
+            f"A sequence of {length} positions cannot be cut into {count} equal pieces, as the {layout} "
+            f"layout needs on {world_size} ranks. Pad it to {max(1, -(-length // count)) * count}."
+        )
+    return count
+
+
+def _scores(query: Tensor, key: Tensor, triangle: bool) -> Tensor:
+    """`(..., queries, keys)`; with `triangle` query i sees the keys up to i of its own piece."""
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if not triangle:
+        return scores
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, -math.inf)
+
+
+class OnlineSoftmax:
+    """Attention of some queries over keys that come block by block: what has been seen, in three tensors.
+
+    For each query: the largest score so far, the sum of exp(score - largest), and the sum of the values with
+    the same factors. https://arxiv.org/abs/1805.02867 (2018), section 3; https://arxiv.org/abs/2112.05682 (2021).
+    """
+
+    def __init__(self, query: Tensor) -> None:
+        self.query = query  # (..., queries, d_head)
+        self.largest = torch.full_like(query[..., :1], -math.inf)
+        self.sum = torch.zeros_like(query[..., :1])
+        self.values = torch.zeros_like(query)
+
+    def add(self, key: Tensor, value: Tensor, *, triangle: bool = False) -> None:
+        """See one more block: `(..., keys, d_head)` each."""
+        scores = _scores(self.query, key, triangle)
+        largest = torch.maximum(self.largest, scores.amax(-1, keepdim=True))
+        old = torch.exp(self.largest - largest)  # what was summed had another largest score: rescale it
+        weights = torch.exp(scores - largest)
+        self.sum = self.sum * old + weights.sum(-1, keepdim=True)
+        self.values = self.values * old + weights @ value
+        self.largest = largest
+
+    def output(self) -> Tensor:
+        """The attention over all blocks seen, `(..., queries, d_head)`."""
+        return self.values / self.sum
+
+    def log_sum_exp(self) -> Tensor:
+        """log of the sum of exp(score), `(..., queries, 1)`: with it the backward has every weight again."""
+        return self.largest + torch.log(self.sum)
+
+
+def block_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    log_sum_exp: Tensor,
+    correction: Tensor,
+    *,
+    triangle: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one block of keys adds to the gradients of query, key and value.
+
+    `grad` is that of the output, and `correction` is sum(grad * output) over d_head: the derivative of softmax
+    subtracts the mean of the incoming gradients, and that mean over *all* keys is known from the output. From
+    https://arxiv.org/abs/2205.14135 (FlashAttention, 2022), appendix B.2.
+    """
+    weights = torch.exp(_scores(query, key, triangle) - log_sum_exp)  # final ones: no rescaling here
+    grad_scores = weights * (grad @ value.transpose(-2, -1) - correction) / math.sqrt(query.shape[-1])
+    return grad_scores @ key, grad_scores.transpose(-2, -1) @ query, weights.transpose(-2, -1) @ grad
+
+
+class _Ring:
+    """This rank's two neighbours in a process group, and messages to the next from the one before."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, layout: str) -> None:
+        self.group, self.layout = process_group or dist.group.WORLD, layout
+        self.rank, self.world_size = _place(self.group)
+        self.next, self.previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        self.n_pieces = len(pieces(0, self.world_size, layout=layout))
+
+    def start(self, sent: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Send a tensor on and receive its like, at once: where it will be, and what to call before use."""
+        if self.world_size == 1:
+            return sent, lambda: None
+        received = torch.empty_like(sent)
+        operations = [
+            dist.P2POp(dist.isend, sent, group=self.group, group_peer=self.next),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=self.previous),
+        ]
+        works = dist.batch_isend_irecv(operations)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            operations.clear()  # until here the sent tensor must stay alive and unchanged
+
+        return received, wait
+
+    def cut(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`(..., positions, d_head)` by pieces of the sequence."""
+        return x.chunk(self.n_pieces, -2)
+
+    def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[list[tuple[int, int, bool]], Tensor]]:
+        """The keys and values of one rank after the other, `(2, ..., keys, d_head)`, this one's first; the next
+        ones travel while these are used. With them, which of this rank's pieces of queries sees which piece
+        of these keys, and whether only its triangle: that is so where both are the same piece.
+        """
+        mine, block = pieces(self.rank, self.world_size, layout=self.layout), torch.stack([key, value])
+        for step in range(self.world_size):
+            is_last = step == self.world_size - 1
+            coming, wait = (block, lambda: None) if is_last else self.start(block)
+            theirs = pieces((self.rank - step) % self.world_size, self.world_size, layout=self.layout)
+            yield [(i, j, a == b) for i, a in enumerate(mine) for j, b in enumerate(theirs) if b <= a], block
+            wait()
+            block = coming
+
+
+class _RingAttention(torch.autograd.Function):
+    """The two directions of `ring_attention`; saves the output and one number per query, no weights.
+
+    Queries are `(..., kv_heads, heads / kv_heads, positions, d_head)`, keys and values have a 1 in that place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
+        state = [OnlineSoftmax(part) for part in ring.cut(query)]
+        for pairs, block in ring.blocks(key, value):
+            keys, values = map(ring.cut, block.unbind())
+            for i, j, triangle in pairs:
+                state[i].add(keys[j], values[j], triangle=triangle)
+        output = torch.cat([s.output() for s in state], -2)
+        log_sum_exp = torch.cat([s.log_sum_exp() for s in state], -2)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.ring = ring
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        ring, correction = ctx.ring, (grad * output).sum(-1, keepdim=True)
+        rows = [ring.cut(t) for t in (query, grad, log_sum_exp, correction)]
+        grad_query = torch.zeros_like(query)
+        so_far, wait = torch.zeros_like(torch.stack([key, value])), lambda: None
+        for pairs, block in ring.blocks(key, value):
+            keys, values = map(ring.cut, block.unbind())
+            here = torch.zeros_like(block)  # what this rank adds to the block's gradients
+            here_key, here_value = map(ring.cut, here.unbind())
+            for i, j, triangle in pairs:
+                q, g, lse, c = (part[i] for part in rows)
+                parts = block_backward(q, keys[j], values[j], g, lse, c, triangle=triangle)
+                places = ring.cut(grad_query)[i], here_key[j], here_value[j]
+                for place, part in zip(places, parts, strict=True):
+                    place += part.sum_to_size(place.shape)  # over the query heads that a key served
+            wait()  # for the sum of the ranks before, which came while this rank computed
+            so_far, wait = ring.start(here + so_far)  # one step behind its block; the last one brings it home
+        wait()
+        return grad_query, *so_far.unbind(), None
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: str = "zigzag",
+    documents: Tensor | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Causal attention of this rank's queries over all ranks' positions: `(batch, heads, length / W, d_head)`.
+
+    Keys and values go round the ring of the group in W - 1 steps, and each block is used while the next one
+    travels. In the backward they go round again, with their gradients one step behind. No rank ever holds
+    more than two blocks, and scores of one block's size. Positions stand in the order of `positions`; key and value
+    may have fewer heads than the query. Layout "zigzag" gives ranks equal work, "contiguous" the last one the most.
+    """
+    if documents is not None:
+        raise ValueError("The ring knows no documents in a sequence. Use the all-to-all.")
+    _check_shapes(query, key, value)
+    ring = _Ring(process_group, layout)
+    _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
+    grouped = query.unflatten(-3, (key.shape[-3], -1))  # (..., kv_heads, heads / kv_heads, positions, d_head)
+    return _RingAttention.apply(grouped, key.unsqueeze(-3), value.unsqueeze(-3), ring).flatten(-4, -3)
+
+
+class _Swap(torch.autograd.Function):
+    """An all-to-all that cuts one dim into W parts, one for each rank, and joins along another; and its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.how = cut, join, group
+        send = torch.stack(x.chunk(dist.get_world_size(group), cut))  # (W, ...): part r is for rank r
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send, group=group)
+        return torch.cat(received.unbind(), join)  # part r came from rank r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cut, join, group = ctx.how
+        return _Swap.apply(grad, join, cut, group), None, None, None
+
+
+def all_to_all_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: str = "zigzag",
+    documents: Tensor | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The same result as `ring_attention`, by two all-to-alls: each rank computes W-th of the heads in full.
+
+    If there are fewer key/value heads than ranks, they are sent to several of them. With `documents`,
+    `(batch, length / W)` whole numbers, only positions with the same number see each other. From
+    https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses, 2023).
+    """
+    _check_shapes(query, key, value)
+    process_group = process_group or dist.group.WORLD
+    _, world_size = _place(process_group)
+    n_heads, n_kv_heads, length = query.shape[-3], key.shape[-3], query.shape[-2] * world_size
+    _count(length, world_size, layout)
+    if n_heads % world_size or (n_kv_heads % world_size and world_size % n_kv_heads):
+        raise ValueError(
+            f"{n_heads} heads ({n_kv_heads} of keys and values) cannot be shared by {world_size} ranks, and the "
+            f"all-to-all shares heads. Use ring_attention, or another number of ranks."
+        )
+    if n_kv_heads < world_size:  # one for each rank
+        key, value = (repeat_heads(t, world_size) for t in (key, value))
+    order = torch.cat([positions(length, r, world_size, layout=layout) for r in range(world_size)])
+    order = order.to(query.device)
+    by_rank = [t.unflatten(-3, (world_size, -1)) for t in (query, key, value)]  # (..., W, heads / W, ...)
+    mine = [t.shape[-3] for t in by_rank]
+    together = torch.cat(by_rank, -3).flatten(-4, -3)  # one all-to-all for the three
+    whole = _Swap.apply(together, query.dim() - 3, query.dim() - 2, process_group)  # my heads, all positions
+    parts = whole.index_select(-2, order.argsort()).split(mine, -3)
+    query, key, value = (parts[0], *(repeat_heads(t, mine[0]) for t in parts[1:]))
+    seen = None
+    if documents is not None:
+        of_ranks = [torch.empty_like(documents) for _ in range(world_size)]
+        dist.all_gather(of_ranks, documents.contiguous(), group=process_group)
+        numbers = torch.cat(of_ranks, -1).index_select(-1, order.argsort())  # (..., length)
+        seen = (numbers[..., :, None] == numbers[..., None, :])[..., None, :, :].tril()
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=seen is None)
+    return _Swap.apply(output.index_select(-2, order), query.dim() - 2, query.dim() - 3, process_group)
+
+
+def bytes_sent(method: str, block: int, world_size: int, *, kv_block: int | None = None) -> dict[str, float]:
+    """Bytes that each rank sends in one attention, "forward" and "backward", if nothing is sent in vain.
+
+    `block` is the bytes of one rank's queries, `kv_block` that of its keys, and of its values, by default the same; for
+    an all-to-all of at least one head per rank. `bytes_sent("ring", 100, 4) == {"forward": 600, "backward": 1400}`
+    """
+    kv_block = block if kv_block is None else kv_block
+    if method == "ring":  # K and V: W - 1 steps. Backward: again, and their gradients W steps
+        steps, home = world_size - 1, world_size * (world_size > 1)
+        return {"forward": 2 * kv_block * steps, "backward": 2 * kv_block * (steps + home)}
+    if method == "all_to_all":  # Q, K, V and the output, all but the part that stays
+        once = 2 * (block + kv_block) * (world_size - 1) / world_size
+        return {"forward": once, "backward": once}
+    raise ValueError(f"There is no method {method!r}. Choose ring or all_to_all.")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if key.shape != value.shape or key.shape[-2:] != query.shape[-2:] or query.shape[-3] % key.shape[-3]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise ValueError(
+            f"Query, key and value need one shape, (batch, heads, length / W, d_head), the latter two perhaps fewer "
+            f"heads; they have {shapes}."
+        )
 
 
 def share_of_mean(losses: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """This rank's share of the mean of all ranks' `losses`: their sum, over how many there are on all ranks.
 
-    The shares of all ranks *add up* to the mean, and so do their gradients. It stays right where ranks have
-    different numbers of losses, for example where some tokens do not count. Sends one number.
+    The shares *add up* to the mean, and so do their gradients, also where ranks have different numbers of losses.
     """
     count = torch.tensor(float(losses.numel()), dtype=torch.float64, device=losses.device)
     dist.all_reduce(count, group=process_group)
@@ -50,11 +342,7 @@ def share_of_mean(losses: Tensor, *, process_group: dist.ProcessGroup | None = N
 def sum_gradients(
     parameters: Iterable[nn.Parameter], *, process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Replace the gradients of parameters that every rank of the group holds by their sum over the group.
-
-    One all-reduce per dtype. A parameter that this rank did not use counts as zero; all ranks must give the
-    same parameters.
-    """
+    """Sum the gradients of parameters that every rank of the group holds; of an unused one it counts as zero."""
     trained = list(dict.fromkeys(p for p in parameters if p.requires_grad))  # a tied weight once
     for parameter in trained:
         if parameter.grad is None:
@@ -62,18 +350,11 @@ def sum_gradients(
     group.all_reduce_together([p.grad for p in trained if p.grad is not None], process_group)
 
 
-# A model
-
-
 class ContextAttention(nn.Module):
     """The layers of a dense attention (`query`, `key`, `value`, `output`), attending over all ranks.
 
-    `(batch, length / W, d_model)` -> the same shape. The layers are the very ones of `dense`, under the same
-    names.
-
-    Args:
-        attend: `ring_attention` or `all_to_all_attention` with its options filled in but for `documents`.
-        positions: gives the positions of a rank that holds so many of them, for an attention that rotates.
+    `(batch, length / W, d_model)` -> the same shape. `attend` is `ring_attention` or `all_to_all_attention` with its
+    options filled in; `positions` gives the positions of a rank that holds so many, for an attention that rotates.
     """
 
     def __init__(
@@ -84,10 +365,7 @@ class ContextAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dense.dropout.p:
-            raise ValueError(
-                f"The attention has dropout {dense.dropout.p} on its weights, which no rank holds together. "
-                f"Build the model with dropout=0."
-            )
+            raise ValueError("No rank holds all weights of attention. Build the model with dropout=0.")
         self.query, self.key, self.value, self.output = dense.query, dense.key, dense.value, dense.output
         self.d_head, self.rope_base = dense.d_head, dense.rope_base
         self.attend, self.positions = attend, positions
@@ -113,12 +391,9 @@ class ContextParallel(nn.Module):
         model.finish_gradient_synchronization()        # sums the gradients over the group
         optimizer.step()
 
-    Everything but attention treats each position on its own, so only attention communicates in the forward.
-    The attentions in `module.blocks` are replaced, their layers are kept: names and weights stay.
-
-    Args:
-        method: "ring" or "all_to_all".
-        layout: "zigzag" or "contiguous".
+    Everything but attention treats each position on its own, so only attention communicates in the forward. The
+    attentions in `module.blocks` are replaced, their layers are kept. `method` is "ring" or "all_to_all", `layout`
+    "zigzag" or "contiguous".
     """
 
     def __init__(
@@ -130,16 +405,12 @@ class ContextParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        methods: dict[str, Callable[..., Tensor]] = {
-            "ring": ring_attention,
-            "all_to_all": all_to_all_attention,
-        }
+        methods = {"ring": ring_attention, "all_to_all": all_to_all_attention}
         if method not in methods:
             raise ValueError(f"There is no method {method!r}. Choose one of {', '.join(methods)}.")
-        check_layout(layout)
         self.module, self.layout = module, layout
         self.process_group = process_group or dist.group.WORLD
-        self.rank, self.world_size = place(self.process_group)
+        self.rank, self.world_size = _place(self.process_group)
         attend = partial(methods[method], layout=layout, process_group=self.process_group)
         for block in module.blocks:
             block.attention = ContextAttention(block.attention, attend, self.positions)
@@ -153,15 +424,11 @@ class ContextParallel(nn.Module):
         return positions(local_length * self.world_size, self.rank, self.world_size, layout=self.layout)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Logits `(batch, length / W, vocab)` of this rank's tokens `(batch, length / W)`.
-
-        With `documents`, of the same shape, a position sees its own document only.
-        """
+        """Logits `(batch, length / W, vocab)` of this rank's tokens; a position sees its own document only."""
         length = tokens.shape[-1] * self.world_size
         if length > self.module.context:
             raise ValueError(
-                f"{length} tokens on all ranks are more than the context of {self.module.context}. "
-                f"Cut the sequence."
+                f"{length} tokens on all ranks are more than the context of {self.module.context}."
             )
         x = self.module.embed(tokens, self.positions(tokens.shape[-1]).to(tokens.device))
         for block in self.module.blocks:
@@ -169,9 +436,13 @@ class ContextParallel(nn.Module):
         return self.module.unembed(x)
 
     def share_of_mean(self, losses: Tensor) -> Tensor:
-        """This rank's share of the mean loss of all ranks' tokens; the shares add up to it."""
+        """As the function, over this model's ranks."""
         return share_of_mean(losses, process_group=self.process_group)
 
     def finish_gradient_synchronization(self) -> None:
         """After backward: every rank has the gradients of the whole mean loss."""
         sum_gradients(self.module.parameters(), process_group=self.process_group)
+
+
+def _place(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return group.place(process_group, "this context parallelism", use="call it")

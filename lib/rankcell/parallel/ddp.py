@@ -3,10 +3,9 @@
 `DDP` wraps any module, in any process group, in a notebook or in a script. During the backward it averages
 the gradients in buckets, while the backward of earlier layers still runs.
 
-What it does not do: it does not split the data (a sampler does). It does not make BatchNorm normalise over
-all ranks: each normalises its own batch, and the running statistics are those of the first rank
-(`nn.SyncBatchNorm` computes them over all, on GPUs only). It does not learn the real order of use either:
-its buckets follow the order in which the module lists its parameters, backwards.
+What it does not do: split the data (a sampler does), normalise over all ranks in BatchNorm (`nn.SyncBatchNorm`
+does, on GPUs), sparse gradients, learn the real order of use: its buckets follow the order in which the module lists
+its parameters, backwards.
 """
 
 import weakref
@@ -32,13 +31,8 @@ class Bucket:
         self.flat = self.parameters[0].detach().new_zeros(sum(sizes))
         pieces = self.flat.split(sizes)
         self.places = [piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)]
-        self.missing = set(range(len(sizes)))  # gradients that the running backward has not completed
         self.work: dist.Work | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its gradients."""
-        return self.flat.nbytes
+        self.reset()
 
     @torch.no_grad()
     def start(self, process_group: dist.ProcessGroup | None) -> None:
@@ -51,13 +45,6 @@ class Bucket:
             if p.grad is None:
                 place.fill_(-0.0)
                 continue
-            if p.grad.is_sparse:
-                raise RuntimeError("A gradient is sparse, and DDP averages dense ones. Use sparse=False.")
-            if p.grad.dtype != self.flat.dtype or p.grad.device != self.flat.device:
-                raise RuntimeError(
-                    f"A gradient is {p.grad.dtype} on {p.grad.device}; when DDP wrapped the module it was "
-                    f"{self.flat.dtype} on {self.flat.device}. Move or cast the module first, then wrap it."
-                )
             torch.add(p.grad, 0.0, out=place)  # a real -0.0 becomes 0.0
         self.work = dist.all_reduce(self.flat, group=process_group, async_op=True)
 
@@ -76,21 +63,21 @@ class Bucket:
 
     def reset(self) -> None:
         """Make ready for the next backward."""
-        self.missing, self.work = set(range(len(self.parameters))), None
+        self.missing = set(range(len(self.parameters)))  # gradients that it has not completed
+        self.work = None
 
 
 class DDP(nn.Module):
     """`module` on every rank of a group, kept equal by averaging gradients during each backward.
 
-    Parameters and buffers start as those of the group's first rank, which gives the others its buffers with
-    the gradients of each backward, too. After `loss.backward()` every gradient is
-    the mean over the ranks: of a loss that is a mean, and equal batches, that is the gradient of the global
-    batch. Keep the wrapper while the module trains: once it is gone (`DDP(module)(x)`), nobody averages.
+    Parameters and buffers start as those of the group's first rank, which sends its buffers after each backward, too.
+    After `loss.backward()` every gradient is the mean over the ranks: of a loss that is a mean, and equal batches,
+    that is the gradient of the global batch. Keep the wrapper while the module trains: without it nobody averages.
 
     Args:
         module: any module, on its device and in its dtype already.
-        bucket_size_mb: gradients travel together, in buckets that are full as soon as they hold this many MiB
-            (2^20 bytes). 0 means each gradient by itself, None all of one dtype together.
+        bucket_size_mb: a bucket is full as soon as it holds so many MiB (2^20 bytes); 0: each gradient travels by
+            itself, None: all of one dtype together.
         process_group: the ranks that share the model, by default all.
 
     >>> model = DDP(MLP(6, 32, 3))
@@ -134,11 +121,8 @@ class DDP(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Send what was not sent, wait for the all-reduces, and put the averages into `.grad`.
 
-        Every backward ends with it by itself. Call it before the optimizer's step where a rank's loss may use
-        no parameter at all, or after a `no_sync` that has no synchronized backward behind it.
-
-        It does nothing if the gradients are averaged already, or if this rank ran no forward since then: a rank
-        without a batch runs the model too.
+        Every backward ends with it by itself; then it does nothing more. Call it before the optimizer's step where a
+        rank's loss may use no parameter at all, or after a `no_sync` that has no synchronized backward behind it.
         """
         if not self._changed:
             return
@@ -154,9 +138,7 @@ class DDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add to this rank's gradients and send nothing; the next one outside averages the
-        sum.
-        """
+        """Backwards inside add to this rank's gradients and send nothing; the next one outside averages the sum."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -175,8 +157,7 @@ class DDP(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_gradient_synchronization)
         if bucket.work is not None:
             raise RuntimeError(
-                "The gradient of a parameter was complete twice in one backward, and its first part is on "
-                "its way already. Checkpointing with use_reentrant=True does that. Use use_reentrant=False."
+                "A gradient was complete twice in one backward. Checkpoint with use_reentrant=False."
             )
         bucket.missing.discard(index)
         if not bucket.missing:
@@ -205,9 +186,7 @@ def _hook(ddp: "weakref.ref[DDP]", bucket: Bucket, index: int) -> Any:
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """`parameters` in lists of one dtype, each full as soon as it holds `limit` bytes; the list that is
-    complete first comes first.
-    """
+    """`parameters` in lists of one dtype, each full as soon as it holds `limit` bytes, the first to be full first."""
     full: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in parameters:

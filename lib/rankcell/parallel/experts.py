@@ -4,8 +4,8 @@
 ranks of a group: tokens travel to their experts in one all-to-all and come back in another. Outputs,
 gradients and dropped tokens are those of `Mixture` on all ranks' tokens, in the order of the ranks.
 
-What it does not do: it fuses no kernel, hides no communication behind computing, sends no token in fewer
-bits, and keeps no copies of busy experts. It broadcasts nothing: routers must start equal.
+What it does not do: fuse kernels, hide communication behind computing, copy busy experts. It broadcasts nothing:
+routers must start equal.
 """
 
 import math
@@ -41,8 +41,8 @@ class Routing:
 def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities `(T, E)`, and the k most probable experts of each token with their weights, `(T, k)`.
 
-    Of two equal probabilities the lower expert wins, on every machine. With k = 1 the weight is the
-    probability itself: through it the router learns. With more, the k weights are made to sum to 1.
+    Of equal probabilities the lower expert wins. With k = 1 the weight is the probability itself: through it the
+    router learns. With more, the k weights are made to sum to 1.
     """
     probabilities = logits.softmax(-1)
     order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
@@ -56,9 +56,8 @@ def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def _balance_loss(probabilities: Tensor, load: Tensor, k: int) -> Tensor:
     """This rank's share of E * sum over experts of f * P, which is 1 where all experts are used alike.
 
-    f is the share of all choices that fell on the expert, a constant; P is its mean probability; both over
-    the tokens of all ranks. From https://arxiv.org/abs/2101.03961 (Switch Transformer, 2021), equations 4 to
-    6, without its factor alpha; for k > 1 f counts all k choices.
+    f is the share of all k choices that fell on the expert, a constant; P is its mean probability; both over the
+    tokens of all ranks. https://arxiv.org/abs/2101.03961 (Switch Transformer, 2021), equations 4 to 6, without alpha.
     """
     n_tokens = (load.sum() / k).clamp(min=1).to(probabilities)
     f = load.to(probabilities) / (k * n_tokens)
@@ -77,8 +76,7 @@ def route(
 
     The ranks tell each other k * E counts, so that all know who sends how much and what is full. An expert takes
     `capacity_factor` times its fair share (None: all) and drops what comes last: all first choices come before
-    all second choices, and within them tokens in the order of the ranks. So the same tokens are dropped on any
-    number of ranks. `alone` routes without other ranks, and needs no process group.
+    all second choices, and within them tokens in the order of the ranks. `alone` needs no process group.
     """
     n_experts = logits.shape[1]
     if not 1 <= k <= n_experts:
@@ -113,12 +111,9 @@ def route(
 class Mixture(nn.Module):
     """The layer on one process: `(..., d_in)` -> `(..., d_out)`, each token through k of the experts.
 
-    A token whose choices were all dropped gets zeros: with a residual connection around the layer it passes
-    unchanged. After a forward `routing` says what happened; add `routing.balance_loss` to the loss.
-
-    Args:
-        router: a layer that gives one number per expert, for example `nn.Linear(d_in, E, bias=False)`.
-        experts: any modules; each is called with its own tokens, `(tokens, d_in)`, perhaps none.
+    `router` gives one number per expert; each expert is called with its own tokens, `(tokens, d_in)`, perhaps none. A
+    token whose choices were all dropped gets zeros. After a forward `routing` says what happened; add
+    `routing.balance_loss` to the loss.
     """
 
     def __init__(
@@ -179,9 +174,8 @@ class ExpertParallel(nn.Module):
 
     The losses of the ranks must *add up* to the loss of all (`share_of_mean`, in `context`). Then the
     gradient of an expert is complete on its rank, because the tokens of all ranks came to it: it must not be
-    reduced again. Parameters keep their names (`experts.3.up.weight` is expert 3), and a rank has those of
-    its own experts only; the others are freed with `mixture`. All ranks of the group must call it, forward
-    and backward.
+    reduced again. Parameters keep their names (`experts.3.up.weight` is expert 3). All ranks of the group must call
+    it, forward and backward.
     """
 
     def __init__(self, mixture: Mixture, *, process_group: dist.ProcessGroup | None = None) -> None:
@@ -190,10 +184,7 @@ class ExpertParallel(nn.Module):
         self.rank, self.world_size = group.place(process_group, "these experts", use="call them")
         self.n_experts = len(mixture.experts)
         if self.n_experts % self.world_size:
-            raise ValueError(
-                f"{self.n_experts} experts cannot be shared equally by {self.world_size} ranks. "
-                f"Use a number of experts that {self.world_size} divides."
-            )
+            raise ValueError(f"{self.n_experts} experts cannot be shared equally by {self.world_size} ranks.")
         each = self.n_experts // self.world_size
         self.mine = slice(self.rank * each, (self.rank + 1) * each)
         self.router = mixture.router
@@ -204,12 +195,8 @@ class ExpertParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # (T, d_in)
-        routing = self.routing = route(
-            self.router(tokens),
-            self.k,
-            capacity_factor=self.capacity_factor,
-            process_group=self.process_group,
-        )
+        how: dict[str, Any] = {"capacity_factor": self.capacity_factor, "process_group": self.process_group}
+        routing = self.routing = route(self.router(tokens), self.k, **how)
         # Row t * k + j is choice j of token t. In the order of their experts they are in that of their ranks.
         rows = routing.kept.flatten().nonzero()[:, 0]
         rows = rows[routing.experts.flatten()[rows].argsort(stable=True)]
@@ -232,22 +219,15 @@ class ExpertParallel(nn.Module):
 
 def shared_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a model that every rank holds: all but those of experts that were spread."""
-    spread = {
-        id(p)
-        for layer in module.modules()
-        if isinstance(layer, ExpertParallel)
-        for p in layer.experts.parameters()
-    }
-    return (p for p in module.parameters() if id(p) not in spread)
+    layers = [layer for layer in module.modules() if isinstance(layer, ExpertParallel)]
+    spread = {p for layer in layers for p in layer.experts.parameters()}
+    return (p for p in module.parameters() if p not in spread)
 
 
 def traffic(counts: Tensor, row_bytes: int) -> list[list[int]]:
     """Bytes from each rank (row) to each rank (column) in a dispatch.
 
-    `counts` are those of a `Routing`, `row_bytes` the bytes of one token. The combine and the dispatch's
-    backward are the transpose, the combine's backward is the same again.
+    `counts` are those of a `Routing`, `row_bytes` the bytes of one token. The combine is the transpose.
     """
-    world_size = len(counts)
-    rows = counts.view(world_size, world_size, -1).sum(-1)
-    ranks = range(world_size)
-    return [[0 if i == j else int(rows[i, j]) * row_bytes for j in ranks] for i in ranks]
+    rows = row_bytes * counts.view(len(counts), len(counts), -1).sum(-1)
+    return rows.fill_diagonal_(0).tolist()

@@ -4,9 +4,9 @@
 of the averaged gradients. It is the final form of lesson 09, and runs in any process group. `ZeRO2`, in
 `parallel.zero`, is the same without freeing parameters.
 
-What it does not do: other dtypes to compute or sum in, accumulation without communication, offloading,
-optimizers that look at a whole matrix (Muon, L-BFGS), checkpoints with `use_reentrant=True`, parameters that
-some ranks use and others do not. torch's `fully_shard` has most of that.
+What it does not do: units of several dtypes, other dtypes to compute or sum in, accumulation without communication,
+offloading, optimizers that look at a whole matrix (Muon, L-BFGS), a checkpoint around the whole or with
+`use_reentrant=True`, parameters that some ranks use and others do not. torch's `fully_shard` has most of that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import group
-from .shards import Flat, Places, Unit
+from .shards import Places, Unit
 
 
 class _Edge(torch.autograd.Function):
@@ -65,15 +65,13 @@ class FSDP(nn.Module):
         loss(model(x)).backward()  # every `grad` is this rank's part of the average over ranks
         optimizer.step()
 
-    The parameters of `module` keep their names and hold this rank's part: `(1, 1, n)` of a matrix, where n is
-    0 if the matrix lies wholly on other ranks. Rank 0's weights and buffers are sent to all at the start.
-    Vectors (biases, norm weights) are few; they stay whole on each rank and are all-reduced, unless
-    `shard_vectors` is set. All ranks must run the same units in the same order.
+    The parameters of `module` keep their names and hold this rank's part: `(1, 1, n)` of a matrix, `(n,)` of
+    anything else, where n is 0 if it lies wholly on other ranks. Rank 0's weights and buffers are sent to all at
+    the start. All ranks must run the same units in the same order.
 
     Args:
         module: any module; it is changed in place.
         process_group: the ranks to share with; all by default.
-        shard_vectors: shard parameters with one dim, too.
         initialise: for a model on the meta device, which is never whole on any rank: fills the weights of a
             unit, `initialise(name, unit)`, with the name "" for what is in no unit.
         device: where a model on the meta device is made real; torch's default device by default.
@@ -86,13 +84,12 @@ class FSDP(nn.Module):
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | None = None,
-        shard_vectors: bool = False,
         initialise: Callable[[str, nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.module, self.process_group = module, process_group
-        self.rank, self.world_size = group.place(process_group, type(self).__name__)
+        group.place(process_group, type(self).__name__)
         modules = _units(module)
         names, (owned, places) = {m: name for name, m in module.named_modules()}, _owned(module, modules)
         built = []
@@ -101,19 +98,14 @@ class FSDP(nn.Module):
             if initialise is not None:
                 initialise(names[part], part)
             group.broadcast_each(parameters, process_group)
-            everybody = process_group or dist.group.WORLD
-            how = {"shard_vectors": shard_vectors, "keep": self.keeps_parameters}
-            built.append(Unit(names[part], part, parameters, places, everybody, **how))
+            stand = [places[p] for p in parameters]
+            built.append(Unit(part, parameters, stand, process_group, keep=self.keeps_parameters))
         group.broadcast_each(module.buffers(), process_group)
         self._root, *self._units = built
         self._all_units = (*self._units, self._root)
         self._order: list[Unit] = []  # as the last forward ran them
         self._running: list[Unit] = []
         self._will_finish = False  # the running backward will call `finish_gradient_synchronization`
-        for flat in self._flats():
-            for index, whole in enumerate(flat.wholes):
-                if whole.requires_grad:
-                    whole.register_post_accumulate_grad_hook(lambda _, f=flat, i=index: f.take(i))
         for unit in self._units:
             unit.module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(self._after(unit), always_call=True)
@@ -122,21 +114,15 @@ class FSDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        if _in_backward():
-            raise RuntimeError(
-                f"A checkpoint around the whole of {type(self).__name__} would compute it again inside of its "
-                f"backward. Put checkpoints inside of the module."
-            )
         self._will_finish = False  # a backward that raised did not finish
         for unit in self._all_units:
             unit.free(outdated=True)  # the optimizer may have changed the shards
             unit.in_backward = False
-            for flat in unit.flats:
-                flat.drop_gradients()
+            unit.drop_gradients()
         self._order, self._running = self._running, []
         try:
             self._root.ready()
-            self._gather_next(self._order, 0)
+            _gather_next(self._order, 0)
             output = self.module(*args, **kwargs)
         finally:
             for unit in self._units:
@@ -152,7 +138,7 @@ class FSDP(nn.Module):
             unit.ready()
             if not _in_backward():  # else a checkpoint runs it again
                 self._running.append(unit)
-                self._gather_next(self._order, len(self._running))
+                _gather_next(self._order, len(self._running))
             return _with_edge((args, kwargs), lambda: self._end_backward(unit))
 
         return before
@@ -167,11 +153,6 @@ class FSDP(nn.Module):
 
         return after
 
-    def _gather_next(self, order: Sequence[Unit], place: int) -> None:
-        """Start to gather the unit that comes next, where that is known."""
-        if 0 <= place < len(order):
-            order[place].gather()
-
     # backward
 
     def _begin_backward(self, unit: Unit, runs: Sequence[Unit], place: int) -> None:
@@ -183,35 +164,26 @@ class FSDP(nn.Module):
         for needed in (self._root, unit):
             needed.ready()
             needed.in_backward = True
-        self._gather_next(runs, place - 1)
+        _gather_next(runs, place - 1)
 
     def _end_backward(self, unit: Unit) -> None:
         """A gradient has come out at a unit's inputs: free it, and start to reduce its gradients."""
         unit.free()
         unit.in_backward = False
-        for flat in unit.flats:
-            for earlier in self._flats():  # one at a time, so that memory holds one at a time
-                earlier.wait_reduced()
-            flat.reduce()
+        for earlier in self._all_units:  # one at a time, so that memory holds one at a time
+            earlier.wait_reduced()
+        unit.reduce()
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every parameter's `grad` is this rank's part of the average over ranks.
-
-        Every backward ends with it by itself, and then it does nothing.
-        """
+        """Wait until every parameter's `grad` is this rank's part of the average. Every backward ends with it."""
         if not self._will_finish:
             return
         for unit in (*reversed(self._units), self._root):
             if unit.in_backward:  # its inputs wanted no gradient
                 self._end_backward(unit)
             unit.free()
-        flats = self._flats()
-        for flat in flats:
-            flat.wait_reduced()
-        copies = [flat.gradient for flat in flats if not flat.is_sharded and flat.gradient is not None]
-        group.all_reduce_together(copies, self.process_group)
-        for flat in flats:
-            flat.assign(self.world_size)
+        for unit in self._all_units:
+            unit.assign()
         self._will_finish = False
 
     @torch.no_grad()
@@ -220,31 +192,20 @@ class FSDP(nn.Module):
 
         All ranks must call it. `torch.nn.utils.clip_grad_norm_` would see one rank's part only.
         """
-        sharded = set(self.sharded_parameters())
-        trained = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        groups, device = [self.process_group], self._all_units[0].shard.device
         return group.clip_grad_norm_(
-            [grad for _, grad in trained],
-            max_norm,
-            counted=[grad for p, grad in trained if p in sharded or self.rank == 0],  # equal ones once
-            process_groups=[self.process_group],
-            device=self._flats()[0].shard.device,
+            gradients, max_norm, counted=gradients, process_groups=groups, device=device
         )
 
     # what a rank holds, and from parts to wholes and back
 
-    def _flats(self) -> list[Flat]:
-        return [flat for unit in self._all_units for flat in unit.flats]
-
-    def sharded_parameters(self) -> list[nn.Parameter]:
-        """The parameters of which this rank holds a part; the others are whole and equal on all ranks."""
-        return [parameter for flat in self._flats() if flat.is_sharded for parameter in flat.parameters]
-
     def held_by_kind(self) -> dict[str, list[Tensor]]:
         """What this rank holds now besides its parameters and their `.grad`, for whoever counts memory."""
-        flats = self._flats()
-        gradients = [t for flat in flats for t in (flat.gradient, flat.reduced, *(flat.reducing or ())[1:])]
-        gradients += [whole.grad for flat in flats for whole in flat.wholes]
-        wholes = [tensor for flat in flats for tensor in (flat.whole, flat.shard)]
+        units = self._all_units
+        gradients = [t for unit in units for t in (unit.gradient, unit.reduced, *(unit.reducing or ())[1:])]
+        gradients += [whole.grad for unit in units for whole in unit.wholes]
+        wholes = [tensor for unit in units for tensor in (unit.whole, unit.shard)]
         return {"parameters": wholes, "gradients": [t for t in gradients if isinstance(t, Tensor)]}
 
     @torch.no_grad()
@@ -258,16 +219,15 @@ class FSDP(nn.Module):
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).extend([name] if name in parts else [])
         found: dict[str, Tensor] = {}
-        for flat in self._flats():
-            shard = flat.shard.new_zeros(flat.layout.chunk)
-            for parameter, (_, in_shard) in zip(flat.parameters, flat.parts, strict=True):
+        for unit in self._all_units:
+            shard = unit.shard.new_zeros(unit.layout.chunk)
+            for parameter, in_shard in zip(unit.parameters, unit.parts, strict=True):
                 for name in names[parameter]:
                     shard[in_shard].copy_(parts[name].reshape(-1))
-            whole = shard
-            if flat.is_sharded:
-                whole = shard.new_empty(flat.layout.length)
+            whole = shard.new_empty(unit.layout.length)
+            if unit.parameters:
                 dist.all_gather_single(whole, shard, group=self.process_group)
-            for parameter, view in zip(flat.parameters, flat.layout.views(whole), strict=True):
+            for parameter, view in zip(unit.parameters, unit.layout.views(whole), strict=True):
                 found |= {name: view.clone() for name in names[parameter]}
         return {name: found[name] for name in parts}
 
@@ -311,6 +271,12 @@ def _made_real(
     for part, name in places[real]:
         setattr(part, name, real)
     return real
+
+
+def _gather_next(order: Sequence[Unit], place: int) -> None:
+    """Start to gather the unit that comes next, where that is known."""
+    if 0 <= place < len(order):
+        order[place].gather()
 
 
 def _in_backward() -> bool:

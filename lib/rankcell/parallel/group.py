@@ -14,10 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 def place(process_group: dist.ProcessGroup | None, owner: str, *, use: str = "use it") -> tuple[int, int]:
     """This rank's number in a process group, and the group's size; None is the group of all ranks.
 
-    place(None, "this layer")  # (2, 4) on rank 2 of four
-
-    Raises:
-        ValueError: this rank is not in the group. `owner` says whose group it is, `use` what members do.
+    Raises ValueError where this rank is not in it: `owner` says whose group it is, `use` what members do.
     """
     world_size = dist.get_world_size(process_group)
     if world_size < 1:
@@ -34,10 +31,7 @@ def has_numbers(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def all_reduce_together(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
-    """Sum each tensor over the ranks of a group, in place, with one all-reduce per dtype.
-
-    All ranks must give tensors of the same shapes in the same order.
-    """
+    """Sum each tensor over the ranks of a group, in place, with one all-reduce per dtype."""
     _together(tensors, lambda flat: dist.all_reduce(flat, group=process_group))
 
 
@@ -82,8 +76,7 @@ def clip_grad_norm_(
     """The norm of all gradients of a divided model, a float64 number that is the same on all ranks.
 
     If it is above `max_norm`, `gradients` (all that this rank holds) are scaled down in place. The squares of
-    `counted` are summed over the ranks of each group in turn: over all ranks each number must be counted
-    once, so what several ranks hold is counted by one of them. All ranks of the groups must call it.
+    `counted` are summed over the ranks of each group in turn: what several ranks hold is counted by one of them.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in counted:

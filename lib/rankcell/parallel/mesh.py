@@ -5,8 +5,8 @@ Each layer is divided over "tp" (`parallel.tensor`), the layers are cut into sta
 parameters sharded (`parallel.fsdp`). What belongs to no axis alone is here: the mean loss of uneven batches,
 one gradient norm, whole states that any other layout can load.
 
-What it does not do: it does not divide the batch, and it knows no context or expert axis and no buffers. It
-makes states whole in memory, which is for small models: `torch.distributed.checkpoint` does not.
+What it does not do: divide the batch; context and expert axes; buffers. It makes states whole in memory, which is for
+small models: `torch.distributed.checkpoint` does not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,10 +30,9 @@ AXES = ("pp", "dp", "tp")
 
 
 class MeshParallel:
-    """This rank's part of a GPT on a device mesh. Each axis may have any degree, or be left out.
+    """This rank's part of a GPT on a device mesh.
 
-    All ranks give the same dense model. Ranks that differ in their place on "dp" give `step` different rows
-    of the batch, the others the same.
+    Ranks that differ in their place on "dp" give `step` different rows of the batch, the others the same.
 
     Args:
         model: the course's GPT, the same on all ranks. It is taken apart: use it for nothing else.
@@ -115,8 +114,7 @@ class MeshParallel:
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss over the global batch, the same on all ranks; adds to each `.grad` its gradient.
 
-        `inputs` and `targets`, `(rows, length)` each, are the rows of this rank's place on "dp". They may be
-        more on one place than on another: every token counts alike.
+        The rows of this rank's place on "dp" may be more than those of another: every token counts alike.
         """
         total = torch.tensor(float(targets.numel()), dtype=torch.float64, device=targets.device)
         self._sum(total, "dp")
@@ -143,12 +141,8 @@ class MeshParallel:
         return models.cross_entropy(call(inputs), targets)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """The norm of all gradients of the whole model, the same on all ranks; they are scaled down if it is
-        above `max_norm`.
-
-        Squares are summed over the axes that divide the model, so over "dp" only with `zero`.
-        """
-        axes = ("tp", "pp", "dp") if self.fsdp else ("tp", "pp")
+        """The norm of all gradients of the whole model, which are scaled down if it is above `max_norm`."""
+        axes = ("tp", "pp", "dp") if self.fsdp else ("tp", "pp")  # those that divide the model
         return clip_grad_norm_(
             [p.grad for p in self.parameters() if p.grad is not None],
             max_norm,
@@ -163,9 +157,7 @@ class MeshParallel:
 
     def full_state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """The weights, and with an optimizer its states, as one process has them, on every rank, on the CPU:
-        {"model": {name: weight}, "optimizer": {"exp_avg": {name: average}, "step": {name: count}, ...}}.
-
-        All ranks must call it.
+        {"model": {name: weight}, "optimizer": {"exp_avg": {name: average}, ...}}. All ranks must call it.
         """
         state: dict[str, Any] = {"model": self._gather({n: p.detach() for n, p in self._all_named()})}
         if optimizer is not None:
@@ -176,10 +168,7 @@ class MeshParallel:
     def load_full_state_dict(
         self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """Take this rank's part of what `full_state_dict` of any layout returned. No communication.
-
-        Hyper-parameters, as the learning rate, stay those of `optimizer`.
-        """
+        """Take this rank's part of what `full_state_dict` of any layout returned; hyper-parameters stay."""
         if self.fsdp:
             raise ValueError("A model that `zero` shards takes no state. Load it into another layout.")
         with torch.no_grad():
@@ -188,14 +177,11 @@ class MeshParallel:
                 parameter.copy_(parts[name])
         if optimizer is None:
             return
-        numbers, entries = _numbers(optimizer), dict[int, dict[str, Tensor]]()
         for key, values in state["optimizer"].items():
             parts = self._cut(values)
             for name, parameter in self.named_parameters():
                 if name in parts:
-                    entries.setdefault(numbers[id(parameter)], {})[key] = parts[name]
-        groups = [{**g, "params": [numbers[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
-        optimizer.load_state_dict({"state": entries, "param_groups": groups})
+                    optimizer.state[parameter][key] = parts[name]
 
     # What is divided over what
 
@@ -205,18 +191,13 @@ class MeshParallel:
                 dist.all_reduce(x, group=self.groups[axis])
 
     def _counted(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters whose gradients it adds to the norm: over all ranks, each number once.
-
-        What all ranks of an axis hold counts on the first of them, a tied embedding on the first of its stages.
-        """
-        sharded = set(map(id, self.fsdp.sharded_parameters() if self.fsdp else ()))  # it leaves vectors whole
+        """This rank's parameters whose gradients it adds to the norm: over all ranks, each number once."""
         for stage, module in self.modules.items():
             divided = tensor.sharded_dims(module)
             copies = {id(p) for other, p in getattr(module, "shared", {}).items() if other < stage}
             for name, parameter in module.named_parameters():
                 first_of_tp = divided[name] is not None or self.place("tp") == 0
-                first_of_dp = id(parameter) in sharded or self.fsdp is None or self.place("dp") == 0
-                if first_of_tp and first_of_dp and id(parameter) not in copies:
+                if first_of_tp and id(parameter) not in copies:
                     yield parameter
 
     # From this rank's parts to the whole and back, for anything that is shaped as the parameters
@@ -228,10 +209,9 @@ class MeshParallel:
 
     def _by_key(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
         """The optimizer's states by their own name and then the parameter's."""
-        state = optimizer.state_dict()["state"]
-        numbers, found = _numbers(optimizer), dict[str, dict[str, Tensor]]()
+        found = dict[str, dict[str, Tensor]]()
         for name, parameter in self._all_named():
-            for key, value in state.get(numbers[id(parameter)], {}).items():
+            for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     found.setdefault(key, {})[name] = value
         return found
@@ -261,8 +241,3 @@ class MeshParallel:
             own = {name: value for name, value in own.items() if value.dim()}
             parts |= tensor.local_state_dict(module, own)
         return parts | numbers
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The place of each parameter in an optimizer's own states."""
-    return {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}

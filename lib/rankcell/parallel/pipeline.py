@@ -4,9 +4,8 @@
 asynchronous sends and receives, which are posted in an order that both ends share, so that nothing can stand
 still whatever the schedule. `split_gpt` cuts a GPT or Llama into stages.
 
-What it does not do: a stage takes one tensor and gives one tensor, each with the samples in its first dim.
-There is no evaluation, no automatic mixed precision, and no running ahead with old weights (no weight
-stashing): all micro-batches of a step see the same weights. Tested with gloo.
+What it does not do: evaluate, mix dtypes, or run ahead with old weights: all micro-batches of a step see the same. A
+stage takes one tensor and gives one tensor, each with the samples in its first dim.
 """
 
 import copy
@@ -34,14 +33,13 @@ class Pipeline:
     Where stages are in a `DDP`, call `step` inside its `no_sync`: it would average after every micro-batch.
 
     Args:
-        stages: all stages of the model in order, of which this rank's are taken; or only this rank's, by
-            number. They are on their device and in their dtype already.
-        schedule: who does what in which order, for as many ranks as the group has.
+        stages: all stages of the model in order, or this rank's by number; on their device, in their dtype.
+        schedule: who does what in which order. Rank r of the group runs `actions[r]`.
         loss: called on the last stage with its output and the targets of a micro-batch, gives their mean.
-        between: shape of what one stage sends to the next for one sample, for example (length, d_model).
-            If it is not always the same: a function of the receiving stage and the first stage's inputs of
-            the micro-batch, that gives the whole shape. Its dtype is that of this rank's first parameter.
-        process_group: the ranks of the pipeline, by default all. Rank r of the group runs `actions[r]`.
+        between: shape of what one stage sends to the next for one sample, for example (length, d_model). Or a
+            function of the receiving stage and the first stage's inputs of the micro-batch, that gives the whole
+            shape. Its dtype is that of this rank's first parameter.
+        process_group: the ranks of the pipeline, by default all.
         span: called with the name of each action around its computing, for example `rankcell.span`.
 
     >>> pipeline = Pipeline(split_gpt(model, 4), one_f_one_b(4, 8), cross_entropy, between=(32, 64))
@@ -89,21 +87,18 @@ class Pipeline:
             stage.zero_grad()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """The loss of the batch, on the rank of the last stage, None on the others; adds to each `.grad` the
-        gradient of that loss.
+        """The loss of the batch, on the rank of the last stage, None on the others; adds its gradient to each `.grad`.
 
-        Every rank gives the whole batch of the pipeline; all but the first and the last stage look at its
-        size only. It is cut into micro-batches whose sizes differ by at most one, and each counts by its
-        number of samples, so loss and gradients are those of one process that computes the mean over the
-        batch. No optimizer step.
+        Every rank gives the whole batch; all but the first and the last stage look at its size only. Micro-batches
+        differ by at most one sample, and each counts by its samples, so loss and gradients are those of one process
+        that computes the mean over the batch.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("`step` finds gradients, and they are switched off here. Leave torch.no_grad.")
         m = self.schedule.n_microbatches
         if len(inputs) < m or len(targets) != len(inputs):
             raise ValueError(
-                f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches. "
-                f"Give at least one sample to each, and one target for each input."
+                f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches."
             )
         return _Execution(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
 
@@ -114,24 +109,18 @@ class Pipeline:
         return (len(inputs), *self.between)
 
     def _own(self, stages: Sequence[nn.Module] | Mapping[int, nn.Module]) -> dict[int, nn.Module]:
-        mine = self.route.stages
-        if isinstance(stages, Mapping):
-            if sorted(stages) != mine:
-                raise ValueError(f"Rank {self.route.rank} runs the stages {mine} and got {sorted(stages)}.")
-        elif len(stages) != self.schedule.n_stages:
+        mine, n = self.route.stages, self.schedule.n_stages
+        if sorted(stages) != mine if isinstance(stages, Mapping) else len(stages) != n:
+            came = sorted(stages) if isinstance(stages, Mapping) else f"{len(stages)} modules"
             raise ValueError(
-                f"The schedule has {self.schedule.n_stages} stages, and {len(stages)} modules came. Give "
-                f"them all in order, or this rank's by number: {{{mine[0]}: module}}."
+                f"The schedule has {n} stages, and {came} came. Give them all in order, or this rank's by number: "
+                f"{{{mine[0]}: module}}."
             )
         return {stage: stages[stage] for stage in mine}
 
 
 class _Route:
-    """A schedule as one rank sees it: where each action runs, when, and what comes here from others.
-
-    Raises:
-        ScheduleError: the schedule cannot run.
-    """
+    """A schedule as one rank sees it: where each action runs, when, and what comes here from others."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.rank, self.actions, self.n_stages = rank, schedule.actions[rank], schedule.n_stages
@@ -157,16 +146,12 @@ class _Route:
     def _messages(self) -> list[Action]:
         """The actions on other ranks whose results come here, in the order in which they are sent.
 
-        Both ends of a pair post what they exchange in this one order: also where a backend, as nccl does,
-        works through it strictly one after the other, every wait is for something earlier. So none is for
-        ever.
+        Both ends of a pair post what they exchange in this one order: also where a backend, as nccl does, works
+        through it strictly, every wait is for something earlier. So none is for ever.
         """
-        found = []
-        for action in self.rounds:
-            user = self.user(action)
-            if user is not None and self.homes[user.stage] == self.rank != self.homes[action.stage]:
-                found.append(action)
-        return sorted(found, key=self.key)
+        users = {action: self.user(action) for action in self.rounds if self.homes[action.stage] != self.rank}
+        mine = (action for action, user in users.items() if user and self.homes[user.stage] == self.rank)
+        return sorted(mine, key=self.key)
 
 
 class _Execution:
@@ -212,9 +197,7 @@ class _Execution:
     # Messages
 
     def _post_receives(self, action: Action) -> None:
-        """Post the receive of each message that is earlier in the order of all ranks than this action, and of
-        a few later ones where the backend allows it.
-        """
+        """Post the receive of each message that is earlier in the order of all ranks, and a few where it may be."""
         pipeline, route = self.pipeline, self.route
         turn, rank = route.key(action)
         while self.coming and route.key(self.coming[0]) < (turn + pipeline.ahead, rank):
@@ -270,11 +253,6 @@ class _Execution:
             self.later[stage, j] = _WeightsLater()
         with self.later.get((stage, j), nullcontext()):
             out = self.pipeline.stages[stage](self.inputs[j] if arrived is None else arrived)
-        if not isinstance(out, Tensor):
-            raise TypeError(
-                f"Stage {stage} gave a {type(out).__name__}, and a stage gives one tensor. Let it return "
-                f"one, for example the values joined with torch.cat."
-            )
         if stage == self.route.n_stages - 1:
             # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
             out = self.pipeline.loss(out, self.targets[j]) * (len(self.inputs[j]) / self.samples)
@@ -298,10 +276,7 @@ class _Execution:
 
     @torch.no_grad()
     def _add_shared(self) -> None:
-        """Give both copies of a shared parameter the sum of their gradients.
-
-        It is an exchange and an addition between two ranks, so no process group of the two has to be made.
-        """
+        """Give both copies of a shared parameter the sum of their gradients, without a process group of the two."""
         stages, group = self.pipeline.stages, self.pipeline.group
         for stage, module in stages.items():
             for other, parameter in _shared(module).items():
@@ -341,9 +316,7 @@ class _WeightsLater(TorchFunctionMode):
         self.jobs: list[Callable[[], None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.linear:
-            return self._linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf):
@@ -385,13 +358,11 @@ class _Linear(torch.autograd.Function):
 
 
 def split_gpt(model: models.Decoder, n_stages: int) -> list[nn.Module]:
-    """The stages of a GPT or Llama in order; blocks are shared out evenly, the first stages get one more
-    where it does not work out.
+    """The stages of a GPT or Llama in order; the first may have one block more than the others.
 
     Each stage is a model of the same class that has some of the model's own parts, under their names, and
-    None in place of the others: the first stage embeds, the last one computes the logits. A tied head becomes
-    a copy of the embedding, and the pipeline keeps both equal; `shared` of a stage says with which other
-    stage. Count it once where you add up over ranks.
+    None in place of the others. A tied head becomes a copy of the embedding, and the pipeline keeps both equal;
+    `shared` of a stage says with which other stage. Count it once where you add up over ranks.
     """
     n = len(model.blocks)
     if not 1 <= n_stages <= n:

@@ -2,15 +2,12 @@
 
 The six functions at the top move activations between ranks and know their own backward. On them stand the
 linear layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every
-layer takes its part of a dense layer, which must be the same on all ranks, so together they compute what the
-dense layers compute. `parallel.transformer` builds the GPT and the Llama from them.
+layer takes its part of a dense layer, which must be the same on all ranks. `parallel.transformer` builds the GPT and
+the Llama from them. With `sequence_parallel` the activations between the layers are divided along the sequence:
+a rank holds `(batch, length / ranks, features)`.
 
-With `sequence_parallel` the activations between the layers are divided along the sequence instead of being
-held whole by every rank. What a rank then holds is `(batch, length / ranks, features)`.
-
-What it does not do: it does not give each rank its batch (all ranks of the group must get the same one), it
-does not split layers unevenly (only a vocabulary), and has no automatic mixed precision and no gradients of
-gradients. It sets no seeds: with dropout all ranks of a group must be seeded alike.
+What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients. It sets
+no seeds: with dropout all ranks of a group must be seeded alike, as they must get the same batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +25,7 @@ FEATURES, SEQUENCE = -1, -2  # the dims of an activation (..., length, features)
 
 
 class Group:
-    """The ranks that share a layer: a process group, this rank's place in it, and their number.
-
-    It stands for the group when a module is copied: `copy.deepcopy` cannot copy a process group.
-    """
+    """The ranks that share a layer. It stands for the process group, which `copy.deepcopy` cannot copy."""
 
     def __init__(self, process_group: "dist.ProcessGroup | Group | None" = None) -> None:
         given = process_group.process_group if isinstance(process_group, Group) else process_group
@@ -42,9 +36,7 @@ class Group:
         return self
 
     def part(self, total: int, rank: int | None = None) -> slice:
-        """A rank's part of `total` things, by default this one's; the first parts are longer by one where it
-        must be.
-        """
+        """A rank's part of `total` things, by default this one's; the first parts may be longer by one."""
         rank = self.rank if rank is None else rank
         small, longer = divmod(total, self.size)
         return slice(rank * small + min(rank, longer), (rank + 1) * small + min(rank + 1, longer))
@@ -129,18 +121,12 @@ def _same(x: Tensor) -> Tensor:
 
 
 def copy_to_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
-    """`x`, which every rank holds whole, for ranks that will do different things with it.
-
-    Backward sums what the ranks found: forward nothing, backward an all-reduce.
-    """
+    """`x`, which every rank holds whole, for ranks that will do different things with it. Backward an all-reduce."""
     return _Pair.apply(x, _same, Group(process_group).sum)
 
 
 def reduce_from_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tensor:
-    """The sum of all ranks' `x`, on every rank. Forward an all-reduce, backward nothing.
-
-    The ranks must do the same with it afterwards, so that their gradients are one and the same.
-    """
+    """The sum of all ranks' `x`, for ranks that will do the same with it. Forward an all-reduce, backward nothing."""
     return _Pair.apply(x, Group(process_group).sum, _same)
 
 
@@ -154,20 +140,16 @@ def split_to_group(x: Tensor, dim: int = FEATURES, *, process_group: ProcessGrou
 def gather_from_group(
     x: Tensor, dim: int = FEATURES, *, total: int | None = None, process_group: ProcessGroup = None
 ) -> Tensor:
-    """All ranks' parts in a row along `dim`, on every rank. Backward keeps this rank's part of the gradient.
+    """All ranks' parts in a row along `dim`, for ranks that will do the same with it (else: `all_gather`).
 
-    The ranks must do the same with it afterwards; where they do different things, use `all_gather`. `total`
-    is the length of the whole where the parts are not equally long.
+    Backward keeps this rank's part of the gradient. `total` is the whole's length where parts are not equally long.
     """
     group = Group(process_group)
     return _Pair.apply(x, lambda x: group.all_gather(x, dim, total), lambda grad: group.own(grad, dim))
 
 
 def all_gather(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGroup = None) -> Tensor:
-    """All ranks' parts in a row along `dim`, for ranks that will do different things with them.
-
-    Backward a reduce-scatter.
-    """
+    """All ranks' parts in a row along `dim`, for ranks that will do different things. Backward a reduce-scatter."""
     group = Group(process_group)
     return _Pair.apply(x, lambda x: group.all_gather(x, dim), lambda grad: group.reduce_scatter(grad, dim))
 
@@ -201,9 +183,9 @@ class _CopyTogether(torch.autograd.Function):
 class _Columns(torch.autograd.Function):
     """Several linear layers on one input, each with its rows of weight: the input travels once for all.
 
-    `x` is what every rank holds, or with `gathers` this rank's part of the sequence. Then the whole is not
-    kept for backward but gathered again, and that is what makes sequence parallelism save memory. Backward
-    finds the gradient of the weights while the gradient of the input is on its way.
+    With `gathers`, `x` is this rank's part of the sequence. The whole is not kept for backward but gathered again:
+    that is what makes sequence parallelism save memory. The gradient of the input travels while backward finds those
+    of the weights.
     """
 
     @staticmethod
@@ -246,13 +228,7 @@ def columns(x: Tensor, layers: "Sequence[ColumnParallelLinear | SlicedLinear]") 
 
 
 class ParallelLayer(nn.Module):
-    """A layer of which each rank holds a part. `sharded` says along which dim each parameter is divided.
-
-    Args:
-        dense: the layer to take this rank's part of; it must be the same on all ranks.
-        process_group: the ranks that share the layer, by default all.
-        sequence_parallel: whether what lies between the layers is divided along the sequence.
-    """
+    """A layer of which each rank holds a part of `dense`; `sharded` says along which dim each parameter is divided."""
 
     sharded: ClassVar[Mapping[str, int]] = {}
     weight: nn.Parameter
@@ -278,8 +254,7 @@ class ColumnParallelLinear(ParallelLayer):
     """A linear layer of which each rank holds some outputs: `(..., in)` -> `(..., out / ranks)`.
 
     `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so
-    these are columns of A. With `sequence_parallel` the input is this rank's part of the sequence. `uneven`
-    lets the first ranks have one output more where the number of ranks does not divide them.
+    these are columns of A. `uneven` lets the first ranks have one output more where they must.
 
     >>> up = ColumnParallelLinear.from_linear(nn.Linear(64, 256))
     >>> down = RowParallelLinear.from_linear(nn.Linear(256, 64))
@@ -287,6 +262,7 @@ class ColumnParallelLinear(ParallelLayer):
     """
 
     sharded: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
+    out_features: int
 
     @classmethod
     def from_linear(
@@ -299,8 +275,6 @@ class ColumnParallelLinear(ParallelLayer):
         layer = cls(dense, process_group, **options)
         layer.out_features = dense.out_features
         return layer
-
-    out_features: int
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank computes with."""
@@ -346,14 +320,10 @@ class RowParallelLinear(ParallelLayer):
 
 
 class SlicedLinear(ParallelLayer):
-    """A linear layer that every rank holds whole and of which it computes some outputs, perhaps the same as
-    other ranks: `(..., in)` -> `(..., outputs of this rank)`.
+    """A linear layer that every rank holds whole and of which it computes some `outputs`, as other ranks may, too.
 
     It stands where there are fewer things to share than ranks, such as key/value heads. The gradient is
     summed over all ranks, each with zeros for what it did not compute.
-
-    Args:
-        outputs: which of the outputs of `dense` this rank computes.
     """
 
     def __init__(
@@ -370,9 +340,7 @@ class SlicedLinear(ParallelLayer):
 
 
 class ReplicatedNorm(ParallelLayer):
-    """A LayerNorm or RMSNorm whose weights every rank holds and applies to other tokens: their gradient is a
-    sum over the ranks. `(..., length / ranks, features)` -> the same.
-    """
+    """A LayerNorm or RMSNorm that every rank applies to other tokens: its gradient is a sum over the ranks."""
 
     def __init__(self, dense: nn.LayerNorm | nn.RMSNorm, process_group: ProcessGroup = None) -> None:
         super().__init__(dense, process_group, sequence_parallel=True)
@@ -399,8 +367,7 @@ def sharded_dims(model: nn.Module) -> dict[str, int | None]:
 def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The state dict of the dense model, whole on every rank. All ranks of the group must call it.
 
-    `state` is this rank's, by default that of `model`. It can be anything with the same names and shapes,
-    such as gradients: `{name: p.grad for name, p in model.named_parameters()}`.
+    `state` is this rank's, by default that of `model`; gradients of the same names will do, too.
     """
     state, wholes = model.state_dict() if state is None else state, {}
     for name, dim in sharded_dims(model).items():
@@ -419,10 +386,7 @@ def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None)
 
 
 def local_state_dict(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of a state dict of the dense model, to give to `model.load_state_dict`.
-
-    No communication.
-    """
+    """This rank's part of a state dict of the dense model, to give to `model.load_state_dict`."""
     found = {}
     for name, whole in full.items():
         path, _, parameter = name.rpartition(".")

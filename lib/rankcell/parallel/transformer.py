@@ -2,9 +2,7 @@
 
 `tensor_parallel` turns a dense model into its twin over a group of ranks, from the layers of
 `parallel.tensor` and `parallel.vocabulary`. Parts keep their names, so `tensor.full_state_dict` gives back
-what the dense model has.
-
-What it does not do: it knows no models but those of `rankcell.models`, and no documents in a sequence.
+what the dense model has. It knows no models but those of `rankcell.models`, and no documents in a sequence.
 """
 
 import copy
@@ -34,10 +32,7 @@ from .vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
 class ParallelMLP(nn.Module):
-    """Two linear layers and an activation, the hidden units divided: one all-reduce forward, one backward.
-
-    The twin of `rankcell.models.MLP`.
-    """
+    """Two linear layers and an activation, the hidden units divided: one all-reduce forward, one backward."""
 
     def __init__(self, dense: models.MLP, process_group: ProcessGroup = None, **options: bool) -> None:
         super().__init__()
@@ -50,10 +45,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelSwiGLU(nn.Module):
-    """The MLP of a Llama, the hidden units divided: one all-reduce forward, one backward.
-
-    The twin of `rankcell.models.SwiGLU`: gate and up have the same input, which travels once for both.
-    """
+    """The MLP of a Llama, the hidden units divided. Gate and up have the same input, which travels once for both."""
 
     def __init__(self, dense: models.SwiGLU, process_group: ProcessGroup = None, **options: bool) -> None:
         super().__init__()
@@ -69,8 +61,8 @@ class ParallelSwiGLU(nn.Module):
 class ParallelDropout(nn.Module):
     """Dropout whose mask every rank draws for itself: for other heads, or other tokens, another mask.
 
-    The mask depends on torch's global random numbers and the rank, and every rank takes equally many of
-    them. So if all ranks of a group were seeded alike, ordinary dropout on what they all hold stays the same.
+    Every rank takes equally many of torch's global random numbers. So if all ranks of a group were seeded alike,
+    ordinary dropout on what they all hold stays the same.
     """
 
     def __init__(self, p: float, process_group: ProcessGroup = None) -> None:
@@ -89,9 +81,8 @@ class ParallelDropout(nn.Module):
 class ParallelAttention(nn.Module):
     """Causal attention, the heads divided: one all-reduce forward, one backward.
 
-    The twin of `rankcell.models.Attention`. Where there are fewer key/value heads than ranks, several ranks
-    in a row compute the same one: keys and values are then held whole by every rank, and their gradients
-    summed.
+    Where there are fewer key/value heads than ranks, several ranks in a row compute the same one: keys and values
+    are then held whole by every rank, and their gradients summed.
     """
 
     def __init__(self, dense: models.Attention, process_group: ProcessGroup = None, **options: bool) -> None:
@@ -113,8 +104,7 @@ class ParallelAttention(nn.Module):
             self.value = SlicedLinear(dense.value, mine, group, **options)
         else:
             raise ValueError(
-                f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks: neither number "
-                f"divides the other. Choose a group whose size divides {n_kv_heads}, or is a multiple of it."
+                f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks: neither divides the other."
             )
         self.output = RowParallelLinear.from_linear(dense.output, group, **options)
         self.dropout = ParallelDropout(dense.dropout.p, group)
@@ -130,10 +120,7 @@ class ParallelAttention(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """One layer of the GPT or the Llama: norm, attention, add; norm, MLP, add.
-
-    With `sequence_parallel` what enters and leaves is this rank's part of the sequence.
-    """
+    """One layer of the GPT or the Llama: norm, attention, add; norm, MLP, add."""
 
     def __init__(
         self,
@@ -168,9 +155,8 @@ class ParallelDecoder(nn.Module):
     """A GPT or Llama with everything divided but its norms and positions: tokens -> logits, or a loss.
 
     `model(tokens)` is the logits `(batch, length, vocab)`, whole on every rank. `model(tokens, targets)` is
-    the mean cross-entropy, and no rank ever holds all logits. The parts are named as in
-    `rankcell.models.Decoder`, and `embed`, `blocks` and `unembed` or `loss` are the places to cut it into
-    stages. A stage without embedding or head takes and gives on what lies between the blocks.
+    the mean cross-entropy, and no rank ever holds all logits. A pipeline's stage without embedding or head takes and
+    gives on what lies between the blocks.
     """
 
     token_embedding: Any  # None in a stage that does not embed
@@ -205,9 +191,7 @@ class ParallelDecoder(nn.Module):
         return self.unembed(x) if targets is None else self.loss(x, targets)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What enters the first block: `(batch, length)` -> `(batch, length, d_model)`, or with
-        `sequence_parallel` this rank's part of the length.
-        """
+        """What enters the first block, `(batch, length, d_model)`, or this rank's part of the length."""
         length = tokens.shape[-1]
         if length > self.context:
             raise ValueError(
@@ -253,11 +237,10 @@ def tensor_parallel(
 ) -> Any:
     """The twin of `model` in which each rank of a group holds its part.
 
-    `model` is the course's GPT or Llama, one of its blocks, its attention or MLP. It stays as it is and must be
-    the same on all ranks of the group, which is checked. To train, give all ranks the same batches; every
-    gradient is then complete after `loss.backward()`. With `sequence_parallel` what lies between the layers is
-    divided along the sequence: blocks, attention and MLP take and return this rank's part; a whole model takes
-    whole sequences, and their length must be a multiple of the number of ranks.
+    `model` is the course's GPT or Llama, one of its blocks, its attention or MLP; it must be the same on all ranks of
+    the group, which is checked. Give all ranks the same batches: every gradient is complete after `loss.backward()`.
+    With `sequence_parallel` what lies between the layers is divided along the sequence: blocks, attention and MLP take
+    and return this rank's part, a whole model takes whole sequences.
 
     >>> model = tensor_parallel(GPT(49))
     >>> model(tokens, targets).backward()
@@ -282,16 +265,14 @@ def _check_same(model: nn.Module, group: Group) -> None:
     named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     if not named or group.size == 1:
         return
-    exact = [p.detach().double() for _, p in named]
-    sums = torch.stack([s for p in exact for s in (p.sum(), p.square().sum())]).to(named[0][1].device)
+    sums = torch.stack([p.detach().double().square().sum() for _, p in named])
     highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
     group.all_reduce(highest, op=dist.ReduceOp.MAX)
     if not has_numbers(highest):
         return
-    spread = highest[0] + highest[1]
-    different = (spread > 1e-9 * highest.abs().amax(0).clamp_min(1)).view(-1, 2).any(1).tolist()
-    if any(different):
-        names = [name for (name, _), differs in zip(named, different, strict=True) if differs]
+    different = highest[0] + highest[1] > 1e-9 * highest[0].clamp_min(1)
+    if different.any():
+        names = [name for (name, _), differs in zip(named, different.tolist(), strict=True) if differs]
         raise ValueError(
             f"The ranks of this group hold different models: {len(names)} of {len(named)} parameters differ, "
             f"first {names[0]}. Build it from the same seed on all ranks, or broadcast it first."

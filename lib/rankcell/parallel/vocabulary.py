@@ -18,12 +18,10 @@ from .tensor import Group, ParallelLayer, ProcessGroup, reduce_from_group, reduc
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """An embedding of which each rank holds the vectors of some tokens, summed.
+    """An embedding of which each rank holds the vectors of some tokens, and gives zeros for the others; their sum.
 
     `(batch, length)` -> `(batch, length, features)`, or with `sequence_parallel` this rank's part of the length.
-
-    A rank looks up the tokens that it has and gives zeros for the others. `weight` is
-    `dense.weight.tensor_split(ranks)[rank]`.
+    `weight` is `dense.weight.tensor_split(ranks)[rank]`.
     """
 
     sharded: ClassVar[Mapping[str, int]] = {"weight": 0}
@@ -33,8 +31,7 @@ class VocabParallelEmbedding(ParallelLayer):
         self.num_embeddings = dense.num_embeddings
         if self.num_embeddings < self.group.size:
             raise ValueError(
-                f"A vocabulary of {self.num_embeddings} is too small for {self.group.size} ranks. "
-                f"Use fewer ranks."
+                f"A vocabulary of {self.num_embeddings} is too small for {self.group.size} ranks."
             )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -98,7 +95,7 @@ def vocab_parallel_cross_entropy(
     """The mean cross-entropy in nats, the same on all ranks, from logits `(..., vocab / ranks)`.
 
     No rank ever sees all logits: the ranks exchange three numbers per token, the largest logit, the sum of
-    the exponentials and the target's logit. `targets`, `(...)`, are tokens of the whole vocabulary.
+    the exponentials and the target's logit.
     """
     group = Group(process_group)
     mine = group.part(vocab)

@@ -1,9 +1,8 @@
-"""ZeRO's arithmetic and its first two stages: sharded optimizer states, then sharded gradients too.
+"""ZeRO's first two stages: sharded optimizer states, then sharded gradients too.
 
-Every rank of plain data parallelism holds the same 16 bytes per parameter. Here each holds 1/W of the
-states (`ShardedOptimizer`), or of states and gradients (`ZeRO2`); stage 3, in `parallel.fsdp`, shards
-everything. Parameters lie one after the other in flat buffers that are cut into W equal shards, so neither
-the number of layers nor their sizes matter. It is the final form of lesson 09, for any process group.
+Each rank holds 1/W of the states (`ShardedOptimizer`), or of states and gradients (`ZeRO2`); stage 3, in
+`parallel.fsdp`, shards everything. Parameters lie one after the other in flat buffers that are cut into W equal
+shards, so neither the number of layers nor their sizes matter.
 
 What it does not do: optimizers that look at a whole matrix (Adafactor, Muon, L-BFGS), saved states, offloading.
 """
@@ -16,33 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import group
-from .flat import FlatLayout, by
 from .fsdp import FSDP
-
-
-def model_state_bytes(
-    parameters: float,
-    world_size: int,
-    stage: int,
-    *,
-    parameter: float = 2,
-    gradient: float = 2,
-    optimizer: float = 12,
-) -> float:
-    """Bytes of parameters, gradients and optimizer states on each rank, at a stage from 0 to 3.
-
-    The defaults are the bytes per parameter of Adam in mixed precision: 2 for the parameter and 2 for its
-    gradient, in 16 bits, and 12 for a float32 copy and two float32 moments. All in float32 it is 4, 4, 8.
-
-    model_state_bytes(7.5e9, 64, 3)  # 16 * 7.5e9 / 64 = 1.875e9
-    """
-    # https://arxiv.org/abs/1910.02054, section 5 and Table 1 (2020)
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"ZeRO has the stages 1, 2 and 3, and 0 shards nothing. There is no stage {stage!r}."
-        )
-    kinds = ((3, parameter), (2, gradient), (1, optimizer))
-    return parameters * sum(nbytes / (world_size if stage >= first else 1) for first, nbytes in kinds)
+from .shards import FlatLayout
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -51,13 +25,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Every rank calls `step` with the same, already averaged gradients; each updates its shard, then an
     all-gather gives everybody all of them. The parameters move into flat buffers when they are added.
 
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-
-    Args:
-        params: parameters, or parameter groups, the same on every rank.
-        optimizer_cls: a torch optimizer that treats every number on its own (SGD, Adam, AdamW, ...).
-        process_group: the ranks to share with; all by default.
-        kwargs: go to `optimizer_cls`.
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
 
     def __init__(
@@ -87,8 +55,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.local.add_param_group(shell)
         super().add_param_group(param_group)
         parameters = self.param_groups[-1]["params"]
-        for alike in by(lambda p: (p.dtype, p.device), parameters):
-            self._shard(alike)
+        for kind in dict.fromkeys((p.dtype, p.device) for p in parameters):
+            self._shard([p for p in parameters if (p.dtype, p.device) == kind])
         mine = [self._parts[p][2] for p in parameters]
         self.local.param_groups[-1]["params"] += [part for part in mine if part.numel()]
 
@@ -114,10 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine.update(_hyper_parameters(ours))  # a scheduler sets them on this optimizer
         for parameter, (view, where, part) in self._parts.items():
             if parameter.untyped_storage()._cdata != view.untyped_storage()._cdata:
-                raise RuntimeError(
-                    "A parameter is no longer where ShardedOptimizer put it. Move or cast the model first, "
-                    "then make the optimizer."
-                )
+                raise RuntimeError("Move or cast the model first, then make the ShardedOptimizer.")
             part.grad = None if parameter.grad is None else parameter.grad.reshape(-1)[where]
         self.local.step()
         for _, _, part in self._parts.values():
@@ -131,8 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Raises: no rank has all states, and this optimizer does not collect them."""
         raise RuntimeError(
-            "ShardedOptimizer saves no states: each rank has a part. Use torch's ZeroRedundancyOptimizer, which "
-            "collects them."
+            "ShardedOptimizer saves no states: each rank has a part. ZeroRedundancyOptimizer does."
         )
 
 
@@ -144,8 +108,7 @@ class ZeRO2(FSDP):
     """ZeRO stage 2: each rank keeps all parameters, but only 1/W of the gradients and optimizer states.
 
     It is used like `FSDP`. Parameters are gathered once in each forward, and never freed; the shards that the
-    optimizer updates are a part of them. Gradients are reduce-scattered during backward, unit by unit, and
-    freed.
+    optimizer updates are a part of them.
     """
 
     keeps_parameters = True

@@ -8,16 +8,15 @@
     communication  bytes and seconds of each kind of communication
     seconds        the time of a step, by what it is spent on
     search         all layouts: which are possible, which is fastest, why not the others: `search.search(job)`
-    rows           a published run, as a row of a table: `predict(row)`
     command        `rankcell plan`
 
-Models and GPUs stand in models.csv and chips.csv, fitted numbers in fitted.json, which tools/fit_planner.py writes.
-Each module uses those above it. Fields of jobs and layouts may be NumPy arrays, so one formula serves one layout
-and a hundred thousand. Nothing here needs torch, a GPU or a rank; nothing is measured, and no job is started.
+Models and GPUs stand in models.csv and chips.csv, fitted numbers in fitted.json, which tools/fit_planner.py writes;
+tools/planner_rows.py reads published runs. Each module uses those above it. Fields of jobs and layouts may be NumPy
+arrays, so one formula serves one layout and a hundred thousand. Nothing here needs torch, a GPU or a rank; nothing is
+measured, and no job is started.
 """
 
 from .layout import Job, Layout
-from .rows import RowError, parse, predict
 from .shapes import MODELS, Shape
 
-__all__ = ["MODELS", "Job", "Layout", "RowError", "Shape", "parse", "predict"]
+__all__ = ["MODELS", "Job", "Layout", "Shape"]

@@ -6,13 +6,9 @@ direction, all peaks dense.
 """
 
 import difflib
-import re
 from dataclasses import dataclass
 
 from .shapes import table
-
-FORMATS = {"bf16": "bf16", "fp16": "bf16", "fp32": "tf32", "tf32": "tf32", "fp8": "fp8", "mxfp8": "fp8",
-           "fp4": "fp4", "nvfp4": "fp4", "mxfp4": "fp4"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,10 +18,8 @@ class Chip:
     `bus` is the bus bandwidth that long collectives inside a domain reach, measured where anybody published it,
     else nine tenths of the link's rate. `matmul` is the share of the bf16 peak that the best matrix product
     reached in a public test, and `sustained` the share of the peak that a lower power limit leaves. `alpha` and
-    `alpha_across` are the seconds that each step of a ring takes besides its bytes, inside a domain and between:
-    64 MiB on 8 H100 take 324 us where their 480 GB/s would take 245 us, 80 us over 14 steps; 256 MiB on 32 B200
-    take 2.27 ms where 382 GB/s would take 1.36 ms, 0.9 ms over 62 steps (dgxc-benchmarking v25.10.02, nccl;
-    ml-engineering@744d01e, network).
+    `alpha_across` are the seconds that each step of a ring takes besides its bytes, inside a domain and between, as
+    64 MiB on 8 H100 and 256 MiB on 32 B200 have them (dgxc-benchmarking v25.10.02; ml-engineering@744d01e, network).
     """
 
     name: str
@@ -59,42 +53,18 @@ def _chip(name: str, family: str, memory: str, node: str, **numbers: str) -> Chi
 
 
 CHIPS = {row["name"]: _chip(**row) for row in table("chips.csv")}
-_ALIASES = {"v100": "V100-32", "a100": "A100-80", "h100": "H100-80", "h100-nvl": "H100-94"}
+_ALIASES = {"v100": "V100-32", "a100": "A100-80", "h100": "H100-80"}
 
 
 def find(name: str) -> Chip:
-    """The GPU called `name`: "h100", "H100 SXM 80GB", "A100-40". Raises ValueError with the nearest names."""
-    text = re.sub(r"nvidia|amd|instinct|tesla|dgx|hgx|sxm\d?|hbm\d?e?|pcie", " ", name.lower())
-    text = re.sub(r"(\d)\s*gi?b\b", r"\1", text)
-    text = re.sub(r"[^a-z0-9]+", "-", text).strip("-")
-    text = re.sub(r"(?<=-96)-.*500w?$|-500w$", lambda m: "" if "-96" in text else "-96", text)
-    known = {key.lower(): chip for key, chip in CHIPS.items()}
-    known |= {alias: CHIPS[full] for alias, full in _ALIASES.items()}
-    if text in known:
-        return known[text]
-    family, *rest = text.split("-")
-    sizes = [key for key in known if key.split("-")[0] == family]
-    if fits := [key for key in sizes if any(r == key.split("-")[-1] for r in rest)]:
-        return known[fits[0]]
-    if sizes:
-        return known.get(family, known[sizes[0]])
-    near = difflib.get_close_matches(text, known, n=3, cutoff=0.2) or list(known)[:3]
+    """The GPU called `name`: "h100", "A100-40". Raises ValueError with the nearest names if it is unknown."""
+    known = {key.lower(): chip for key, chip in CHIPS.items()} | {
+        k: CHIPS[full] for k, full in _ALIASES.items()
+    }
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.2) or list(known)[:3]
     raise ValueError(
         f"There is no GPU called {name!r} here. The nearest are {', '.join(known[n].name for n in near)}; "
         f"there are {', '.join(CHIPS)}."
     )
-
-
-def number_format(name: str) -> str:
-    """The format in which `name` multiplies matrices. Raises ValueError if it is unknown."""
-    text = re.sub(r"[^a-z0-9]", "", name.lower())
-    text = (
-        text.replace("bfloat16", "bf16")
-        .replace("float16", "fp16")
-        .replace("float8", "fp8")
-        .removeprefix("amp")
-    )
-    for key in sorted(FORMATS, key=len, reverse=True):
-        if key in text:
-            return FORMATS[key]
-    raise ValueError(f"There is no number format {name!r} here. There are {', '.join(FORMATS)}.")

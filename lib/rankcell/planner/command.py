@@ -11,49 +11,37 @@ from typing import Any
 from . import chips, search, shapes, stacks
 from .layout import RECOMPUTE, Job, Layout
 
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
-
-class PlanError(ValueError):
-    """A request that cannot be planned, and what would do."""
-
-
-def gpus_of(said: str) -> tuple[int, chips.Chip]:
-    """How many of which GPU "64xh100" says. Raises PlanError for anything else."""
-    found = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.+?)\s*", said, flags=re.I)
-    if not found or int(found[1]) < 1:
-        raise PlanError(f"--gpus {said!r} is not understood. Write how many of which, for example 64xh100.")
-    return int(found[1]), chips.find(found[2])
+def job_of(options: Any) -> Job:
+    """The job that the options of the command describe. Raises ValueError with what would do."""
+    cards = re.fullmatch(r"([1-9]\d*)[x×*](.+)", options.gpus)
+    if not cards:
+        raise ValueError(
+            f"--gpus {options.gpus!r} is not understood. Write how many of which, for example 64xh100."
+        )
+    chip = chips.find(cards[2])
+    if options.network:
+        chip = replace(chip, network=options.network * 1e9)
+    batch, stack = batch_of(options.batch, options.sequence), stacks.STACKS[options.stack]
+    shape = shapes.find(options.model)
+    return Job(shape, chip, int(cards[1]), options.sequence, batch, options.format, stack)
 
 
 def batch_of(said: str, seq: int) -> int:
-    """Sequences per step: "512", or tokens as in "4M-tokens" (M is 2^20, k 2^10). Raises PlanError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)([kmg]?)[- ]?(tokens|sequences)?\s*", said, flags=re.I)
+    """Sequences per step: "512", or tokens as in "4M-tokens" (M is 2^20, k 2^10). Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)(-tokens)?", said, flags=re.I)
     if not found:
-        raise PlanError(f"--batch {said!r} is not understood. Write 4M-tokens, or 512 for so many sequences.")
-    count = float(found[1]) * _UNITS[found[2].lower()]
-    if (found[3] or "").lower() == "tokens":
-        count /= seq
+        raise ValueError(
+            f"--batch {said!r} is not understood. Write 4M-tokens, or 512 for so many sequences."
+        )
+    count = float(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] / (seq if found[3] else 1)
     if count < 1 or count != int(count):
         near = max(1, round(count))
-        raise PlanError(
+        raise ValueError(
             f"--batch {said} is {count:g} sequences of {seq} tokens: not a whole number. The nearest batch is "
             f"{near} sequences, {near * seq} tokens."
         )
     return int(count)
-
-
-def job_of(options: Any) -> Job:
-    """The job that the options of the command describe. Raises PlanError or ValueError with what would do."""
-    n_gpus, chip = gpus_of(options.gpus)
-    if options.stack not in stacks.STACKS:
-        raise PlanError(f"There is no stack {options.stack!r}. There are {', '.join(stacks.STACKS)}.")
-    if options.network:
-        chip = replace(chip, network=options.network * 1e9)
-    return Job(
-        shapes.find(options.model), chip, n_gpus, options.sequence, batch_of(options.batch, options.sequence),
-        chips.number_format(options.format), stacks.STACKS[options.stack],
-    )  # fmt: skip
 
 
 def degrees(layout: Layout) -> str:
@@ -70,23 +58,12 @@ def degrees(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def expected_error(job: Job) -> str:
-    """By how much plans were off on published runs that nothing was fitted on, as a sentence."""
-    rate = stacks.ERRORS["kept apart"]["experts" if job.shape.experts else "dense"]
-    memory = stacks.ERRORS["memory"]["all"]
-    return (
-        f"Error to expect: half of the published runs kept apart were within {rate['median']:.0%} of the predicted "
-        f"speed, nine of ten within {rate['p90']:.0%}.\nMemory: half of the published runs, which partly served to "
-        f"fit it, were within {memory['median']:.0%}, nine of ten within {memory['p90']:.0%}."
-    )
-
-
 def report(job: Job, found: search.SearchResult) -> str:
     """What the command prints."""
-    shape, chip = job.shape, job.chip
+    shape = job.shape
     active = f", {shape.active_params / 1e9:.1f} billion active" if shape.experts else ""
     lines = [
-        f"{shape.name}: {shape.params / 1e9:.1f} billion parameters{active}; {job.n_gpus} x {chip.name}, "
+        f"{shape.name}: {shape.params / 1e9:.1f} billion parameters{active}; {job.n_gpus} x {job.chip.name}, "
         f"{job.number_format}, {job.stack.name}; {job.batch} sequences of {job.seq} tokens.",
         f"{len(found)} layouts: {len(found.order)} are possible.",
     ]
@@ -100,15 +77,21 @@ def report(job: Job, found: search.SearchResult) -> str:
             f"   memory: {', '.join(f'{name} {n:.1f}' for name, n in gb.items())}",
             f"   time besides the model's operations: {choice.why}",
         ]
-    if len(found.order):
-        lines += ["", expected_error(job),
-                  "MFU counts causal attention and no recomputation, against the dense peak."]  # fmt: skip
-    else:
+    if not len(found.order):
         lines += ["", "None is possible. Take more GPUs, a shorter sequence or a batch with more divisors.",
                   "Rejected, with an example of each reason:"]  # fmt: skip
         for number, count in found.counts().items():
             index = int((found.verdict == number).argmax())
             lines.append(f"   {count:6}  {degrees(found.layouts.at(index))}: {found.reason(index)}")
+        return "\n".join(lines)
+    rate = stacks.ERRORS["kept apart"]["experts" if shape.experts else "dense"]
+    memory = stacks.ERRORS["memory"]["all"]
+    lines += [
+        "",
+        "MFU counts causal attention and no recomputation, against the dense peak. Error to expect: half of the",
+        f"published runs kept apart were within {rate['median']:.0%} of the predicted speed, nine of ten within "
+        f"{rate['p90']:.0%}; of the memory within {memory['median']:.0%} and {memory['p90']:.0%}.",
+    ]
     return "\n".join(lines)
 
 
@@ -124,8 +107,8 @@ def add_command(commands: Any) -> None:
     add("--gpus", required=True, metavar="NxGPU", help="for example 64xh100, 8xa100-40")
     add("--sequence", type=int, default=4096, metavar="TOKENS", help="tokens per sequence (4096)")
     add("--batch", default="4M-tokens", help="per step: 4M-tokens (M is 2^20), or 512 sequences")
-    add("--format", default="bf16", help="bf16, fp8 or fp4 (bf16)")
-    add("--stack", default="megatron-core", help="software stack (megatron-core)")
+    add("--format", default="bf16", choices=("bf16", "fp8", "fp4"), help="of matrix products (bf16)")
+    add("--stack", default="megatron-core", choices=stacks.STACKS, help="software stack (megatron-core)")
     add("--network", type=float, default=0, metavar="GB/S", help="bytes/s per GPU between nodes, each way")
     command.set_defaults(run=run)
 

@@ -1,10 +1,8 @@
 """What the groups of a layout send: bytes per step by group, the link each crosses, and the seconds it takes.
 
-Seconds by the latency-bandwidth model of `rankcell.costs`, whose ring formulas stand here once more for arrays
-(a test holds the two together). A group of g ranks, s apart, lies inside one NVLink domain of `node` GPUs when
-s g <= node. Otherwise k = max(1, node / s) of its ranks share a domain; every rank has a network port, so a ring
-goes out of a domain through k ports at once, and no faster than NVLink. Where GPUs share cards, `Chip.network` is
-the rate of a server's cards together over its GPUs.
+Seconds by the latency-bandwidth model of `rankcell.costs`. A group of g ranks, s apart, lies inside one NVLink domain
+of `node` GPUs when s g <= node. Otherwise k = max(1, node / s) of its ranks share a domain; every rank has a network
+port, so a ring goes out of a domain through k ports at once, and no faster than NVLink.
 """
 
 from typing import Any, NamedTuple
@@ -27,10 +25,7 @@ class Traffic(NamedTuple):
 
 
 def ring(nbytes: Any, ranks: Any, bandwidth: Any, latency: Any) -> Any:
-    """Seconds of one all-gather or reduce-scatter of an array of `nbytes`: (n-1) alpha + (n-1)/n beta S.
-
-    As `costs.ring_all_gather`, for arrays. An all-reduce takes two of them.
-    """
+    """Seconds of one all-gather or reduce-scatter: (n-1) alpha + (n-1)/n beta S, as `costs.ring_all_gather`."""
     return (ranks - 1) * latency + (ranks - 1) / ranks * nbytes / bandwidth
 
 
@@ -51,14 +46,9 @@ def all_reduce(job: Job, nbytes: Any, ranks: Any, stride: Any, way: str = "ring"
 
     "ring": one ring over all, through the ports of all k ranks of a domain at once. The others first add up
     inside each domain and gather there at the end; between the domains each rank then sums its k-th through its
-    own port: in a ring ("hierarchical", as `costs.hierarchical_all_reduce`), in two pipelined trees ("tree":
-    Sanders, Speck, Traeff, https://doi.org/10.1016/j.parco.2009.09.001, 2009), or in the switches of the network
-    ("in-switch": each port sends and receives its part once; Bloch et al., SHARP,
-    https://doi.org/10.14529/jsfi170401, 2017). What switches add inside a domain is in `Chip.bus`, which is
-    measured with it.
-
-    Raises:
-        ValueError: there is no such way.
+    own port: in a ring ("hierarchical"), in two pipelined trees ("tree": Sanders, Speck, Traeff,
+    https://doi.org/10.1016/j.parco.2009.09.001, 2009), or in the switches of the network ("in-switch": each port sends
+    and receives its part once; Bloch et al., SHARP, https://doi.org/10.14529/jsfi170401, 2017).
     """
     if way not in WAYS:
         raise ValueError(f"There is no way {way!r} to sum. There are {', '.join(WAYS)}.")
@@ -89,9 +79,8 @@ def tensor(job: Job, layout: Layout) -> Traffic:
     """Two all-reduces forward and two backward per layer and micro-batch, of the activations (2 bytes each).
 
     With sequence parallelism each is a reduce-scatter and an all-gather of the same bytes, and both inputs are
-    gathered once more in the backward, unless the stack keeps them whole. Shoeybi et al.,
-    https://arxiv.org/abs/1909.08053, section 3 (2019); Korthikanti et al., arXiv 2205.05198, section 4.2.2
-    (2022). A whole recomputed layer adds two all-reduces.
+    gathered once more in the backward, unless the stack keeps them whole. A whole recomputed layer adds two
+    all-reduces. Shoeybi et al., https://arxiv.org/abs/1909.08053, section 3; Korthikanti et al., section 4.2.2.
     """
     layers = job.shape.layers / layout.pp
     nbytes = 2 * layout.tokens(job) * job.shape.hidden
@@ -110,8 +99,8 @@ def context(job: Job, layout: Layout) -> Traffic:
 def expert(job: Job, layout: Layout) -> Traffic:
     """Two all-to-alls forward and two backward per layer of experts: each token goes to top_k experts and back.
 
-    Inside a domain top_k copies of a token travel, 2 bytes an element. To another domain it travels once, and is
-    copied there: of N domains with the experts spread evenly, (N-1) (1 - (1 - 1/N)^top_k) others are met.
+    Inside a domain top_k copies of a token travel, 2 bytes an element; to another domain one, which is copied there:
+    of N domains with the experts spread evenly, (N-1) (1 - (1 - 1/N)^top_k) others are met.
     """
     s, chip = job.shape, job.chip
     times = 4 * s.moe_layers / layout.pp * layout.microbatches(job)
@@ -129,8 +118,8 @@ def data(job: Job, layout: Layout) -> Traffic:
     """Gradients are summed and parameters gathered: once per step, or more often where they are not kept.
 
     Plain: an all-reduce of the gradients. ZeRO-1: a reduce-scatter of them and an all-gather of 16-bit weights.
-    ZeRO-2: the same, but the reduce-scatter in every micro-batch, after which only a share is kept. ZeRO-3: two
-    all-gathers and a reduce-scatter in every micro-batch. Section 7 of arXiv 1910.02054 counts one micro-batch.
+    ZeRO-2: the same, with the reduce-scatter in every micro-batch. ZeRO-3: two all-gathers and a reduce-scatter in
+    every micro-batch. Section 7 of arXiv 1910.02054 counts one.
     """
     dense, experts = params_on(job, layout, 0 * layout.pp)
     ranks, stride = layout.dp * layout.cp, layout.tp

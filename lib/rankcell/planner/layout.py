@@ -14,9 +14,7 @@ from .chips import Chip
 from .shapes import Shape
 from .stacks import Stack
 
-NONE, SELECTIVE, FULL = range(
-    3
-)  # what is recomputed in the backward: nothing, attention's inside, whole layers
+NONE, SELECTIVE, FULL = range(3)  # recomputed in the backward: nothing, attention's inside, whole layers
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("GPipe", "1F1B", "zero bubble", "ZB-2p", "ZB-V")
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, ZB_2P, ZB_V = range(5)

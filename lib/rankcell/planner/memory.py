@@ -1,9 +1,7 @@
 """Bytes that a GPU holds while it trains: parameters, gradients, optimizer, activations, logits, workspace.
 
 ZeRO: Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3 (2019). Activations: Korthikanti et al.,
-https://arxiv.org/abs/2205.05198, table 2 (2022), generalised to grouped queries, gated MLPs and experts. Their
-GPT layer keeps 34 bytes per token and hidden element, and 5 a s / h more where attention keeps its square.
-All functions take and give numbers or arrays, in bytes.
+https://arxiv.org/abs/2205.05198, table 2 (2022), generalised to grouped queries, gated MLPs and experts.
 """
 
 from typing import Any, NamedTuple
@@ -37,16 +35,12 @@ class StageMemory(NamedTuple):
         return self.states + self.activations + self.logits + self.workspace
 
 
-def zero_states(params: Any, dp: Any, stage: int, *, optimizer: float = 12) -> Any:
-    """Bytes of 16-bit weights and gradients and of the optimizer on each of `dp` ranks, by ZeRO stage.
-
-    Rajbhandari et al., table 1: 2 + 2 + K bytes per parameter, K = 12 for Adam with a copy of the weights.
-
-    >>> zero_states(7.5e9, 64, 3) / 1e9
-    1.875
+def zero_states(params: Any, dp: Any, stage: int) -> Any:
+    """Bytes of 16-bit weights and gradients and of the optimizer (12 per parameter: Adam with a copy of the weights) on
+    each of `dp` ranks, by ZeRO stage from 0 to 3: `zero_states(7.5e9, 64, 3) == 1.875e9`. Rajbhandari et al., table 1.
     """
     shards = [dp if stage >= k else 1 for k in (3, 2, 1)]
-    return params * (2 / shards[0] + 2 / shards[1] + optimizer / shards[2])
+    return params * (2 / shards[0] + 2 / shards[1] + 12 / shards[2])
 
 
 def kept_per_token(
@@ -66,13 +60,12 @@ def kept_per_token(
 ) -> Any:
     """Bytes that the forward of one mean layer keeps, per token of the micro-batch, on one of `tp` ranks.
 
-    16-bit activations. Divided by tp: queries, keys, values, what attention gives, the inside of the MLP, and
-    the square of attention (5 bytes an element: softmax, dropout and its mask) unless attention is flash or its
-    inside is recomputed. Divided with sequence parallelism only: the inputs of both norms and of both halves.
-    `masks`: and the two masks of dropout, one byte per element. `norm_copies`: further 16-bit copies around the
-    norms; `attention_copies`, `gate_copies`: of what attention gives, and of the inside of the MLP. `angles`: tables
-    of the cosines or sines of rotary positions, 16-bit and half a head wide, which no rank divides. `product_bytes`:
-    bytes per element of what matrix products keep; 1 where they keep it in fp8.
+    Divided by tp: queries, keys, values, what attention gives, the inside of the MLP, and the square of attention (5
+    bytes an element: softmax, dropout and its mask) unless attention is flash or its inside is recomputed. Divided with
+    sequence parallelism only: the inputs of both norms and of both halves, and `masks` of dropout. `norm_copies`:
+    further 16-bit copies around the norms; `attention_copies`, `gate_copies`: of what attention gives, and of the
+    inside of the MLP. `angles`: tables of rotary positions, 16-bit and half a head wide. `product_bytes`: bytes per
+    element of what matrix products keep; 1 in fp8.
     """
     shard = np.where(sequence_parallel, tp, 1)
     p = product_bytes
@@ -105,11 +98,10 @@ def in_flight(job: Job, layout: Layout, stage: Any) -> Any:
 
 
 def layers_on(job: Job, layout: Layout, stage: Any) -> Any:
-    """How many layers a stage has, by the stack's way to cut (`Stack.split`), rounded up: the longest of its kind.
+    """How many layers a stage has, by the stack's way to cut (`Stack.split`), rounded up; MIDDLE is neither end.
 
-    "even": as many on each. "by work": the head counts as so many layers as it has operations, and the last
-    stage has as many fewer. "short ends": the first and the last stage have one layer fewer, for the embedding
-    and the head. MIDDLE asks for a stage that is neither.
+    "by work": the last stage has as many fewer as the head has operations. "short ends": the first and the last stage
+    have one layer fewer, for the embedding and the head.
     """
     s, p, split = job.shape, layout.pp, job.stack.split
     is_last = np.asarray(stage == p - 1)
@@ -172,11 +164,6 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
     return StageMemory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
 
 
-def by_stage(job: Job, layout: Layout) -> list[float]:
-    """Bytes on a rank of each stage of one layout, first to last."""
-    return [float(on_stage(job, layout, s).total) for s in range(int(layout.pp))]
-
-
 def fullest(job: Job, layout: Layout) -> Any:
     """Bytes on the rank that holds most: one of the first two stages, which hold most activations, or of the last."""
     stages = (0 * layout.pp, np.minimum(1, layout.pp - 1), layout.pp - 1)
@@ -184,9 +171,5 @@ def fullest(job: Job, layout: Layout) -> Any:
 
 
 def limit(job: Job) -> Any:
-    """Bytes that torch can hand out on the GPU before it runs out.
-
-    The card's memory less what the driver, the context and NCCL take and what the allocator cannot join, which
-    is the stack's `headroom`.
-    """
+    """Bytes that torch can hand out on the GPU: the driver, NCCL and the allocator's gaps take the `headroom`."""
     return job.chip.memory_bytes * (1 - job.stack.headroom)

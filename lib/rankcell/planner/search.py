@@ -29,7 +29,7 @@ REASONS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """One possible layout: `seconds` of its step by part, `memory` of its fullest stage by part, the rate."""
+    """One possible layout: seconds of its step by part, bytes of its fullest stage by part, the rate."""
 
     layout: Layout
     step: Step
@@ -119,8 +119,8 @@ def divisors(n: int) -> list[int]:
 def layouts(job: Job) -> Layout:
     """Every combination of degrees whose product is the number of GPUs, possible or not, as arrays.
 
-    What would be the same layout twice is left out: chunks without a pipeline, ZeRO without data parallelism,
-    ZeRO 2 and 3 with a pipeline (they would gather in every micro-batch), experts without experts.
+    Left out: chunks without a pipeline, ZeRO without data parallelism, ZeRO 2 and 3 with a pipeline (they would gather
+    in every micro-batch).
     """
     n, expert = int(job.n_gpus), bool(job.shape.experts)
     degrees = [

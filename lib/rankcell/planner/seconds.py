@@ -1,8 +1,7 @@
 """How long a step takes: computation of one micro-batch, what is exposed of the communication, the bubble.
 
-The rate of matrix products is the one constant per GPU and number format (`stacks.efficiency`). Attention runs
-at a share of it, everything between the matrix products at the speed of the memory, and no layer is faster
-than its kernels can be launched.
+The rate of matrix products is the one constant per GPU and number format. Attention runs at a share of it, what is
+between the matrix products at the speed of the memory, and no layer is faster than its kernels can be launched.
 """
 
 from collections.abc import Callable
@@ -45,8 +44,7 @@ def idle(schedule: Any, p: Any, forward: Any, inputs: Any, weights: Any, chunks:
     """Seconds that a rank of a pipeline of `p` ranks idles per step, by an index of `layout.SCHEDULES`.
 
     `forward`, `inputs`, `weights`: seconds of a micro-batch's forward and the two halves of its backward on one
-    rank. (p-1)(F+I+W)/v for GPipe, 1F1B and interleaved; (p-1)(F+I-W) for ZB-H1, (p-1)(F+I-2W) with twice the
-    memory (ZB-H2), half of ZB-H1 in a V. Qi et al., arXiv 2401.10241, table 2 (2023), whose B is our I.
+    rank. Qi et al., https://arxiv.org/abs/2401.10241, table 2 (2023), whose B is our I.
     """
     whole = (p - 1) * (forward + inputs + weights) / chunks
     halves = (p - 1) * (forward + inputs - weights)
@@ -57,8 +55,8 @@ def idle(schedule: Any, p: Any, forward: Any, inputs: Any, weights: Any, chunks:
 def dualpipe_idle(p: int, together: float, backward: float, weights: float) -> float:
     """Seconds that a rank idles in DualPipe, and in DualPipeV on half as many ranks.
 
-    (p/2 - 1)(F&B + B - 3W): `together` a forward and a backward that overlap, `backward` a whole one. From the
-    README of https://github.com/deepseek-ai/DualPipe (2025). It holds every stage twice, and p + 1 activations.
+    `together`: a forward and a backward that overlap; `backward`: a whole one. From the README of
+    https://github.com/deepseek-ai/DualPipe (2025).
     """
     return (p / 2 - 1) * (together + backward - 3 * weights)
 
@@ -126,10 +124,8 @@ def head_seconds(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Any:
 
 
 def optimizer_seconds(job: Job, layout: Layout) -> Any:
-    """Adam's traffic: 34 bytes per parameter that a rank updates.
-
-    Reads and writes 4-byte weights and both moments (24), reads the gradient (4), writes 16-bit weights, clears
-    the gradient (6).
+    """Adam's traffic, per parameter that a rank updates: reads and writes 4-byte weights and both moments (24 bytes),
+    reads the gradient (4), writes 16-bit weights and clears the gradient (6).
     """
     dense, experts = params_on(job, layout, 0 * layout.pp)
     shards = np.where(layout.zero >= 1, layout.dp * layout.cp, 1)
@@ -169,10 +165,7 @@ def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> St
 
 
 def timeline(job: Job, layout: Layout) -> tuple[Event, ...]:
-    """The pipeline of one step as predicted events, one rank per stage, for the pictures of a measured run.
-
-    Forward and backward of each action as long as on the slowest stage, communication included.
-    """
+    """The pipeline of one step as predicted events, each action as long as on the slowest stage, sending included."""
     found, m, p, v = step(job, layout), int(layout.microbatches(job)), int(layout.pp), int(layout.chunks)
     whole = float(found.total - found.bubble - found.data - found.optimizer) / m / v
     makers: tuple[Callable[..., schedules.Schedule], ...] = (

@@ -1,13 +1,11 @@
 """What a transformer is made of: its sizes, its parameters, its floating-point operations per token.
 
 Counts are exact for the weight matrices and leave out biases and the vectors of the norms (less than 0.1 % of a
-model of a billion parameters). Every field of a `Shape` may be a number or a NumPy array, so that the same
-formulas serve one model and a table of thousands of rows.
+model of a billion parameters).
 """
 
 import csv
 import difflib
-import re
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -101,9 +99,8 @@ class Shape:
     def flops_per_token(self, seq: Any) -> Any:
         """Operations per token, forward and backward, nothing recomputed, attention causal.
 
-        6 per parameter that the token meets, and 6 s w per layer for scores and values: half of the square
-        that the convention of full attention counts. Narayanan et al., https://arxiv.org/abs/2104.04473,
-        appendix (2021), whose formula counts the square and, with recomputation, the second forward.
+        6 per parameter that the token meets, and 6 s w per layer for scores and values: half of the square that
+        Narayanan et al. count, https://arxiv.org/abs/2104.04473, appendix (2021).
         """
         return 6 * self.active_params + 6 * self.layers * seq * self.width
 
@@ -121,30 +118,12 @@ def _shape(name: str, gated: str, tied: str, **numbers: str) -> Shape:
 MODELS = {row["name"]: _shape(**row) for row in table("models.csv")}
 
 
-def plain(name: str) -> str:
-    """`name` without what differs from writer to writer: "Llama-3.1 70B" -> "llama370b"."""
-    text = re.sub(r"\(.*?\)|\bcut to\b.*|pretrain|instruct|\bmeta\b", "", name.lower())
-    text = re.sub(r"llama-?_? ?3[._p]?1\b|llama31(?=\D)|llama3[.]?1(?=[ _-])", "llama3", text)
-    text = text.replace("llama-3.3", "llama3").replace("llama3.3", "llama3").replace("llama 3.3", "llama3")
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", text))  # 1.3b is not 13b
-
-
-_PLAIN = {plain(name): name for name in MODELS}
-
-
-def look_up(name: str) -> Shape | None:
-    """The model called `name`, however it is spelt, or the longest name inside it; None if there is none."""
-    wanted = plain(name)
-    inside = [key for key in _PLAIN if key in wanted]
-    return MODELS[_PLAIN[max(inside, key=len)]] if inside else None
-
-
 def find(name: str) -> Shape:
-    """As `look_up`, but raises ValueError with the nearest names if the model is unknown."""
-    if found := look_up(name):
-        return found
-    near = difflib.get_close_matches(plain(name), _PLAIN, n=3, cutoff=0.3) or list(_PLAIN)[:3]
+    """The model called `name`. Raises ValueError with the nearest names if it is unknown."""
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.3) or list(MODELS)[:3]
     raise ValueError(
-        f"There is no model called {name!r}. The nearest names are {', '.join(_PLAIN[n] for n in near)}; "
-        f"there are {len(MODELS)}: {', '.join(MODELS)}."
+        f"There is no model called {name!r}. The nearest names are {', '.join(near)}; there are {len(MODELS)}: "
+        f"{', '.join(MODELS)}."
     )

@@ -13,61 +13,43 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stack:
-    """A profile. Times in seconds, sizes in bytes, shares from 0 to 1.
-
-    Time: `passes`: how often the bytes that a layer keeps cross the GPU's memory in a step (a fused stack reads
-    and writes them few times, an eager one often); `attention`: the speed of attention as a share of that of
-    matrix products; `floor`: the shortest a layer can take for a micro-batch, forward and backward, because
-    kernels must be launched, `floor_tp` with tensor parallelism, `floor_moe` with experts; `overlap_tp`,
-    `overlap_dp`, `overlap_ep`: the share of that communication that hides behind computation; `network`: the
-    share of the network's rate that the sum of the gradients reaches, `reduce_bytes` per parameter of it;
-    `stall`: seconds lost per micro-batch where a pipeline crosses nodes;
-    `slowdown`: a factor on all computation for a stack that is slow for reasons nobody published.
-
-    Memory: bytes per parameter of weights, gradients and optimizer; `logit_bytes` per element of the logits;
-    `norm_copies`, `attention_copies`, `gate_copies`, `angles` and `kept_whole`: see `memory`; `end_bytes` per hidden
-    element of a token that the last stage keeps beside its layers, around the final norm; `workspace` of the
-    libraries; `headroom`: the share of the card that cannot be used.
-
-    How it works: `split`: how it cuts the model into stages, "even", "by work" (the head counts as layers) or
-    "short ends" (the first and the last stage have a layer fewer); `masks`: whether it keeps the masks of dropout;
-    `ampere_attention`: whether its attention kernels were written for the A100, so that they reach half of that share
-    on later GPUs (FlashAttention-2: 35 % of an H100's peak against 73 % of an A100's; https://arxiv.org/abs/2407.08608
-    and 2307.08691); `sequence_parallel`: whether it has it;
-    `selective_kept`, `selective_again`: with selective recomputation, the share of the activations that it keeps
-    and of the forward that it repeats, beside the square of attention.
-    """
+    """A profile. Times in seconds, sizes in bytes, shares from 0 to 1."""
 
     name: str = "today"
-    passes: Any = 10.0
-    attention: Any = 0.45
+    passes: Any = 10.0  # how often what a layer keeps crosses the memory in a step: less often if fused
+    attention: Any = 0.45  # the speed of attention, as a share of that of matrix products
+    # Kernels must be launched: the shortest a layer takes for a micro-batch; with tensor parallelism; with experts
     floor: Any = 1e-3
     floor_tp: Any = 1.5e-3
     floor_moe: Any = 9e-3
-    overlap_tp: Any = 0.3
+    overlap_tp: Any = 0.3  # the share of that communication that hides behind computation
     overlap_dp: Any = 0.7
     overlap_ep: Any = 0.0
-    network: Any = 0.8
-    reduce_bytes: Any = 2.0
-    stall: Any = 0.0
-    slowdown: Any = 1.0
-    weight_bytes: Any = 2.0
+    network: Any = 0.8  # the share of the network's rate that the sum of the gradients reaches
+    reduce_bytes: Any = 2.0  # of that sum, per parameter
+    stall: Any = 0.0  # seconds lost per micro-batch where a pipeline crosses nodes
+    slowdown: Any = 1.0  # of all computation, for reasons nobody published
+    weight_bytes: Any = 2.0  # per parameter, as the next two
     gradient_bytes: Any = 4.0
     optimizer_bytes: Any = 12.0
-    logit_bytes: Any = 8.0
-    norm_copies: Any = 0.0
+    logit_bytes: Any = 8.0  # per logit
+    norm_copies: Any = 0.0  # this and the next three: see `memory.kept_per_token`
     attention_copies: Any = 0.0
     gate_copies: Any = 0.0
     angles: Any = 0.0
-    end_bytes: Any = 0.0
-    kept_whole: Any = 0.0
-    masks: Any = False
+    end_bytes: Any = 0.0  # per hidden element of a token, around the final norm
+    kept_whole: Any = 0.0  # bytes per hidden element of a token, of gathered inputs that are not divided
+    masks: Any = False  # whether it keeps the masks of dropout
+    # With selective recomputation: the share of the activations that it keeps, and of the forward that it repeats,
+    # beside the square of attention
     selective_kept: Any = 1.0
     selective_again: Any = 0.0
+    # Attention kernels written for the A100 reach half of that share later: FlashAttention-2 has 35 % of an H100's peak
+    # against 73 % of an A100's; https://arxiv.org/abs/2407.08608 and 2307.08691
     ampere_attention: bool = False
-    workspace: Any = 0.5e9
-    headroom: Any = 0.05
-    split: str = "even"
+    workspace: Any = 0.5e9  # of the libraries
+    headroom: Any = 0.05  # the share of the card that cannot be used
+    split: str = "even"  # into stages: see `memory.layers_on`
     sequence_parallel: bool = True
 
 
@@ -85,25 +67,6 @@ EAGER = Stack(
 )  # fmt: skip
 EFFICIENCY: dict[str, dict[str, float]] = _FITTED["efficiency"]
 ERRORS: dict[str, Any] = _FITTED["errors"]
-# Which stack a published run belongs to, by what its source or its notes say; the first that is found
-_CLUES = (
-    ("nanotron", "nanotron"), ("playbook", "nanotron"), ("foundry", "llm-foundry"), ("mosaic", "llm-foundry"),
-    ("titan", "torchtitan"), ("fsdp", "torchtitan"), ("simumax", "megatron-plain"), ("zero_bubble", "zero-bubble"),
-    ("mlm_golden", "megatron-tests"), ("golden", "megatron-tests"), ("dlperf", "megatron-2020"),
-    ("megatron20", "megatron-2020"), ("megatron21", "megatron-2021"), ("korthikanti", "megatron-2021"),
-    ("bloom", "megatron-deepspeed"), ("bigscience", "megatron-deepspeed"), ("deepspeed", "megatron-deepspeed"),
-    ("mlperf", "megatron-mlperf"), ("mbridge", "megatron-core"), ("nemo", "megatron-core"),
-    ("dgxc", "megatron-core"), ("mcore", "megatron-core"), ("megatron", "megatron-core"),
-)  # fmt: skip
-
-
-def find(source: str, notes: str = "") -> Stack:
-    """The stack of a run, from where it was published; `megatron-core` where nothing is recognised."""
-    for text in (source.lower(), notes.lower()):
-        for clue, name in _CLUES:
-            if clue in text and name in STACKS:
-                return STACKS[name]
-    return STACKS["megatron-core"]
 
 
 def efficiency(

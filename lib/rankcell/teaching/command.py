@@ -37,8 +37,6 @@ def run(options: Any) -> int:
     """Judge as the options say and print the table; the number for the shell."""
     try:
         lessons = grading.lessons_of(options.course)
-        if not options.folder.is_dir():
-            raise grading.GradeError(f"{options.folder} is no folder.")
         found = submissions.find(options.folder, lessons)
         if not found:
             names = ", ".join(lesson.name for lesson in lessons)
@@ -49,15 +47,16 @@ def run(options: Any) -> int:
     jobs, walled, began = max(0, options.jobs) or system.available_cores(), sandbox.walls(), time.monotonic()
     print(f"{len(found)} notebooks, {jobs} at a time ...", file=sys.stderr, flush=True)
     grader = grading.Grader(options.course, lessons, seconds=options.seconds, jobs=jobs, walled=walled)
-    judgements = grader.grade(found, lambda one: print(f"  {one.student} {one.lesson}", file=sys.stderr))
+    try:
+        judgements = grader.grade(found, lambda one: print(f"  {one.student} {one.lesson}", file=sys.stderr))
+    except KeyboardInterrupt:
+        print("rankcell grade: interrupted.", file=sys.stderr)
+        return 130
     print(reports.table(judgements))
     took = time.monotonic() - began
     print(f"\n{len(judgements)} exercises in {took:.0f} s. {_WALLED if walled else _OPEN}")
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         reports.as_csv(judgements, options.csv)
-    if grader.interrupted:
-        print("rankcell grade: interrupted; what was not judged says so.", file=sys.stderr)
-        return 130
     passed, count = reports.score(judgements)
     return 2 if not count else int(passed < count)

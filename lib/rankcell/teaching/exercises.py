@@ -2,8 +2,8 @@
 
 A solution is a code cell with the tag `solution` (in a student's copy: `exercise`) whose first comment is
 `# Exercise N: what to do`. The cells below it, up to the next solution, heading or deliberate error, are its checks.
-Whoever makes student copies, tests the lessons, judges answers or ticks them off asks here. Nothing here runs a cell,
-and nothing here knows how a notebook is stored beyond its JSON: cells are the mappings of nbformat 4.
+Whoever makes student copies, tests the lessons, judges answers or ticks them off asks here. Nothing here runs a cell;
+cells are the mappings of nbformat 4.
 """
 
 import difflib
@@ -18,6 +18,7 @@ from typing import Any
 EXERCISE = re.compile(r"^#\s*(Exercise (\d+): \S.*)$")
 # The lines of a solution that a student does not get, where the others stay.
 BEGIN, END = "# BEGIN SOLUTION", "# END SOLUTION"
+_MARKED = re.compile(rf"(?ms)^([ \t]*){BEGIN}[ \t]*$(?:(?!{BEGIN}).)*?^\1{END}[ \t]*$")
 # In a student's copy a cell that judges an answer says so: there it may fail without holding up "Run All".
 CHECK = "check"
 
@@ -61,17 +62,11 @@ def is_exercise(cell: Cell) -> bool:
 
 
 def exercise_text(cell: Cell) -> str | None:
-    """The words of `# Exercise N: ...` at the head of a solution cell, or None where they are missing.
-
-    A student's copy keeps them beside the cell: the student may write over its head.
-    """
-    kept = cell["metadata"].get("rankcell")
+    """The words of `# Exercise N: ...` at the head of a solution cell, or None where they are missing."""
+    kept = cell["metadata"].get("rankcell")  # of a student's copy: the student may write over the cell's head
     if isinstance(kept, dict) and isinstance(kept.get("exercise"), str):
         return kept["exercise"]
-    lines = cell["source"].splitlines()
-    if lines and lines[0].startswith("%%"):
-        lines = lines[1:]
-    match = EXERCISE.match(lines[0]) if lines else None
+    match = EXERCISE.match(re.sub(r"\A%%.*\n", "", cell["source"]).split("\n")[0])
     return match[1] if match else None
 
 
@@ -85,26 +80,13 @@ def stub(cell: Cell) -> str:
     lines, or of all its lines where none is marked.
     """
     error = stub_error(exercise_text(cell) or "")
-    first, *lines = cell["source"].split("\n")
-    if not any(line.strip() in (BEGIN, END) for line in lines):
-        return f"{first}\n{error}" if first.startswith("%%") else error
-    kept, within = [first], None
-    for line in lines:
-        text, indent = line.strip(), line[: len(line) - len(line.lstrip())]
-        if text not in (BEGIN, END):
-            kept += [line] if within is None else []
-        elif (text == BEGIN) != (within is None):
-            raise ExerciseError(f"`{text}` without its other half")
-        elif text == BEGIN:
-            within = indent
-            kept += [f"{indent}# your code", f"{indent}{error}"]
-        elif indent != within:
-            raise ExerciseError(f"`{BEGIN}` and `{END}` do not begin in the same column")
-        else:
-            within = None
-    if within is not None:
-        raise ExerciseError(f"`{BEGIN}` without its other half")
-    return "\n".join(kept)
+    text, count = _MARKED.subn(lambda found: f"{found[1]}# your code\n{found[1]}{error}", cell["source"])
+    if BEGIN in text or END in text:
+        raise ExerciseError(f"`{BEGIN}` and `{END}` come in pairs that begin in the same column")
+    if count:
+        return text
+    first = text.split("\n")[0]
+    return f"{first}\n{error}" if first.startswith("%%") else error
 
 
 def stub_error(text: str) -> str:
@@ -113,9 +95,7 @@ def stub_error(text: str) -> str:
 
 
 def checks_of(cells: Sequence[Cell], index: int) -> list[int]:
-    """The places of the code cells that judge the solution at `index`: up to the next solution, heading or
-    deliberate error.
-    """
+    """The places of the code cells that judge the solution at `index`."""
     found = []
     for place, cell in enumerate(cells[index + 1 :], index + 1):
         if cell["cell_type"] == "markdown" and re.search(r"(?m)^#+ ", cell["source"]):
@@ -158,9 +138,8 @@ class Lesson:
         return sum(cell["source"].strip() in ours for cell in cells)
 
     def answers(self, cells: Sequence[Cell]) -> dict[int, list[str]]:
-        """What a student has written in place of each solution: the code cells that stand between the neighbours that
-        it has in the lesson, by the solution's place. Cells are known by their id, or by their words where an editor
-        has given them new ids. What the student has changed in cells of the lesson is not in there.
+        """What a student has written in place of each solution, by its place: the code cells between the neighbours
+        that it has in the lesson, known by their id, or by their words where an editor has given them new ids.
         """
         partner = self._partners(cells)
         fixed = {i: j for i, j in partner.items() if not is_exercise(self.cells[i])}

@@ -11,7 +11,7 @@ nobody's answer is judged; how long it takes is added to what an answer may take
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -34,10 +34,8 @@ class Playback:
     def __init__(self, lesson: Lesson, begin: Callable[[], Session], given_up: Callable[[], bool]) -> None:
         self._lesson, self._begin, self._given_up = lesson, begin, given_up
         self._session: Session | None = None
-        self._place, self._spoilt = (
-            0,
-            False,
-        )  # the next cell to run; whether an answer has failed in this session
+        self._place = 0  # the next cell to run
+        self._spoilt = False  # whether an answer has failed in this session
 
     def judge(self, exercise: Exercise, answer: Sequence[str], seconds: float) -> Attempt:
         """How the answer and its checks fare; `limit` is "lesson" where the cells before it fail, whatever it does."""
@@ -81,7 +79,6 @@ class Grader:
     """Judges submissions to the lessons of a course.
 
     Args:
-        course: the folder of its notebooks.
         seconds: what an answer and its checks may take beyond twice what the course's own solution takes.
         jobs: how many notebooks are judged at a time.
         walled: whether sessions run behind bubblewrap.
@@ -95,13 +92,8 @@ class Grader:
         self._stopped = threading.Event()
         self._own: dict[str, dict[int, Attempt]] = {}  # lesson -> how its own solutions fare, by place
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C has ended the judging before its end."""
-        return self._stopped.is_set()
-
     def grade(self, found: Sequence[Submission], tell: Callable[[Submission], None]) -> list[Judgement]:
-        """Judge all answers; `tell` hears of each notebook that is judged. Ctrl-C ends it: the rest is not judged."""
+        """Judge all answers; `tell` hears of each notebook that is judged. Ctrl-C ends all sessions."""
         begun: dict[str, set[int]] = {}
         for one in found:
             if answers := self._answers(one):
@@ -113,17 +105,15 @@ class Grader:
             return judgements
 
         with ThreadPoolExecutor(self._jobs) as pool:
-            own = {name: pool.submit(self._own_solutions, name, places) for name, places in begun.items()}
-            tasks = []
             try:
-                wait(own.values())
+                own = {name: pool.submit(self._own_solutions, name, places) for name, places in begun.items()}
                 self._own = {name: task.result() for name, task in own.items()}
                 tasks = [pool.submit(judged, one) for one in found]
-                wait(tasks)
+                return [judgement for task in tasks for judgement in task.result()]
             except KeyboardInterrupt:
                 self._stopped.set()
-                tasks = tasks or [pool.submit(judged, one) for one in found]
-        return [judgement for task in tasks for judgement in task.result()]
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def _answers(self, one: Submission) -> dict[int, list[str]]:
         """The answers that were begun: not those that are missing, or still the stub."""
@@ -149,26 +139,23 @@ class Grader:
             return {
                 e.index: playback.judge(e, answers[e.index], seconds[e.index])
                 for e in self._lessons[name].exercises
-                if e.index in answers and not self.interrupted
+                if e.index in answers and not self._stopped.is_set()
             }
 
     def _judgements(self, one: Submission) -> list[Judgement]:
         if one.problem:
             return [Judgement(one.student, one.lesson, "the notebook", NOT_JUDGED, one.problem)]
         answers, own = self._answers(one), self._own.get(one.lesson, {})
-        seconds = {
-            at: self._seconds + 2 * own[at].seconds for at in answers if at in own and not _problem(own[at])
-        }
+        seconds = {at: self._seconds + 2 * own[at].seconds for at in answers if not _problem(own[at])}
         attempts = self._attempts(one.lesson, {at: answers[at] for at in seconds}, seconds)
         found = []
         for exercise in self._lessons[one.lesson].exercises:
             at, status, feedback = exercise.index, UNTOUCHED, ""
-            if at in attempts and not (self.interrupted and attempts[at].limit):
+            if at in attempts:
                 feedback = attempts[at].error
                 status = NOT_JUDGED if attempts[at].limit == "lesson" else FAILED if feedback else PASSED
             elif at in answers:
-                status, feedback = NOT_JUDGED, _problem(own[at]) if at in own else ""
-                feedback = feedback or "the judging was interrupted before this answer was judged"
+                status, feedback = NOT_JUDGED, _problem(own[at])
             found.append(Judgement(one.student, one.lesson, exercise.text, status, feedback))
         return found
 
@@ -189,7 +176,6 @@ def lessons_of(folder: Path) -> list[Lesson]:
     found = [lesson for lesson in found if lesson.exercises]
     if not found:
         raise GradeError(
-            f"{folder} holds no lesson with solutions. Name the folder of the course's own notebooks: "
-            f"`rankcell grade FOLDER --course notebooks`."
+            f"{folder} holds no lesson with solutions. --course names the course's own notebooks."
         )
     return found

@@ -2,9 +2,8 @@
 
 In a copy for students (`make student`) Jupyter tells the kernel which notebook it belongs to and which cell runs;
 `exercises` says which of them is an answer, a check, or builds on an answer. An exercise is solved when all its checks
-have passed since its answer last ran, and tried when an answer, or a check of one, has failed; a stub that ran is
-neither. A cell that fails because an exercise above it is open says so in one line. The file is small and stays where
-it is:
+have passed since its answer last ran. A cell that fails because an exercise above it is open says so in one line. The
+file is small and stays where it is:
 
     {"lessons": {"04_collectives": {"Exercise 1: mend the scatter": "solved"}}}
 """
@@ -22,8 +21,7 @@ from typing import Any
 from . import exercises
 
 FILE = "rankcell-progress.json"
-SOLVED, TRIED = "solved", "tried"
-MARKS = {SOLVED: "✓", TRIED: "✗", "": "·"}
+SOLVED = "solved"
 
 
 def load(shell: Any) -> None:
@@ -80,10 +78,8 @@ class CellFollower:
         self._saved, self._roles = 0.0, dict[str, CellRole]()
         self._role: CellRole | None = None  # of the cell that runs
         self._source = ""
-        self._answers: dict[
-            str, str
-        ] = {}  # exercise -> what is wrong with its latest answer, before any check
-        self._passed: dict[str, set[str]] = {}  # exercise -> its checks that passed since its answer ran
+        self._answers = dict[str, str]()  # exercise -> what is wrong with its latest answer, before any check
+        self._passed = dict[str, set[str]]()  # exercise -> its checks that passed since its answer ran
 
     def before(self, info: Any) -> None:
         """A cell begins: find its role, and show its errors our way only if it has one."""
@@ -104,14 +100,10 @@ class CellFollower:
         if self._role.kind == "answer":
             passed.clear()
             self._answers[text] = self._problem_of(text, error)
-            if error and not self._holds_stub(text):
-                self._note(text, TRIED)
         elif error is None:
             passed.add(result.info.cell_id)
             if all(i in passed for i, role in self._roles.items() if role == self._role):
-                self._note(text, SOLVED)
-        elif not self._answers.get(text, "no answer"):
-            self._note(text, TRIED)
+                self._note(text)
 
     def _holds_stub(self, text: str) -> bool:
         return exercises.stub_error(text) in self._source
@@ -126,12 +118,7 @@ class CellFollower:
         return f"The cell of {name} ended with {first.rstrip('.')}. Repair that first."
 
     def _show_error(
-        self,
-        shell: Any,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType,
-        tb_offset: Any = None,
+        self, shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: Any = None
     ) -> None:
         """Show the error of a cell that has a role: one line where that says all, else as IPython does."""
         if line := self._line_instead(error):
@@ -147,21 +134,17 @@ class CellFollower:
             text = self._role.texts[0]
             return self._problem_of(text, error) if self._holds_stub(text) else ""
         for text in self._role.texts:
-            if problem := self._answers.get(
-                text, f"The cell of {exercises.short_name(text)} has not run yet."
-            ):
+            missing = f"The cell of {exercises.short_name(text)} has not run yet."
+            if problem := self._answers.get(text, missing):
                 return problem
         own = isinstance(error, AssertionError) and not hasattr(error, "_render_traceback_")
         return f"{type(error).__name__}: {error}" if self._role.kind == "check" and own and str(error) else ""
 
-    def _note(self, text: str, state: str) -> None:
-        """Keep the state, a tick for good; a full disk must not cost a student the cell."""
+    def _note(self, text: str) -> None:
+        """Keep a tick, for good; a full disk must not cost a student the cell."""
         folder = self._notebook.parent
         known = _kept(folder)
-        lesson = known.setdefault(self._notebook.stem, {})
-        if lesson.get(text) in (SOLVED, state):
-            return
-        lesson[text] = state
+        known.setdefault(self._notebook.stem, {})[text] = SOLVED
         draft = folder / f".{FILE}.{os.getpid()}.part"
         try:
             draft.write_text(json.dumps({"lessons": known}, ensure_ascii=False, indent=1) + "\n", "utf-8")
@@ -171,7 +154,7 @@ class CellFollower:
 
 
 class ProgressTable:
-    """Lessons and their exercises, each solved, tried or not begun."""
+    """Lessons and their exercises, each solved or open."""
 
     def __init__(self, rows: Mapping[str, Mapping[str, str]]) -> None:
         self.rows = rows
@@ -182,9 +165,9 @@ class ProgressTable:
         width = max(map(len, self.rows))
         lines = []
         for lesson, states in self.rows.items():
-            marks = " ".join(MARKS[state] for state in states.values())
+            marks = " ".join("✓" if state == SOLVED else "·" for state in states.values())
             lines.append(f"{lesson:{width}}  {[*states.values()].count(SOLVED)} of {len(states)}  {marks}")
-        return "\n".join([*lines, "✓ solved   ✗ tried   · not begun"])
+        return "\n".join([*lines, "✓ solved   · open"])
 
 
 def _this_notebook() -> Path | None:
@@ -197,7 +180,5 @@ def _kept(folder: Path) -> dict[str, dict[str, str]]:
     """Lesson -> exercise -> its state; nothing where nothing can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         lessons = json.loads((folder / FILE).read_text("utf-8"))["lessons"]
-        return {
-            lesson: {t: s for t, s in of.items() if s in (SOLVED, TRIED)} for lesson, of in lessons.items()
-        }
+        return {lesson: {t: s for t, s in of.items() if s == SOLVED} for lesson, of in lessons.items()}
     return {}

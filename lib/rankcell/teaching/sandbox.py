@@ -1,8 +1,8 @@
 """The process of a session from outside: how it is started, what it may take, and how all of it ends.
 
 Where bubblewrap (`bwrap`) is installed and allowed, a session sees only its own processes, has no network but a
-loopback, and can write in its own folder alone. Elsewhere it is an ordinary process: its time, memory and number of
-processes are watched all the same, and whatever it has started is found by a mark in its environment.
+loopback, and can write in its own folder alone. Everywhere its time, memory and number of processes are watched, and
+whatever it has started is found by a mark in its environment.
 """
 
 import contextlib
@@ -60,15 +60,13 @@ def _bubblewrap(folder: str) -> list[str]:
 class Session:
     """One process that runs cells, with a folder of its own; the limit that it breaks ends it.
 
-    Args:
-        walled: whether it runs behind bubblewrap.
-        recorded: a folder of records that lessons read beside them.
+    `walled`: behind bubblewrap. `recorded`: a folder of records that lessons read beside them.
     """
 
-    def __init__(self, *, walled: bool, recorded: Path | None = None) -> None:
+    def __init__(self, *, walled: bool, recorded: Path) -> None:
         self._walled, self._closed = walled, False
         self._folder = tempfile.mkdtemp(prefix="rankcell-grade-")
-        if recorded is not None and recorded.is_dir():
+        if recorded.is_dir():
             shutil.copytree(recorded, Path(self._folder, "recorded"))
         kept = {n: v for n, v in os.environ.items() if not n.startswith(("SLURM_", "JPY_"))}
         homes = ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR", "XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""Reads one published run, as a row of a table, and predicts it: the interface that the planner is scored through.
+"""Reads one published run, as a row of a table, and predicts it: what the planner is fitted and scored through.
 
 A row is a dictionary of strings or numbers with the columns of tests/data/planner_2.csv. Blank or missing
 columns get a documented default (`parse`). What cannot be understood raises a `RowError` that names the column.
@@ -11,8 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import chips, memory, seconds, shapes, stacks
-from .layout import FULL, GPIPE, NONE, ONE_F_ONE_B, SELECTIVE, ZB_2P, ZB_V, ZERO_BUBBLE, Job, Layout
+from rankcell.planner import chips, memory, seconds, shapes, stacks
+from rankcell.planner.layout import (
+    FULL,
+    GPIPE,
+    NONE,
+    ONE_F_ONE_B,
+    SELECTIVE,
+    ZB_2P,
+    ZB_V,
+    ZERO_BUBBLE,
+    Job,
+    Layout,
+)  # fmt: skip
 
 _BLANK = {"", "nan", "none", "null", "n/a", "na", "-", "unknown"}
 # field of a Shape: the column that says it, if it is not called so, and the least it may be
@@ -24,6 +35,17 @@ _SCHEDULES = {"gpipe": GPIPE, "afab": GPIPE, "zb-2p": ZB_2P, "zb-h2": ZB_2P, "zb
               "zb-h1": ZERO_BUBBLE, "zb-v": ZB_V}  # fmt: skip
 _FULL = r"full|uniform|block|all|true"
 _SELECTIVE = r"select|attn|attention|op|mla|moe|norm|mlp|act|partial"
+_FORMATS = {"bf16": "bf16", "fp16": "bf16", "fp32": "tf32", "tf32": "tf32", "fp8": "fp8", "fp4": "fp4"}
+# Which stack a published run belongs to, by what its source or its notes say; the first that is found
+_CLUES = (
+    ("nanotron", "nanotron"), ("playbook", "nanotron"), ("foundry", "llm-foundry"), ("mosaic", "llm-foundry"),
+    ("titan", "torchtitan"), ("fsdp", "torchtitan"), ("simumax", "megatron-plain"), ("zero_bubble", "zero-bubble"),
+    ("mlm_golden", "megatron-tests"), ("golden", "megatron-tests"), ("dlperf", "megatron-2020"),
+    ("megatron20", "megatron-2020"), ("megatron21", "megatron-2021"), ("korthikanti", "megatron-2021"),
+    ("bloom", "megatron-deepspeed"), ("bigscience", "megatron-deepspeed"), ("deepspeed", "megatron-deepspeed"),
+    ("mlperf", "megatron-mlperf"), ("mbridge", "megatron-core"), ("nemo", "megatron-core"),
+    ("dgxc", "megatron-core"), ("mcore", "megatron-core"), ("megatron", "megatron-core"),
+)  # fmt: skip
 Row = Mapping[str, Any]
 
 
@@ -59,6 +81,54 @@ def count(row: Row, column: str, default: float, *, least: int = 1) -> int:
     return int(value)
 
 
+def _plain(name: str) -> str:
+    """`name` without what differs from writer to writer: "Llama-3.1 70B" -> "llama370b"."""
+    text = re.sub(r"\(.*?\)|\bcut to\b.*|pretrain|instruct|\bmeta\b", "", name.lower())
+    text = re.sub(r"llama-?_? ?3[._p]?[13]\b|llama31(?=\D)|llama3[.]?1(?=[ _-])", "llama3", text)
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=\d)\.(?=\d)", "p", text))  # 1.3b is not 13b
+
+
+_MODELS = {_plain(name): shape for name, shape in shapes.MODELS.items()}
+
+
+def model_called(name: str) -> shapes.Shape | None:
+    """The model of the table called `name`, however it is spelt, or the longest name inside it; None without any."""
+    inside = [key for key in _MODELS if key in _plain(name)]
+    return _MODELS[max(inside, key=len)] if inside else None
+
+
+def chip_called(name: str) -> chips.Chip:
+    """The GPU called `name`: "h100", "H100 SXM 80GB", "NVIDIA A100". Raises ValueError."""
+    text = re.sub(r"nvidia|amd|instinct|tesla|dgx|hgx|sxm\d?|hbm\d?e?|pcie", " ", name.lower())
+    text = re.sub(r"(?<=h100)[ -]nvl$", "-94", text)
+    text = re.sub(r"(\d)\s*gi?b\b", r"\1", text)
+    text = re.sub(r"[^a-z0-9]+", "-", text).strip("-")
+    text = re.sub(r"(?<=-96)-.*500w?$|-500w$", lambda m: "" if "-96" in text else "-96", text)
+    family, *rest = text.split("-")
+    sizes = [chip for chip in chips.CHIPS.values() if chip.name.lower().split("-")[0] == family]
+    fits = [chip for chip in sizes if chip.name.split("-")[-1] in rest]
+    return (fits or [chips.find(family if sizes else text)])[0]
+
+
+def format_called(name: str) -> str:
+    """The format in which `name` multiplies matrices: "float16", "FP8-MX". Raises ValueError."""
+    text = re.sub(
+        r"b?float", lambda m: {"b": "bf"}.get(m[0][0], "fp"), re.sub(r"[^a-z0-9]", "", name.lower())
+    )
+    if found := re.search("|".join(_FORMATS), text):
+        return _FORMATS[found[0]]
+    raise ValueError(f"There is no number format {name!r} here. There are {', '.join(_FORMATS)}.")
+
+
+def stack_of(source: str, notes: str = "") -> stacks.Stack:
+    """The stack of a run, from where it was published; `megatron-core` where nothing is recognised."""
+    for said in (source.lower(), notes.lower()):
+        for clue, name in _CLUES:
+            if clue in said:
+                return stacks.STACKS[name]
+    return stacks.STACKS["megatron-core"]
+
+
 def shape_of(row: Row) -> shapes.Shape:
     """The model of a row: its own sizes, and from the table of models what it leaves blank.
 
@@ -67,7 +137,7 @@ def shape_of(row: Row) -> shapes.Shape:
     of 51200 entries where its row does not say otherwise.
     """
     name = text(row, "model")
-    known = shapes.look_up(name) or _counted(row, name)
+    known = model_called(name) or _counted(row, name)
     if count(row, "hidden", known.hidden) != known.hidden:
         known = _counted(row, name)  # another model of that name
     sizes: dict[str, Any] = {
@@ -135,10 +205,10 @@ def parse(row: Row) -> tuple[Job, Layout]:
         RowError: a column cannot be understood, or the degrees do not fit the number of GPUs.
     """
     shape, notes, opts = shape_of(row), text(row, "notes"), options_of(row)
-    chip = _known("gpu", chips.find, text(row, "gpu") or "H100-80")
-    number_format = _known("dtype", chips.number_format, text(row, "dtype") or "bf16")
+    chip = _known("gpu", chip_called, text(row, "gpu") or "H100-80")
+    number_format = _known("dtype", format_called, text(row, "dtype") or "bf16")
     n_gpus, tp, pp, cp, dp = _degrees(row)
-    stack = stacks.find(text(row, "source"), notes)
+    stack = stack_of(text(row, "source"), notes)
     if chip.name == "H100-80" and re.search(r"\b500 ?W\b", notes):
         chip = chips.find("H100-96")
     share = number(row, "global_batch_seqs", 0, least=0) / dp
@@ -248,7 +318,7 @@ def predict(row: Row) -> dict[str, Any]:
     """
     job, layout = parse(row)
     total = float(seconds.step(job, layout).total)
-    stages = [nbytes / 1e9 for nbytes in memory.by_stage(job, layout)]
+    stages = [float(memory.on_stage(job, layout, k).total) / 1e9 for k in range(layout.pp)]
     return {
         "tokens_per_s_per_gpu": float(job.batch * job.seq / job.n_gpus / total),
         "step_s": total,
