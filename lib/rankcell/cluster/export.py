@@ -81,7 +81,9 @@ def read(path: Path) -> list[RankCell]:
         # a rehearsal (1 of N) has one process and no values: it stays with the notebook, as other magics do
         if first.startswith("%%ranks") and not cell_source.rehearsed(first.removeprefix("%%ranks"))[1]:
             try:
-                found.append(RankCell(number, rest, tags, cell_source.parser().parse_known_args(first.split()[1:])[0]))
+                found.append(
+                    RankCell(number, rest, tags, cell_source.parser().parse_known_args(first.split()[1:])[0])
+                )
             except argparse.ArgumentError as error:
                 raise ExportError(f"In [{number}]: the line `{first}` is not understood: {error}.") from None
     if not found:
