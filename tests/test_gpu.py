@@ -91,7 +91,7 @@ for step in range(2):
 states = sum(p.numel() * 4 * 4 for p in model.parameters())
 peak, last = max(m.total for m in held.samples), held.samples[-1]
 kinds = last.parameters + last.gradients + last.optimizer
-[still, states, kinds, last.total, last.allocated, peak, torch.cuda.max_memory_allocated()]
+[still, states, kinds, last.total, torch.cuda.memory_allocated(), peak, torch.cuda.max_memory_allocated()]
 """
     with rankcell.Ranks(1, device=DEVICE) as one:
         run = one.run(source)

@@ -32,7 +32,6 @@ def test_every_rank_is_a_process_in_one_group(four):
     for rank, (_, *found) in enumerate(run.values):
         assert found == [[6.0] * 3, [str(rank), "4", str(rank), "4", "127.0.0.1"], str(Path.cwd()), 1]
     assert (run.backend, run.device, run.world_size) == ("gloo", "cpu", 4)
-    assert all(held > 1 << 20 for held in four.memory())
 
 
 def test_all_output_comes_back_by_rank(four):

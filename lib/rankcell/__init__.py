@@ -74,15 +74,13 @@ def span(name: str) -> AbstractContextManager[None]:
     return nullcontext() if current.recorder is None else current.recorder.span(name)
 
 
-def spans(model: Any, *names: str) -> AbstractContextManager[None]:
-    """On a rank: record forward and backward of each module of `model` in the block as computing.
+def spans(model: Any) -> AbstractContextManager[None]:
+    """On a rank: record forward and backward of each part of `model` in the block as computing.
 
     with rankcell.spans(model):
         model(x).sum().backward()
-
-    `names` choose modules ("blocks.0", "blocks.0.mlp"); without them it is the parts the model is made of.
     """
-    return nullcontext() if current.recorder is None else extensions.find("rankcell.spans")(model, *names)
+    return nullcontext() if current.recorder is None else extensions.find("rankcell.spans")(model)
 
 
 def watch(array: Any) -> AbstractContextManager[None]:

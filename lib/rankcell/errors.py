@@ -124,16 +124,6 @@ class RankInputError(EOFError):
         super().__init__(message or f"{keyboard}answer with `--push NAME`.")
 
 
-class RehearsalError(RuntimeError):
-    """A rank that rehearses was asked for something that only computing gives."""
-
-    def __init__(self, what: str, line: int = 0) -> None:
-        super().__init__(
-            f"{what[0].upper()}{what[1:]}{_at_line(Call('', line))}: a rehearsal cannot know that. Its tensors have "
-            f"shapes and no numbers. Leave it out of the cell, or run the cell on real ranks: `%%ranks 4`."
-        )
-
-
 class SpawnError(RuntimeError):
     """A rank was asked to start ranks of its own with a function that only a cell has."""
 

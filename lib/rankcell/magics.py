@@ -25,13 +25,12 @@ from IPython.display import clear_output, display
 
 from . import errors, extensions, source, versions
 from .draw import page
-from .draw.svg import format_bytes
 from .engine import devices, launch, world
 from .results import Run
 
 _AUTORELOAD = (
-    "autoreload does not reach the ranks: after you edit a module, `--fresh` in the `%%ranks` line starts ranks that "
-    "import it anew."
+    "autoreload does not reach the ranks: after you edit a module, `%ranks restart` starts ranks that import it "
+    "anew."
 )
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 
@@ -158,8 +157,6 @@ class RankMagics(Magics):
             key = size, f"{kind} {options.start}", nodes
             ranks = self.worlds.get(key)
             if ranks is not None and ranks.alive:
-                if options.fresh:
-                    ranks.restart()
                 return ranks
             start = {"device": options.device, "nodes": nodes, "start": options.start}
             ranks = self.worlds[key] = world.Ranks(size, on=on, as_rank=as_rank, **start)
@@ -284,12 +281,9 @@ def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
 
 
 def _row(ranks: world.Ranks) -> str:
-    """What `%ranks` shows of a world: its processes and their memory."""
+    """What `%ranks` shows of a world: its processes."""
     size = f"{'1 of ' * (ranks.backend == 'fake')}{_count(ranks.world_size)}"
-    memory = [0 if used is None else used for used in ranks.memory()]
-    used = format_bytes(sum(memory)) if all(memory) else "unknown memory"
-    pids = ", ".join(map(str, ranks.pids))
-    return f"{size} on {ranks.device} ({ranks.backend}), {used} in all, pids {pids}"
+    return f"{size} on {ranks.device} ({ranks.backend}), pids {', '.join(map(str, ranks.pids))}"
 
 
 class _Live:

@@ -89,9 +89,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "rest")
 class Memory:
     """Bytes that one process held at one moment, by kind; each storage counts once.
 
-    `activations` are what autograd keeps for backward, `rest` is all else that operations of torch have
-    touched. `allocated` is what CUDA's allocator has given out in all, also to other tensors and to libraries
-    for their own use; None on the CPU.
+    `activations` are what autograd keeps for backward, `rest` is all else that operations of torch have touched.
     """
 
     at: float  # seconds since the cell, or the measuring, began
@@ -101,7 +99,6 @@ class Memory:
     activations: int = 0
     rest: int = 0
     phase: str = ""  # the span it was in
-    allocated: int | None = None
 
     @property
     def by_kind(self) -> dict[str, int]:

@@ -82,7 +82,6 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in"}),
     (("--start",), {"choices": ("forkserver", "spawn"), "default": "forkserver", "help":
         "how ranks are started: from a process that has torch, or as torch.multiprocessing.spawn does"}),
-    (("--fresh",), {"action": "store_true", "help": "start new ranks first: no names from earlier cells"}),
     (("--against",), {"type": _name, "metavar": "MODEL", "help":
         "compare the cell's one forward and backward with those of this model, in one process"}),
     (("--on",), {"metavar": "CLUSTER", "help":

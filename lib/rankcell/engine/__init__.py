@@ -6,9 +6,9 @@
                      match      calls that must be alike on several ranks
     notebook side    world      run cells, repair, stop
                      cell       one cell: send, poll, diagnose, free, and what went wrong first
-                     diagnose   who waits for whom, and what is to blame: a pure function
+                     diagnose   who waits for whom, and what is to blame: a pure function of  states
                      workers    the processes of a world;  received  what has come from each: a RankResult
-                     host       where they live:  local  this machine,  nodes  a Slurm allocation (agent: on a node)
+                     host       what a place for ranks must do;  local  this machine (elsewhere: nodes, rehearsal)
                      launch     starts ranks, by torch.multiprocessing
                      devices    CPU or GPU, which backend, and why
     rank side        preloaded  what is imported before ranks are forked
@@ -17,8 +17,9 @@
                      groups     process groups and their connections
                      listen     hears of every communication;  record  writes it down as an  operation
                      streams    when a GPU is through with one
-                     observe    what a program asks for besides:  spans,  meter  of memory
+                     observe    what a program asks for besides (the part `observers` measures)
 
 Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
-CONTRIBUTING.md follows one cell and one event through these files.
+CONTRIBUTING.md follows one cell and one event through these files. It draws nothing and knows nothing of IPython's
+magics; where the ranks of a world live otherwise, or rehearse, a part says through `extensions`.
 """

@@ -117,11 +117,8 @@ class Cell:
                 self._look()
                 diagnosis = diagnose.diagnose(self._states)
                 proved = (proved or now) if diagnosis is not None else None
-                patient = (
-                    proved is not None
-                    and now < proved + SETTLE
-                    and not diagnose.all_have_stopped(self._states)
-                )
+                on_the_way = any(s.phase == "running" and not s.standing for s in self._states)
+                patient = proved is not None and now < proved + SETTLE and on_the_way
                 if diagnosis is not None and seen == _fingerprint(self._states) and not patient:
                     return errors.Deadlock(str(diagnosis))
                 seen = _fingerprint(self._states) if diagnosis is not None else None
@@ -139,7 +136,9 @@ class Cell:
         asked = [
             rank
             for rank, r in received.items()
-            if not r.over or r.has_threads or (not r.runs and rank in self._workers.with_threads)
+            if not r.over
+            or (r.done and r.done.state.threads)
+            or (not r.runs and rank in self._workers.with_threads)
         ]
         answers: dict[int, Status | None] = self._workers.ask(asked, "status", wait=0.3)
         states = []
@@ -256,7 +255,7 @@ class Cell:
         workers, results, pulled = self._workers, [], {}
         for rank, received in sorted(workers.received.items()):
             node = workers.host.place_of(rank)[2]
-            results.append(received.so_far(rank, node) if live else received.result(rank, node))
+            results.append(received.result(rank, node, live=live))
         if not live:
             done = [r.done for r in workers.received.values() if r.done and r.done.result.error is None]
             pulled = {name: [unpack(d.state.pulled[name]) for d in done] for name in self._task.pull}

@@ -81,7 +81,7 @@ class Control:
         # before is never told as one of this cell
         cell = rank.recorder.cell
         phase = rank.phase
-        rank.stdio.flush_from_another_thread()
+        rank.stdio.place()  # sends what was printed; the main thread may be writing to stderr
         return look(
             rank.recorder, rank.config.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident}
         )

@@ -44,13 +44,17 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
             threads.setdefault(state.rank, []).append([(w, m) for w, m in missing if m])
     over = {s.rank for s in states if s.phase in OVER and not s.other_threads and s.rank not in threads}
     free = {s.rank for s in states if s.rank not in over and (s.rank not in threads or s.other_threads)}
+
+    def answerable(wait: Wait, missing: Sequence[int]) -> bool:
+        anyone = wait.op == "recv" and wait.peer is None
+        return (any if anyone else all)(peer in free for peer in missing)
+
     while True:
         freed = {
             rank
             for rank, mine in threads.items()
             # one thread that goes on may do whatever the others wait for
-            if rank not in free
-            and any(all(_answerable(wait, missing, free) for wait, missing in waits) for waits in mine)
+            if rank not in free and any(all(answerable(*edge) for edge in waits) for waits in mine)
         }
         if not freed:
             break
@@ -68,17 +72,6 @@ def finished_if_leaving(state: State) -> State:
         return state
     where = f" ({at_line(wait.line, wait.file)})" if wait.line else ""
     return replace(state, phase="finished", waits=(), why=f"stands in {LEAVES}{where}")
-
-
-def all_have_stopped(states: Sequence[State]) -> bool:
-    """Whether every rank is through with the cell or stands in an operation: nobody is still on the way to one."""
-    return all(state.phase != "running" or state.standing for state in states)
-
-
-def _answerable(wait: Wait, missing: Sequence[int], free: set[int]) -> bool:
-    if wait.op == "recv" and wait.peer is None:
-        return any(peer in free for peer in missing)
-    return all(peer in free for peer in missing)
 
 
 def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diagnosis:

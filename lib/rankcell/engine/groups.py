@@ -8,6 +8,7 @@ watched like operations, because they wait for other ranks and open connections.
 import contextlib
 import datetime
 import functools
+import os
 import socket
 import sys
 import zlib
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from ..errors import GroupError
 from . import system
-from .match import Signature
+from .match import Signature, SignatureStore
 from .messages import LEAVES, StartRank
 from .operation import Operation, caller, forget_groups
 from .record import Recorder
@@ -200,7 +201,9 @@ class Groups(GroupCalls):
         if config.node and not config.on:
             first = config.rank - config.local_rank
             near = range(first, first + config.local_world_size)
-            self.recorder.enable_cross_node(dist.PrefixStore(f"calls {generation}", store), near)
+            matcher = self.recorder.matcher  # ranks of other nodes are met in the store
+            matcher.store = SignatureStore(dist.PrefixStore(f"calls {generation}", store), config.rank)
+            matcher.near = frozenset(near)
         self.recorder.join(f"{generation}")
 
     def destroy(self, group: Any = None) -> None:
@@ -295,4 +298,7 @@ class Groups(GroupCalls):
         try:
             yield
         finally:
-            self.connections += system.duplicate(set(system.tcp_connections()) - before)
+            for number, fd in system.tcp_connections().items():
+                if number not in before:
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        self.connections.append(socket.socket(fileno=os.dup(fd)))

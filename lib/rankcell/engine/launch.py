@@ -6,7 +6,7 @@ milliseconds; "spawn" is what `torch.multiprocessing.spawn` does: each rank is a
 The fork server is an object of the standard library's own class, beside the one that `multiprocessing` keeps for
 everybody: the learner's own use of `multiprocessing`, whichever start method, neither disturbs it nor inherits
 anything from it. Private reaches into the standard library: `start_processes` asks the module
-`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`_start`), and
+`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`start`), and
 the "alive" descriptor is closed in ranks and in forks of the notebook, as it would keep the server up (`_let_go`).
 """
 
@@ -24,6 +24,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -55,23 +56,29 @@ def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> lis
     """
     started: list[BaseProcess] = []
     try:
-        for order, descriptors in orders:
-            started.append(_start(run_rank, (order, *map(_Descriptor, descriptors)), method))
-    except ImportError as error:
-        raise errors.StartError(
-            f"ranks could not be started: torch cannot be imported ({error}). Does `import torch` work in a fresh "
-            f"Python of this environment?"
-        ) from None
-    except (EOFError, ConnectionError, BlockingIOError, ChildProcessError) as error:
+        from torch.multiprocessing import start_processes
+
+        with _lock:
+            if method == "forkserver":
+                warm_up()
+            ours = mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
+            with _undisturbed(), ours:
+                for order, descriptors in orders:
+                    given = (order, *map(_Descriptor, descriptors))
+                    started += start_processes(run_rank, given, join=False, start_method=method).processes
+    except BaseException as error:
         for process in started:
             end(process)
-        raise errors.StartError(
-            f"the system gave {len(started)} of {len(orders)} processes ({type(error).__name__}): the limit of "
-            f"processes is reached (`ulimit -u`), or memory is. Start fewer ranks, or end other processes."
-        ) from None
-    except BaseException:
-        for process in started:
-            end(process)
+        if isinstance(error, ImportError):
+            raise errors.StartError(
+                f"ranks could not be started: torch cannot be imported ({error}). Does `import torch` work in a "
+                f"fresh Python of this environment?"
+            ) from None
+        if isinstance(error, (EOFError, ConnectionError, BlockingIOError, ChildProcessError)):
+            raise errors.StartError(
+                f"the system gave {len(started)} of {len(orders)} processes ({type(error).__name__}): the limit of "
+                f"processes is reached (`ulimit -u`), or memory is. Start fewer ranks, or end other processes."
+            ) from None
         raise
     return started
 
@@ -128,23 +135,7 @@ class _Descriptor:
         self._fd = fd
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _detach, (reduction.DupFd(self._fd),)
-
-
-def _detach(duplicate: Any) -> int:
-    return duplicate.detach()
-
-
-def _start(function: Callable[..., None], arguments: tuple[Any, ...], method: str) -> BaseProcess:
-    from torch.multiprocessing import start_processes
-
-    with _lock:
-        if method == "forkserver":
-            warm_up()
-        ours = mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
-        with _undisturbed(), ours:
-            (process,) = start_processes(function, arguments, join=False, start_method=method).processes
-    return process
+        return methodcaller("detach"), (reduction.DupFd(self._fd),)
 
 
 @contextlib.contextmanager

@@ -127,7 +127,7 @@ class Listener:
         o.group, o.ranks = group.group_name, ranks_of(group)
         first = inputs[0] if inputs else outputs[0] if outputs else None
         if first is not None and self._matches:
-            o.shape, o.dtype = tuple(first.shape), dtype_name(first)
+            o.shape, o.dtype = tuple(first.shape), dtype_name(first.dtype)
         if self.recorder.enqueues:
             o.enqueued = first is None or first.device.type in self.recorder.enqueues
         if not self._is_barrier:
@@ -297,7 +297,7 @@ def signature_of(o: Operation, inputs: list[Any], outputs: list[Any]) -> bytes:
         tensors = outputs  # nccl gathers pieces of different sizes: all must expect the same ones
     if o.op == "all_to_all":
         sends, expects = _pieces(o, inputs, outputs)
-        dtypes = ((dtype_name(tensors[0]), 0),) if tensors else ()
+        dtypes = ((dtype_name(tensors[0].dtype), 0),) if tensors else ()
         return Signature(o.describe(), o.op, dtypes, sends=sends, expects=expects, device=device).packed()
     single = len(inputs) <= 1 and len(outputs) <= 1
     key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None, device)
@@ -313,7 +313,7 @@ def signature_of(o: Operation, inputs: list[Any], outputs: list[Any]) -> bytes:
 
 
 def _counts(tensors: list[Any]) -> tuple[tuple[str, int], ...]:
-    return tuple((dtype_name(t), t.numel()) for t in tensors)
+    return tuple((dtype_name(t.dtype), t.numel()) for t in tensors)
 
 
 def _pieces(o: Operation, inputs: list[Any], outputs: list[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

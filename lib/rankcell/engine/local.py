@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from .. import errors, extensions
+from .. import errors
 from . import devices, launch, system
 from .channel import Channel, pair
 from .host import Host
@@ -284,31 +284,6 @@ def this_machine(world_size: int, device: str, method: str) -> Local:
     if world_size > most:
         raise errors.WorldSizeError(f"{world_size} ranks do not fit on this machine: {why}")
     return Local(world_size, choice, method)
-
-
-class Rehearsal(Local):
-    """The one process that rehearses `rank` of a job of `world_size` ranks on the cluster `on`.
-
-    Raises:
-        ValueError: there is no such cluster or rank.
-    """
-
-    def __init__(self, world_size: int, on: str, rank: int) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} does not exist among {world_size} ranks: they are 0 to {world_size - 1}."
-            )
-        self._cluster = extensions.find("1 of N, cluster").parse(on, world_size)
-        note = (
-            f"Rank {rank} of {world_size} rehearses alone, as on {self._cluster}: its tensors have shapes and no "
-            f"numbers, and its times are predicted."
-        )
-        super().__init__(1, devices.Choice("cpu", "fake", note))
-        self.ranks, self.on = (rank,), on
-
-    def place_of(self, rank: int) -> tuple[int, int, str]:
-        per_node = self._cluster.per_node
-        return rank % per_node, per_node, self._cluster.node_of(rank)
 
 
 def _nothing_can_be_written(error: OSError) -> errors.StartError:

@@ -191,15 +191,10 @@ def flatten(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in flatten(v)] if isinstance(value, (list, tuple)) else []
 
 
-_dtype_names: dict[torch.dtype, str] = {}
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype: "float32"."""
-    name = _dtype_names.get(tensor.dtype)
-    if name is None:  # `str` of a dtype takes a microsecond
-        name = _dtype_names[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
-    return name
+@lru_cache  # `str` of a dtype takes a microsecond
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype: "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:

@@ -12,7 +12,6 @@ from ..results import Display, NotSent, RankFailure, RankResult
 from .messages import Done
 
 HEAD, TAIL = 2 << 20, 1 << 20  # bytes kept of what a rank writes in a cell: its beginning and its end
-LIVE_LINES = 30  # shown of each rank while the cell runs: the newest
 MAX_DISPLAYS, MAX_DISPLAY_NBYTES = 300, 64 << 20  # of one rank and cell; the oldest go
 
 
@@ -56,15 +55,6 @@ class Text:
             return offset
         return len(self._head) + len(self._note()) + max(0, offset - len(self._head) - self._dropped)
 
-    def newest(self, lines: int) -> str:
-        """The last lines, after a line that says how many bytes stand before them."""
-        end = b"".join(self._tail)[-(1 << 16) :] if self._tail else bytes(self._head[-(1 << 16) :])
-        text = "".join(end.decode("utf-8", "replace").splitlines(keepends=True)[-lines:])
-        before = len(self._head) + self._tail_nbytes + self._dropped - len(text.encode())
-        return (
-            text if before <= 0 else f"[... the newest lines of {before / 1e3:,.0f} kB and more ...]\n{text}"
-        )
-
 
 @dataclass
 class Received:
@@ -82,11 +72,6 @@ class Received:
     def over(self) -> bool:
         """Whether nothing more comes from this rank in the cell."""
         return not self.runs or self.done is not None or self.lost is not None
-
-    @property
-    def has_threads(self) -> bool:
-        """Whether threads of the learner's are still there after the cell."""
-        return self.done is not None and self.done.state.threads
 
     def next(self, *, runs: bool) -> "Received":
         """What to go on with in the next cell: it begins with what a thread of the rank's printed in no cell."""
@@ -111,22 +96,8 @@ class Received:
         ):
             del self.displays[0]
 
-    def so_far(self, rank: int, node: str) -> RankResult:
-        """The result while the cell runs: the newest lines only, and no value."""
-        result = self.done.result if self.done else RankResult(rank, "running" if self.runs else "skipped")
-        return RankResult(
-            rank=rank,
-            node=node,
-            state="lost" if self.lost else result.state,
-            stdout=self.stdout.newest(LIVE_LINES),
-            stderr=self.stderr.newest(LIVE_LINES),
-            displays=tuple(replace(d, stdout_offset=1 << 60) for d in self.displays[-3:]),
-            error=self.lost or result.error,
-            data=result.data,
-        )
-
-    def result(self, rank: int, node: str) -> RankResult:
-        """The result when the cell is over: what the rank has sent, and what it has printed and shown."""
+    def result(self, rank: int, node: str, *, live: bool) -> RankResult:
+        """What the rank has sent, and what it has printed and shown; while the cell is `live` without its value."""
         result = RankResult(rank, "running" if self.runs else "skipped")
         if self.lost is not None:
             result = RankResult(rank, "lost", error=self.lost)
@@ -136,16 +107,15 @@ class Received:
                 message = "freed from an operation that could not finish, or interrupted"
                 error = replace(result.error, type="RankFreed", message=message, caused_by_abort=True)
                 result = replace(result, error=error)
+        out, err = self.stdout.place, self.stderr.place
         return replace(
             result,
             node=node,
-            value=unpack(result.value),
+            value=None if live else unpack(result.value),
             stdout=self.stdout.whole(),
             stderr=self.stderr.whole(),
-            displays=tuple(
-                replace(d, stdout_offset=self.stdout.place(d.stdout_offset)) for d in self.displays
-            ),
-            order=tuple((self.stderr.place(err), self.stdout.place(out)) for err, out in result.order),
+            displays=tuple(replace(d, stdout_offset=out(d.stdout_offset)) for d in self.displays),
+            order=tuple((err(of_err), out(of_out)) for of_err, of_out in result.order),
         )
 
 

@@ -8,12 +8,12 @@ draw, and it decides nothing about hangs: `diagnose.py` does.
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from ..results import Call, Event
-from .match import Matcher, SignatureStore, SignatureTable
+from .match import Matcher, SignatureTable
 from .messages import Wait
 from .observe import Observer
 from .operation import Operation, clock, numbers, queued
@@ -55,10 +55,6 @@ class Recorder(Observer):
         self.failed_wait: Wait | None = None  # the same, as others are told of it
         self.trace: tuple[Any, ...] = ()  # what other parts observed
         self._before = dict(self.counts)
-
-    def enable_cross_node(self, store: Any, near: Iterable[int]) -> None:
-        """From now on there are ranks on other nodes than `near`'s, which are met in `store`."""
-        self.matcher.store, self.matcher.near = SignatureStore(store, self.rank), frozenset(near)
 
     def bind_rank(self, rank: int, table: SignatureTable | None, *, enqueues: frozenset[str]) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were started."""
@@ -186,7 +182,7 @@ class Recorder(Observer):
         o.inputs = o.outputs = ()
         o.work = None
         if o.passed is not None:
-            o.passed = _is_over
+            o.passed = lambda: True
         if self.by_work.get(o.work_id) is o:
             del self.by_work[o.work_id]
         self.open.pop(id(o), None)
@@ -223,7 +219,3 @@ class Recorder(Observer):
         """Whether the device is through with every operation that the rank waits for."""
         # a call that blocks its thread is over when the cell is, or a thread that serves others stands in it
         return not any(o.passed is not None and o.waiting for o in list(self.open.values()))
-
-
-def _is_over() -> bool:
-    return True

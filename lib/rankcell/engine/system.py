@@ -57,14 +57,6 @@ def shared_file(nbytes: int) -> int:
         return os.dup(file.fileno())
 
 
-def process_memory(pid: int) -> int | None:
-    """Bytes of memory of process `pid` (PSS: shared pages counted in parts); None where unknown."""
-    try:
-        return getattr(psutil.Process(pid).memory_full_info(), "pss", None)
-    except psutil.Error:
-        return None
-
-
 def available_memory() -> int:
     """Bytes of memory that new processes can have: what is free, and what the cgroups of this process still allow."""
     left = [psutil.virtual_memory().available]
@@ -108,23 +100,6 @@ def open_file_limit() -> int:
     with contextlib.suppress(ValueError, OSError):  # macOS refuses values above its own maximum
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def memory_limits() -> dict[int, tuple[int, int]]:
-    """The limits of this process's memory (address space and data), by kind: soft and hard."""
-    return {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)}
-
-
-def restore_memory_limits(limits: dict[int, tuple[int, int]]) -> None:
-    """Set soft limits back to what `memory_limits` said, as far as the hard ones allow."""
-    for kind, (soft, _) in limits.items():
-        now_soft, now_hard = resource.getrlimit(kind)
-        wanted = (
-            soft if now_hard == resource.RLIM_INFINITY else now_hard if soft == -1 else min(soft, now_hard)
-        )
-        if wanted != now_soft:
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(kind, (wanted, now_hard))
 
 
 def process_cpu_seconds(pid: int) -> float:
@@ -244,16 +219,6 @@ def tcp_connections() -> dict[int, int]:
             if s.family in (socket.AF_INET, socket.AF_INET6) and s.type == socket.SOCK_STREAM:
                 s.getpeername()
                 found[number] = fd
-    return found
-
-
-def duplicate(inodes: set[int]) -> list[socket.socket]:
-    """Sockets of our own for those TCP connections of this process, to ask them and to shut them down."""
-    found = []
-    for number, fd in tcp_connections().items():
-        if number in inodes:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                found.append(socket.socket(fileno=os.dup(fd)))
     return found
 
 

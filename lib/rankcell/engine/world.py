@@ -16,10 +16,10 @@ import cloudpickle
 
 from .. import errors, extensions
 from ..results import Run, name_ranks
-from . import launch, system
+from . import launch
 from .cell import Cell, Ending, OnUpdate, deferred_interrupt
 from .host import Host
-from .local import Rehearsal, this_machine
+from .local import this_machine
 from .messages import Task
 from .workers import Workers
 
@@ -69,7 +69,7 @@ class Ranks:
         self.notes: list[str] = []  # what the learner should know about the ranks
         self._host: Host
         if on:
-            self._host = Rehearsal(world_size, on, as_rank)
+            self._host = extensions.find("1 of N, host")(world_size, on, as_rank)
         elif nodes is not None:
             self._host = extensions.find("--nodes")(world_size, nodes, device)
         else:
@@ -113,10 +113,6 @@ class Ranks:
     def pids(self) -> list[int]:
         """Process ids, by rank (each on its node)."""
         return [pid for _, pid in sorted(self._host.pids.items())]
-
-    def memory(self) -> list[int | None]:
-        """Bytes of memory each rank stands for (PSS), by rank; None where nobody tells, as of another machine."""
-        return [None if self._host.names else system.process_memory(pid) for pid in self.pids]
 
     def stop(self) -> None:
         """End the ranks. Safe to call twice; a world that was stopped cannot be used again."""

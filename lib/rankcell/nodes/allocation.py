@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -115,22 +115,17 @@ class Nodes(Host):
         return self._node_of(rank).offset
 
     def start(self, orders: Sequence[StartRank]) -> None:
-        for node, mine in self._by_node(orders, key=lambda order: order.rank):
-            self._tell(node, Order("start", (mine,)))
+        self._order("start", orders)
 
     def send(self, ranks: Sequence[int], message: bytes, *, control: bool = False) -> None:
-        for node, mine in self._by_node(ranks):
-            self._tell(node, Order("send", (mine, message), {"control": control}))
+        self._order("send", ranks, message, control=control)
 
     def kill(self, ranks: Sequence[int]) -> None:
-        for node, mine in self._by_node(ranks):
-            self._tell(node, Order("kill", (mine,)))
+        self._order("kill", ranks)
 
     def end(self, ranks: Sequence[int]) -> None:
-        for node, mine in self._by_node(ranks):
-            if node.alive:
-                self._ending.update(mine)
-                self._tell(node, Order("end", (mine,)))
+        self._ending.update(rank for rank in ranks if self.reachable(rank))
+        self._order("end", ranks)
 
     def pump(self, timeout: float) -> list[HostEvent]:
         found: list[HostEvent] = []
@@ -201,12 +196,11 @@ class Nodes(Host):
     def _node_of(self, rank: int) -> _Node:
         return self._nodes[rank // self._per_node]
 
-    def _by_node(
-        self, items: Sequence[Any], key: Callable[[Any], int] = lambda rank: rank
-    ) -> Iterator[tuple[_Node, list[Any]]]:
+    def _order(self, what: str, items: Sequence[Any], *more: Any, **options: Any) -> None:
+        """Have the agents do `what`, each with those of `items` that are its ranks, or about them."""
         for i, node in enumerate(self._nodes):
-            if mine := [item for item in items if key(item) // self._per_node == i]:
-                yield node, mine
+            if mine := [item for item in items if getattr(item, "rank", item) // self._per_node == i]:
+                self._tell(node, Order(what, (mine, *more), options))
 
     def _tell(self, node: _Node, order: Order) -> None:
         if node.alive:

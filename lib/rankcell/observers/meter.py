@@ -74,10 +74,9 @@ class Meter:
         self._changed: dict[int, int] = {}  # by number, sizes that differ since then; 0 of one that is gone
         self._kinds: dict[int, str] = {}  # by number; a storage that was ever somebody's has been all along
         # parameters that the owners ever showed, by id: FSDP shows now the shard, now the whole
-        self._trained: dict[int, weakref.ref[Tensor]] = {}
+        self._trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
-        # when, phase, what changed, CUDA's count
-        self._log: list[tuple[float, str, dict[int, int], int | None]] = []
+        self._log: list[tuple[float, str, dict[int, int]]] = []  # when, phase, what changed
         self._samples: tuple[Memory, ...] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -112,11 +111,11 @@ class Meter:
     def _replayed(self) -> Iterator[Memory]:
         """The samples, from what changed from one to the next."""
         held, sizes = dict.fromkeys(KINDS, 0), dict[int, int]()
-        for at, phase, changes, allocated in self._log:
+        for at, phase, changes in self._log:
             for number, size in changes.items():
                 held[self._kinds.get(number, "rest")] += size - sizes.get(number, 0)
                 sizes[number] = size
-            yield Memory(at=at - (self.began or 0.0), phase=phase, allocated=allocated, **held)
+            yield Memory(at=at - (self.began or 0.0), phase=phase, **held)
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Autograd keeps this one for backward."""
@@ -130,18 +129,11 @@ class Meter:
                 known = seen.get(tensor.untyped_storage()._cdata)
                 if known is not None and kinds.get(known[1]) == kind:
                     continue  # the usual case, and this is called for every parameter again and again
-            for number in self._numbers(tensor):
+            for storage in _storages(tensor, self.device.type):  # one, or those of the parts of a DTensor
+                _, number = seen.get(storage._cdata) or self._meet(storage)
                 now = kinds.get(number)
                 if now is None or _STATES.index(kind) < _STATES.index(now):
                     kinds[number] = kind
-
-    def _numbers(self, tensor: Any) -> Iterator[int]:
-        """The numbers of the storages behind a tensor: one, or those of the parts of a DTensor."""
-        for storage in _storages(tensor, self.device.type):
-            found = self._seen.get(storage._cdata)
-            if found is None:
-                found = self._meet(storage)
-            yield found[1]
 
     def _meet(self, storage: torch.UntypedStorage) -> tuple[Any, int]:
         """Give a storage that is new a number."""
@@ -190,9 +182,7 @@ class Meter:
         """Note what is held now, if it is not what was held before."""
         if not self._log:
             self._ask_owners()
-        allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
-        changes = self._news()
-        if not changes and self._log and (self._log[-1][1], self._log[-1][3]) == (self.phase, allocated):
+        if self._log and self._log[-1][1] == self.phase and not self._news():
             return
         self._ask_owners()
         changes = self._news()
@@ -202,7 +192,7 @@ class Meter:
                 self._nbytes[number] = size
             else:
                 self._nbytes.pop(number, None)
-        self._log.append((self._clock(), self.phase, changes, allocated))
+        self._log.append((self._clock(), self.phase, changes))
         if len(self._log) > MAX_SAMPLES:
             self._thin()
 
@@ -213,12 +203,9 @@ class Meter:
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
         for parameter in self._parameters():
-            known = self._trained.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._trained[id(parameter)] = weakref.ref(parameter)
-        parameters = [p for reference in self._trained.values() if (p := reference()) is not None]
-        if len(parameters) < len(self._trained):
-            self._trained = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+            if id(parameter) not in self._trained:
+                self._trained[id(parameter)] = parameter
+        parameters = list(self._trained.values())
         self._claim(parameters, "parameters")
         self._claim([p.grad for p in parameters if p.grad is not None], "gradients")
         for optimizer in self.optimizers:
@@ -245,10 +232,10 @@ class Meter:
         totals = [sample.total for sample in self._replayed()]
         highest = totals.index(max(totals))
         log, self._log, missed = self._log, [], dict[int, int]()
-        for i, (at, phase, changes, allocated) in enumerate(log):
+        for i, (at, phase, changes) in enumerate(log):
             missed |= changes
             if i % 2 == 0 or i in (highest, len(log) - 1):
-                self._log.append((at, phase, missed, allocated))
+                self._log.append((at, phase, missed))
                 missed = {}
 
 

@@ -6,7 +6,7 @@ Times are those of the thread that runs Python: on a GPU, when the work was enqu
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,28 +18,22 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WRAPPED = "module"  # what DistributedDataParallel, FSDP and ours call the model inside
 
 
-def chosen(model: nn.Module, names: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """The modules with these names; without names the parts that `model` is made of, lists entered.
-
-    Raises:
-        AttributeError: the model has no such module.
-    """
+def parts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts that `model` is made of, by name, lists entered."""
     while [name for name, _ in model.named_children()] == [_WRAPPED]:
         model = model.get_submodule(_WRAPPED)
-    if names:
-        return {name: model.get_submodule(name) for name in names}
     found: dict[str, nn.Module] = {}
     for name, child in model.named_children():
         if isinstance(child, _CONTAINERS):
-            found |= {f"{name}.{inner}": module for inner, module in chosen(child).items()}
+            found |= {f"{name}.{inner}": module for inner, module in parts_of(child).items()}
         else:
             found[name] = child
     return found
 
 
-def spans(model: nn.Module, *names: str) -> contextlib.AbstractContextManager[None]:
+def spans(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Record forward and backward of the model's modules as compute spans of this rank while the block runs."""
-    return watched(chosen(model, names), current.recorder.note_span, current.recorder.clock)
+    return watched(parts_of(model), current.recorder.note_span, current.recorder.clock)
 
 
 @contextlib.contextmanager

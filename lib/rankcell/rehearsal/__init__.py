@@ -2,6 +2,7 @@
 
     cluster   "128xh100x8": how long an operation takes there, by the planner's numbers; what crosses nodes
     clock     seconds that pass on the streams of a GPU that is not there
+    host      in the notebook: starts the one process
     stage     inside a rank: fake tensors, a process group of one that acts as many, what each operation costs
 
 It computes nothing: what depends on numbers (`.item()`, a loss) is an error. `engine/worker` asks `stage` for the

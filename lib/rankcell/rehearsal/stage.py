@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from ..errors import RehearsalError
 from ..observers.meter import Meter
+from ..results import at_line
 from .clock import StreamClock
 from .cluster import Cluster
 
@@ -41,6 +41,17 @@ _FREE = set("empty empty_like empty_strided new_empty new_empty_strided lift_fre
 _MAKES = set("arange zeros ones full eye randint randperm linspace tril_indices scalar_tensor".split())
 _ITEM = "a number of a tensor, as `.item()`, `.tolist()`, `float(x)` or `if x:` ask for it"
 _FUNCTIONAL = ("_c10d_functional", "_dtensor")
+
+
+class RehearsalError(RuntimeError):
+    """A rank that rehearses was asked for something that only computing gives."""
+
+    def __init__(self, what: str, line: int = 0) -> None:
+        where = f" at {at_line(line)}" if line else ""
+        super().__init__(
+            f"{what[0].upper()}{what[1:]}{where}: a rehearsal cannot know that. Its tensors have shapes and no "
+            f"numbers. Leave it out of the cell, or run the cell on real ranks: `%%ranks 4`."
+        )
 
 
 class _Fakes(FakeTensorMode):
