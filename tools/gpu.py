@@ -20,11 +20,12 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         if (problem := missing(environment)) or (problem := no_gpu(environment)):
             print(problem)
             return 1
-        return everything(environment, Path(folder), began)
+        with cuda_mps(environment, folder):
+            return everything(environment, Path(folder), began)
 
 
 def prepared(wheels: Path | None, folder: Path) -> dict[str, str]:
@@ -100,6 +102,21 @@ def no_gpu(environment: dict[str, str]) -> str:
         f"make gpu needs a GPU, and torch {version} sees none here: nothing was run, and no record was written. "
         f"`rankcell doctor` says what this machine has."
     )
+
+
+@contextlib.contextmanager
+def cuda_mps(environment: dict[str, str], folder: str) -> Iterator[None]:
+    """CUDA MPS for this `environment`, where it is installed: ranks that share the GPU compute side by side."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        yield
+        return
+    environment |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+    subprocess.run([control, "-d"], env=environment, check=False)
+    try:
+        yield
+    finally:
+        subprocess.run([control], input="quit -t 1\n", text=True, env=environment, check=False)
 
 
 def said(environment: dict[str, str], *words: str) -> str:

@@ -1,7 +1,9 @@
 """Inside a rank: what its process finds around it, and what of that is put back after each cell."""
 
 import builtins
+import contextlib
 import os
+import resource
 import signal
 import sys
 import types
@@ -13,7 +15,7 @@ import torch.multiprocessing as mp
 
 from .. import source
 from ..errors import RankInputError, SpawnError
-from . import report, system
+from . import report
 from .messages import StartRank
 
 _BALLAST = 4 << 20  # bytes given back when memory runs out, so that the report of it can be made
@@ -130,7 +132,8 @@ class Process:
 
     def __init__(self) -> None:
         self._ballast: bytearray | None = bytearray(_BALLAST)
-        self._limits = system.memory_limits()
+        # of address space and data, by kind: soft and hard
+        self._limits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)}
 
     def restore(self, on_interrupt: Any) -> None:
         """Undo what a cell has done."""
@@ -138,10 +141,18 @@ class Process:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)  # an alarm belongs to the cell that has set it
-        system.restore_memory_limits(self._limits)
+        self._restore_limits()
         self._ballast = self._ballast or bytearray(_BALLAST)
 
     def make_room(self) -> None:
         """Memory has run out: give some back, so that this can be reported."""
         self._ballast = None
-        system.restore_memory_limits(self._limits)
+        self._restore_limits()
+
+    def _restore_limits(self) -> None:
+        for kind, (soft, _) in self._limits.items():
+            _, hard = resource.getrlimit(kind)  # a soft limit goes back as far as this one allows
+            infinite = soft == resource.RLIM_INFINITY
+            wanted = soft if hard == resource.RLIM_INFINITY else hard if infinite else min(soft, hard)
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(kind, (wanted, hard))

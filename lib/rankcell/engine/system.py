@@ -102,23 +102,6 @@ def open_file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def memory_limits() -> dict[int, tuple[int, int]]:
-    """The limits of this process's memory (address space and data), by kind: soft and hard."""
-    return {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)}
-
-
-def restore_memory_limits(limits: dict[int, tuple[int, int]]) -> None:
-    """Set soft limits back to what `memory_limits` said, as far as the hard ones allow."""
-    for kind, (soft, _) in limits.items():
-        now_soft, now_hard = resource.getrlimit(kind)
-        wanted = (
-            soft if now_hard == resource.RLIM_INFINITY else now_hard if soft == -1 else min(soft, now_hard)
-        )
-        if wanted != now_soft:
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(kind, (wanted, now_hard))
-
-
 def process_cpu_seconds(pid: int) -> float:
     """CPU seconds that a process of this machine has used; 0 where unknown."""
     try:

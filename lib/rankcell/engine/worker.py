@@ -40,18 +40,18 @@ def prepare() -> None:
     sys.displayhook = sys.__displayhook__
 
 
-def main(config: StartRank, work: int, control: int, stdout: int, stderr: int, board: int) -> None:
+def main(config: StartRank, work: int, control: int, stdout: int, stderr: int, table: int) -> None:
     """The life of a rank, in a new process that has torch, to the end of its channel."""
     system.die_with_parent()
     os.setpgid(0, 0)  # what a cell starts is in this group, and ends with it
-    Rank(config, Channel(socket.socket(fileno=work)), control, Stdio(stdout, stderr), board).serve()
+    Rank(config, Channel(socket.socket(fileno=work)), control, Stdio(stdout, stderr), table).serve()
 
 
 class Rank:
     """One rank: its names, its process groups, its two channels."""
 
     def __init__(
-        self, config: StartRank, work: Channel, control_fd: int, stdio: Stdio, board_fd: int
+        self, config: StartRank, work: Channel, control_fd: int, stdio: Stdio, table_fd: int
     ) -> None:
         self.config = config
         self.work = work
@@ -68,24 +68,24 @@ class Rank:
         self.shell: Any = shell.RankShell.instance()
         self.recorder: record.Recorder = self.shell.recorder
         self.stage: Any = None
-        self._meet_others(board_fd)
+        self._meet_others(table_fd)
         self.groups = Groups(config, self.recorder, self._notes.append)
         self.control = control.Control(self, Channel(socket.socket(fileno=control_fd)))
         self._names = environment.Names(config, self.shell)
         self.names = self._names.values
         shell.Publisher.show = self.show
 
-    def _meet_others(self, board_fd: int) -> None:
+    def _meet_others(self, table_fd: int) -> None:
         """Give the recorder what it compares calls by; in a rehearsal nobody else is there."""
-        config, board = self.config, None
+        config, table = self.config, None
         if config.on:
             cluster = extensions.find("1 of N, cluster").parse(config.on, config.world_size)
             self.stage = extensions.find("1 of N, stage")(cluster, self.recorder, caller)
             self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
         else:
-            board = SignatureTable(board_fd, config.rank, config.world_size)
-        os.close(board_fd)
-        self.recorder.bind_rank(config.rank, board, enqueues=config.enqueues)
+            table = SignatureTable(table_fd, config.rank, config.world_size)
+        os.close(table_fd)
+        self.recorder.bind_rank(config.rank, table, enqueues=config.enqueues)
 
     def serve(self) -> None:
         """Answer the notebook until it is gone."""

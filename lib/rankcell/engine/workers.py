@@ -132,21 +132,19 @@ class Workers:
         """Replace the `lost` ranks, and have all ranks join a new process group. The others keep their names; if that
         cannot be, a sentence says so.
         """
+        self.generation += 1
         try:
-            self._rejoin(lost)
+            if lost:
+                self.host.end(lost)
+                self._start(lost)
+            self.host.prepare_store(self.generation)
+            others = [r for r in self.host.ranks if r not in lost]
+            self.host.send(others, pickle.dumps(Join(self.generation)))
+            self._await_ready(REJOIN_TIMEOUT)
         except errors.StartError:  # a rank died meanwhile
             self.restart()
             return f"All {self.world_size} ranks had to be started anew: their names are gone."
         return ""
-
-    def _rejoin(self, lost: Sequence[int]) -> None:
-        self.generation += 1
-        if lost:
-            self.host.end(lost)
-            self._start(lost)
-        self.host.prepare_store(self.generation)
-        self.host.send([r for r in self.host.ranks if r not in lost], pickle.dumps(Join(self.generation)))
-        self._await_ready(REJOIN_TIMEOUT)
 
     def _start(self, ranks: Sequence[int]) -> None:
         try:
