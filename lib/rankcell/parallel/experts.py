@@ -53,17 +53,6 @@ def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return probabilities, experts, weights
 
 
-def _balance_loss(probabilities: Tensor, load: Tensor, k: int) -> Tensor:
-    """This rank's share of E * sum over experts of f * P, which is 1 where all experts are used alike.
-
-    f is the share of all k choices that fell on the expert, a constant; P is its mean probability; both over the
-    tokens of all ranks. https://arxiv.org/abs/2101.03961 (Switch Transformer, 2021), equations 4 to 6, without alpha.
-    """
-    n_tokens = (load.sum() / k).clamp(min=1).to(probabilities)
-    f = load.to(probabilities) / (k * n_tokens)
-    return len(load) * (f * probabilities.sum(0) / n_tokens).sum()
-
-
 def route(
     logits: Tensor,
     k: int = 1,
@@ -105,7 +94,13 @@ def route(
         place = before[:, rank, None] + picked.cumsum(1) - 1  # (k, T, E)
         kept = (place.gather(2, experts.T[..., None])[..., 0] < limit).T
         counts = torch.minimum((limit - before).clamp(min=0), everyone.transpose(0, 1)).sum(0)
-    return Routing(experts, weights, kept, load, counts, _balance_loss(probabilities, load, k))
+    # E * sum over experts of f * P, which is 1 where all experts are used alike. f is the share of all k choices that
+    # fell on the expert, a constant; P is its mean probability; both over the tokens of all ranks. Equations 4 to 6
+    # of the same paper (Switch Transformer, 2021), without its factor alpha.
+    n_tokens = (load.sum() / k).clamp(min=1).to(probabilities)
+    f = load.to(probabilities) / (k * n_tokens)
+    balance_loss = n_experts * (f * probabilities.sum(0) / n_tokens).sum()
+    return Routing(experts, weights, kept, load, counts, balance_loss)
 
 
 class Mixture(nn.Module):

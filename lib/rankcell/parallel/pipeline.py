@@ -124,34 +124,19 @@ class _Route:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.rank, self.actions, self.n_stages = rank, schedule.actions[rank], schedule.n_stages
-        self.rounds = rounds(schedule)
-        self.needs, self.homes = schedule.needs, schedule.homes
+        self.rounds, self.homes, self.split = rounds(schedule), schedule.homes, schedule.split
         self.stages = sorted(stage for stage, home in self.homes.items() if home == rank)
-        self.split = schedule.split
-        self.messages = self._messages()
-
-    def user(self, action: Action) -> Action | None:
-        """The action of another stage that takes what `action` computes; None if its own stage keeps it."""
-        stage, kind, j = action
-        if kind == "F" and stage + 1 < self.n_stages:
-            return Action(stage + 1, "F", j)
-        if kind in "BI" and stage:
-            return Action(stage - 1, "I" if (stage - 1, j) in self.split else "B", j)
-        return None
+        # what one stage computes for another: its action by the one that takes it, and the other way round
+        pairs = [(user, p) for user in self.rounds for p in schedule.needs(user) if p.stage != user.stage]
+        self.producers, self.users = dict(pairs), {producer: user for user, producer in pairs}
+        # What comes from other ranks. Both ends post what they exchange in this one order: also where a backend, as
+        # nccl does, works through it strictly, every wait is for something earlier. So none is for ever.
+        mine = (p for user, p in pairs if self.homes[user.stage] == rank != self.homes[p.stage])
+        self.messages = sorted(mine, key=self.key)
 
     def key(self, action: Action) -> tuple[int, int]:
         """A place in one order of all actions that respects what each needs, and that all ranks know."""
         return self.rounds[action], self.homes[action.stage]
-
-    def _messages(self) -> list[Action]:
-        """The actions on other ranks whose results come here, in the order in which they are sent.
-
-        Both ends of a pair post what they exchange in this one order: also where a backend, as nccl does, works
-        through it strictly, every wait is for something earlier. So none is for ever.
-        """
-        users = {action: self.user(action) for action in self.rounds if self.homes[action.stage] != self.rank}
-        mine = (action for action, user in users.items() if user and self.homes[user.stage] == self.rank)
-        return sorted(mine, key=self.key)
 
 
 class _Execution:
@@ -212,21 +197,20 @@ class _Execution:
     def _take(self, action: Action) -> Tensor | None:
         """What another stage computed for this action; waits until it is here. None if it needs nothing."""
         stage, _, j = action
-        for producer in self.route.needs(action):
-            if producer.stage == stage:
-                continue
-            if producer.stage > stage and (old := self.sent.pop(Action(stage, "F", j), None)):
-                old[0].wait()  # it went out long ago: its gradient is on the way back
-            if producer in self.here:
-                return self.here.pop(producer)
-            work, buffer = self.posted.pop(producer)
-            work.wait()
-            return buffer
-        return None
+        producer = self.route.producers.get(action)
+        if producer is None:
+            return None
+        if producer.stage > stage and (old := self.sent.pop(Action(stage, "F", j), None)):
+            old[0].wait()  # it went out long ago: its gradient is on the way back
+        if producer in self.here:
+            return self.here.pop(producer)
+        work, buffer = self.posted.pop(producer)
+        work.wait()
+        return buffer
 
     def _pass_on(self, action: Action, result: Tensor) -> None:
         """Start to send the result to the stage that needs it, and go on."""
-        pipeline, route, user = self.pipeline, self.route, self.route.user(action)
+        pipeline, route, user = self.pipeline, self.route, self.route.users.get(action)
         if user is None:
             return
         if route.homes[user.stage] == route.rank:

@@ -61,7 +61,8 @@ class Unit:
         keep: bool,
     ) -> None:
         self.module, self.parameters, self.places = module, list(parameters), list(places)
-        self.process_group, self.keep = process_group, keep
+        # The group itself, not None: so nobody can pickle a unit, whose whole may have no memory to read
+        self.process_group, self.keep = process_group or dist.group.WORLD, keep
         rank = dist.get_rank(process_group)
         self.layout = FlatLayout([p.shape for p in parameters], dist.get_world_size(process_group))
         self.parts = [in_shard for _, in_shard in self.layout.parts(rank)]

@@ -61,21 +61,6 @@ def dualpipe_idle(p: int, together: float, backward: float, weights: float) -> f
     return (p / 2 - 1) * (together + backward - 3 * weights)
 
 
-class Layer(NamedTuple):
-    """Seconds of one layer for one micro-batch, forward and backward; they add up to `total`."""
-
-    matmul: Any
-    attention: Any
-    elementwise: Any
-    recomputed: Any
-    launch: Any
-
-    @property
-    def total(self) -> Any:
-        """Seconds of the layer."""
-        return sum(self)
-
-
 def rates(job: Job) -> tuple[float, float]:
     """FLOP/s of matrix products in the format of the job, and in 16 bits, which attention and the head keep."""
     formats = (job.number_format, "bf16")
@@ -83,8 +68,8 @@ def rates(job: Job) -> tuple[float, float]:
     return narrow, wide
 
 
-def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Layer:
-    """The mean layer, one micro-batch.
+def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Seconds of the mean layer, one micro-batch: matmul, attention, elementwise, recomputed, launch.
 
     Matrix products: 6 operations per active parameter and token. Scores and values: 12 s w over the whole square,
     half of it where attention is flash and causal, which computes the forward once more in its backward: 3.5
@@ -112,7 +97,7 @@ def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Layer:
     parts = matmul, attention, elementwise, again
     matmul, attention, elementwise, again = (stack.slowdown * part for part in parts)
     launch = np.maximum(0, floor - (matmul + attention + elementwise + again))
-    return Layer(matmul, attention, elementwise, again, launch)
+    return matmul, attention, elementwise, again, launch
 
 
 def head_seconds(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Any:
@@ -138,19 +123,20 @@ def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> St
     stack, m = job.stack, layout.microbatches(job)
     rate = rates(job) if rate is None else rate
     one, head = layer(job, layout, rate), head_seconds(job, layout, rate)
+    matmul, attention, elementwise, again, launch = one
     # the last stage has the head, those before it may have more layers
     middle, last = layers_on(job, layout, MIDDLE), layers_on(job, layout, layout.pp - 1)
-    before = middle * one.total > last * one.total + head
+    before = middle * sum(one) > last * sum(one) + head
     layers, head = np.where(before, middle, last), np.where(before, 0, head)
 
     sent = {kind: found(job, layout) for kind, found in communication.KINDS.items()}
-    hidden = one.attention * m * job.shape.layers / layout.pp
+    hidden = attention * m * job.shape.layers / layout.pp
     tensor = (1 - stack.overlap_tp) * sent["tensor"].seconds
     context = np.maximum(0, sent["context"].seconds - hidden)  # behind attention on the block that is there
     expert = (1 - stack.overlap_ep) * sent["expert"].seconds
     pipeline = sent["pipeline"].seconds * np.where(np.asarray(layout.chunks) > 1, 0.5, 1)
     pipeline = pipeline + sent["pipeline"].crosses * stack.stall * m
-    busy = m * (layers * one.total + head) + tensor + context + expert + pipeline
+    busy = m * (layers * sum(one) + head) + tensor + context + expert + pipeline
     third = busy / m / 3  # forward and both halves of the backward take about equally long
     bubble = idle(layout.schedule, layout.pp, third, third, third, layout.chunks)
 
@@ -159,7 +145,7 @@ def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> St
     data = sent["data"].seconds - np.minimum(stack.overlap_dp * sent["data"].seconds, window)
     n = m * layers
     return Step(
-        n * one.matmul, n * one.attention, n * one.elementwise, m * head, n * one.recomputed, n * one.launch,
+        n * matmul, n * attention, n * elementwise, m * head, n * again, n * launch,
         tensor, context, expert, pipeline, bubble, data, optimizer_seconds(job, layout),
     )  # fmt: skip
 

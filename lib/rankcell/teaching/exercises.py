@@ -9,7 +9,7 @@ cells are the mappings of nbformat 4.
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,6 @@ class Lesson:
             if text is not None:
                 checks = tuple(checks_of(self.cells, index))
                 self.exercises.append(Exercise(text, index, checks, cell["source"], stub(cell)))
-
-    def in_common(self, cells: Iterable[Cell]) -> int:
-        """How many of these cells are, word for word, cells of the lesson."""
-        ours = {cell["source"].strip() for cell in self.cells}
-        return sum(cell["source"].strip() in ours for cell in cells)
 
     def answers(self, cells: Sequence[Cell]) -> dict[int, list[str]]:
         """What a student has written in place of each solution, by its place: the code cells between the neighbours

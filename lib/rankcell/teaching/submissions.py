@@ -23,7 +23,7 @@ class Submission:
 
 
 def find(folder: Path, lessons: Sequence[exercises.Lesson]) -> list[Submission]:
-    """The submissions in `folder`, by student and lesson.
+    """The submissions in `folder`, by student and lesson, whose name stands in that of the file.
 
     A student is the first folder in `folder` on the way to the notebook; of notebooks in `folder` itself it is what
     the file's name has besides that of the lesson, and the name of `folder` if that is nothing.
@@ -33,16 +33,15 @@ def find(folder: Path, lessons: Sequence[exercises.Lesson]) -> list[Submission]:
         inside = path.relative_to(folder)
         if any(part.startswith(".") for part in inside.parts) or not path.is_file():
             continue
-        try:
-            cells = exercises.read(path)
-        except exercises.ExerciseError as error:
-            lesson = next((one.name for one in lessons if one.name in path.stem), path.stem)
-            found.append(Submission(_student(folder, inside, lesson), path, lesson, {}, str(error)))
-            continue
-        best = max(lessons, key=lambda one: one.in_common(cells), default=None)
-        if best is None or best.in_common(cells) < min(3, len(best.cells)):
+        lesson = next((one for one in lessons if one.name in path.stem), None)
+        if lesson is None:
             continue  # another notebook
-        found.append(Submission(_student(folder, inside, best.name), path, best.name, best.answers(cells)))
+        answers, problem = dict[int, list[str]](), ""
+        try:
+            answers = lesson.answers(exercises.read(path))
+        except exercises.ExerciseError as error:
+            problem = str(error)
+        found.append(Submission(_student(folder, inside, lesson.name), path, lesson.name, answers, problem))
     newest = dict[tuple[str, str], Submission]()  # of several copies of a lesson, the one that was saved last
     for one in sorted(found, key=lambda s: (s.path.stat().st_mtime, s.path)):
         newest[one.student, one.lesson] = one
