@@ -383,9 +383,9 @@ def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
     """Where a dropout is on: the same zeros where ranks were given the same, others where not."""
     for i, (rank, e) in enumerate(masked):
         for other, o in masked[:i]:
-            if e.call != o.call or (e.before == o.before) == (e.mask == o.mask):
+            if e.call != o.call or (e.dropped == o.dropped) == (e.mask == o.mask):
                 continue
-            if e.before == o.before:
+            if e.dropped == o.dropped:
                 says = "drops other numbers on each rank, though all were given the same: the ranks part"
                 return row.found("none", "masks differ", ranks=(other, rank), says=says)
             if e.shape == o.shape:
