@@ -234,7 +234,8 @@ def on_rank(recorder: Any, model: Any) -> Iterator[Trace]:
 def _dropped(module: nn.Module, given: Any) -> str:
     """A digest of what a dropout that is on was given; "" for other modules."""
     tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-    is_on = "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0)
+    probability: Any = getattr(module, "p", 0)
+    is_on = "Dropout" in type(module).__name__ and module.training and probability
     return (
         hashlib.sha256(to_numpy(local_part(tensors[0])).tobytes()).hexdigest()[:16]
         if is_on and tensors
