@@ -8,7 +8,7 @@ It computes nothing about ranks and draws nothing.
 
 import html
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -166,8 +166,7 @@ def against(
     one: Any,
     *,
     mesh: Mapping[str, int] | None = None,
-    names: Mapping[str, str] | Callable[[str], str] | None = None,
-    rtol: float | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Any:
     """How the tensors that the ranks traced make up those of one process, and which went wrong first.
 
@@ -179,15 +178,12 @@ def against(
 
     Args:
         mesh: axes and their sizes in the order of the ranks, so that sums are named by axis.
-        names: the dense names of modules that are called otherwise on the ranks, by the beginning of their names, or a
-            function of the name.
-        rtol: by how much numbers may differ, as a share of a tensor's typical one; by default what its dtype and the
-            depth of the model allow.
+        names: the dense names of modules that are called otherwise on the ranks, by the beginning of their names.
 
     Raises:
         NothingToCompare: the Run or the trace is none, or no name is in both.
     """
-    return extensions.find("check.against")(run, one, mesh=mesh, names=names, rtol=rtol)
+    return extensions.find("check.against")(run, one, mesh=mesh, names=names)
 
 
 def diagnosed(first: Any, held: str, said: Mapping[str, str]) -> Verdict:

@@ -5,7 +5,7 @@ the gradients and the updated parameters (and, where nothing is trained, the las
 tensor that explains what is wrong with them. `check.against` is its public name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,18 +36,17 @@ def compare(
     one: Any,
     *,
     mesh: Mapping[str, int] | None = None,
-    names: Mapping[str, str] | Callable[[str], str] | None = None,
-    rtol: float | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Comparison:
     """How the tensors traced in `run` make up those of `one`, the trace of one process; see `check.against`."""
     dense = _dense(one)
-    ranks = _ranks(run, names)
+    ranks = _ranks(run, names or {})
     places = run.world_size if mesh is None else int(np.prod(list(mesh.values())))
     if mesh is not None and places != run.world_size:
         raise NothingToCompare(
             f"The mesh {dict(mesh)} has {places} places, and the Run has {run.world_size} ranks."
         )
-    judge = Judge(dense, ranks, mesh, rtol)
+    judge = Judge(dense, ranks, mesh)
     rows = judge.rows()
     if not rows:
         some = sorted({name for _, name, *_ in ranks})[:4]
@@ -82,7 +81,7 @@ def _dense(one: Any) -> dict[_Key, list[Traced]]:
     return found
 
 
-def _ranks(run: Run, names: Any) -> _OfRanks:
+def _ranks(run: Run, names: Mapping[str, str]) -> _OfRanks:
     if not isinstance(run, Run) or not any(r.trace for r in run.ran):
         raise NothingToCompare(
             "The ranks have traced nothing. In the rank cell, put what is to be compared into "
@@ -92,14 +91,12 @@ def _ranks(run: Run, names: Any) -> _OfRanks:
     for result in run.ran:
         for e in result.trace:
             if 0 not in e.shape:  # of an uneven shard nothing is left for the last rank
-                name = _renamed(e.name, names or {})
+                name = _renamed(e.name, names)
                 found.setdefault((e.kind, name, e.step, e.part), []).append((result.rank, e))
     return found
 
 
-def _renamed(name: str, names: Any) -> str:
-    if callable(names):
-        return str(names(name))
+def _renamed(name: str, names: Mapping[str, str]) -> str:
     for ours in sorted(names, key=len, reverse=True):
         if ours == "" or name == ours or name.startswith(f"{ours}."):
             rest = name[len(ours) :].removeprefix(".")
@@ -122,7 +119,6 @@ class Judge:
         dense: dict[_Key, list[Traced]],
         ranks: _OfRanks,
         mesh: Mapping[str, int] | None,
-        rtol: float | None,
     ) -> None:
         self.dense, self.ranks, self.mesh = dense, ranks, mesh
         self.seen = layouts.SeenPlaces()
@@ -139,7 +135,7 @@ class Judge:
         entries = [*(e for es in dense.values() for e in es), *(e for ps in ranks.values() for _, e in ps)]
         worst = max(TOLERANCE.get(e.dtype, 0.0) for e in entries) or 1e-4
         depth = len({name for kind, name, *_ in dense if kind == "output"})
-        self.tolerance = rtol or worst * min(4.0, max(1.0, depth**0.5 / 3))
+        self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
         sizes: dict[str, list[float]] = {}
         for (kind, *_), es in dense.items():
             sizes.setdefault(kind, []).append(typical(_matrix(es)))
@@ -383,9 +379,9 @@ def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
     """Where a dropout is on: the same zeros where ranks were given the same, others where not."""
     for i, (rank, e) in enumerate(masked):
         for other, o in masked[:i]:
-            if e.call != o.call or (e.before == o.before) == (e.mask == o.mask):
+            if e.call != o.call or (e.dropped == o.dropped) == (e.mask == o.mask):
                 continue
-            if e.before == o.before:
+            if e.dropped == o.dropped:
                 says = "drops other numbers on each rank, though all were given the same: the ranks part"
                 return row.found("none", "masks differ", ranks=(other, rank), says=says)
             if e.shape == o.shape:

@@ -123,11 +123,11 @@ class Trace:
         step = max(self._steps.values(), default=0)
         about: dict[str, Any] = {"name": name, "step": step, "call": self._calls[id(module)], "line": _line()}
         self._calls[id(module)] += 1
-        mask, before = _mask(module, given, output)
+        dropped = _dropped(module, given)
         for part, tensor in tensors:
             if tensor.is_floating_point():
                 of_part = about | {"part": part}
-                self._keep(self._made("output", tensor, **of_part, mask=mask, before=before))
+                self._keep(self._made("output", tensor, **of_part, dropped=dropped))
                 if tensor.requires_grad:
                     self._await_backward(tensor, of_part)
                 else:
@@ -231,16 +231,16 @@ def on_rank(recorder: Any, model: Any) -> Iterator[Trace]:
         recorder.trace += tuple(trace.entries)
 
 
-def _mask(module: nn.Module, given: Any, output: Any) -> tuple[str, str]:
-    """Digests of where a dropout that is on put zeros, and of what it was given."""
-    if "Dropout" not in type(module).__name__ or not module.training or not getattr(module, "p", 0):
-        return "", ""
+def _dropped(module: nn.Module, given: Any) -> str:
+    """A digest of what a dropout that is on was given; "" for other modules."""
     tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-    if not tensors or not isinstance(output, Tensor):
-        return "", ""
-    digests = (to_numpy(t) for t in (local_part(output) == 0, local_part(tensors[0])))
-    mask, before = (hashlib.sha256(array.tobytes()).hexdigest()[:16] for array in digests)
-    return mask, before
+    probability: Any = getattr(module, "p", 0)
+    is_on = "Dropout" in type(module).__name__ and module.training and probability
+    return (
+        hashlib.sha256(to_numpy(local_part(tensors[0])).tobytes()).hexdigest()[:16]
+        if is_on and tensors
+        else ""
+    )
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

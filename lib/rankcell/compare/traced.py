@@ -17,10 +17,14 @@ class Traced:
     part: int = 0  # which tensor of the module's output
     order: int = 0  # counts what was seen
     line: int = 0  # of the learner's code, 0 where it is not known
-    mask: str = ""  # a digest of where a dropout put zeros
-    before: str = ""  # and of what it was given
+    dropped: str = ""  # a digest of what a dropout that is on was given
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the tensor."""
         return tuple(self.value.shape)
+
+    @property
+    def mask(self) -> bytes:
+        """Where a dropout put zeros; empty for what is no dropout's output."""
+        return (self.value == 0).tobytes() if self.dropped else b""
