@@ -155,7 +155,10 @@ def test_cells_that_build_on_an_answer_do_not_hold_up_run_all():
     cells = [new_code_cell(answer, metadata={"tags": ["solution"]})]
     cells += [new_markdown_cell("## Later"), new_code_cell("a = double(1)"), new_code_cell("b = 3")]
     cells += [new_code_cell("%%ranks 2 --push double -o run\nc = double(rank)")]
-    cells += [new_code_cell(source) for source in ("%%ranks 2\nd = c + 1", "run.values", "a = b", "a + b")]
+    cells += [
+        new_code_cell(source)
+        for source in ("%%ranks 2\nd = c + 1", "run.values", "%%slurm\na", "a = b", "a + b")
+    ]
     copy = notebooks.student_copy(new_notebook(cells=cells), "01_tiny")
     held_up = [c.source for c in copy.cells[2:] if "raises-exception" not in c.metadata.get("tags", [])]
     assert held_up == ["b = 3", "a = b", "a + b"]

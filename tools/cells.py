@@ -81,7 +81,7 @@ def _names(source: str) -> tuple[set[str], set[str]]:
         for option, value in re.findall(r"(--push|--pull|--out|-o)[ =](\S+)", first):
             (uses if option == "--push" else handed).update(value.split(","))
     try:
-        statements = ast.parse(TransformerManager().transform_cell(source)).body
+        statements = ast.parse(TransformerManager().transform_cell(_SLURM.sub("", source.lstrip("\n")))).body
     except SyntaxError:
         statements = []
     for node in statements:

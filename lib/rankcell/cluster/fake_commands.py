@@ -1,0 +1,77 @@
+"""A program in the place of srun, scontrol, torchrun, python or uv while `dry_run` runs a job script.
+
+    python fake_commands.py srun --ntasks=4 python train.py
+
+`srun` starts its tasks one after the other and tells each who it is; `python` and `torchrun` note how they were called
+and print one line for each of their two outputs. It runs without the package: it imports nothing of it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# The options of sbatch and srun whose meaning a dry run knows: https://slurm.schedmd.com/srun.html, read 2026-11.
+OPTIONS = """-a --array  -c --cpus-per-task  -d --dependency  -e --error  -m --distribution  -n --ntasks  -N --nodes
+-o --output  -t --time  -w --nodelist  --ntasks-per-node"""
+
+
+def read_options(words: Sequence[str]) -> argparse.Namespace:
+    """What sbatch and srun make of their words: the options by name, and the rest as `command`."""
+    reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    pending: list[str] = []
+    for name in OPTIONS.split():
+        pending.append(name)
+        if name.startswith("--"):
+            reader.add_argument(*pending)
+            pending = []
+    reader.add_argument("--exact", action="store_true")
+    reader.add_argument("command", nargs="...")
+    return reader.parse_known_args([str(word) for word in words])[0]
+
+
+def srun(words: Sequence[str]) -> int:
+    """Start the tasks of a step in turn. Returns 0 when all of them did."""
+    env, said = os.environ, read_options(words)
+    nodes = int(said.nodes or env["SLURM_NNODES"])
+    on_each = said.ntasks_per_node and nodes * int(said.ntasks_per_node)
+    size = int(said.ntasks or on_each or env["SLURM_NTASKS"])
+    # as in Slurm 22.05 and 23.02, and as if the step had --exact: what only sbatch was told counts for nothing
+    cpus = said.cpus_per_task or env.get("SRUN_CPUS_PER_TASK") or "1"
+    status = 0
+    for rank in range(size):
+        node = rank * nodes // size
+        at = {"PROCID": rank, "NTASKS": size, "NODEID": node, "LOCALID": rank - -(-node * size // nodes)}
+        task = env | {f"SLURM_{key}": str(value) for key, value in at.items()}
+        task |= {"CPUS": cpus, "SLURMD_NODENAME": f"node{7 + node}"}
+        output = Path(said.output).open("a") if said.output else None
+        status |= subprocess.run(said.command, env=task, stdout=output, stderr=output).returncode
+    return status
+
+
+def program(words: Sequence[str]) -> int:
+    """Note the call, print a line of output and one of errors. Returns the status that the dry run wants."""
+    env = os.environ
+    task = env.get("SLURM_ARRAY_TASK_ID", env["SLURM_PROCID"])
+    with Path(env["NOTES"]).open("a") as notes:
+        print(json.dumps({"words": list(words), **env}), file=notes)
+    print("a line of", task, flush=True)
+    print("trouble of", task, file=sys.stderr, flush=True)
+    return int(env["END_WITH"])
+
+
+def main(name: str, words: Sequence[str]) -> int:
+    """Act as the command `name`. Returns its exit status."""
+    if name == "uv":  # uv run COMMAND
+        os.execvp(words[1], words[1:])
+    if name == "scontrol":
+        print("node7", "node8", sep="\n")
+        return 0
+    return srun(words) if name == "srun" else program([name, *words])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
