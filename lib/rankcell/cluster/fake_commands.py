@@ -66,7 +66,7 @@ def program(words: Sequence[str]) -> int:
 def main(name: str, words: Sequence[str]) -> int:
     """Act as the command `name`. Returns its exit status."""
     if name == "uv":  # uv run COMMAND
-        os.execvp(words[1], words[1:])
+        os.execvp(words[1], list(words[1:]))
     if name == "scontrol":
         print("node7", "node8", sep="\n")
         return 0
