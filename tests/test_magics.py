@@ -30,7 +30,7 @@ def test_a_cell_gives_a_run_and_moves_names(cell, shell, monkeypatch):
 
 
 def test_completion_inside_a_rank_cell(cell, shell):
-    cell("4", "momentum_buffer = 3")
+    cell("4", "momentum_buffer = 3\nmodel = torch.nn.Linear(2, 2)")
     with provisionalcompleter():
 
         def complete(text):
@@ -38,7 +38,7 @@ def test_completion_inside_a_rank_cell(cell, shell):
 
         assert "world_size" in complete("%%ranks 4\nworld_s")
         assert "momentum_buffer" in complete("%%ranks 4\nx = momentum_b")
-        assert any(c.endswith("all_reduce") for c in complete("%%ranks 4\ndist.all_re"))
+        assert any(c.endswith("weight") for c in complete("%%ranks 4\nmodel.wei"))
         assert "momentum_buffer" not in complete("x = momentum_b")
         assert complete("%%ranks 4 --tim") == ["--timeout"] != complete("%%ranks 4\n--tim")
         assert {"--only", "-o"} <= set(complete("%%ranks 4 -")) <= set(source.option_strings())

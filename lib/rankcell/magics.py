@@ -230,23 +230,15 @@ class RankMagics(Magics):
             return SimpleMatcherResult(completions=[SimpleCompletion(text=o) for o in options], suppress=True)
         before = context.line_with_cursor[: context.cursor_position] or context.token
         word = (re.search(r"[\w.]*$", before) or [""])[0]  # the name, dotted or not, that ends at the cursor
-        owner, _, _ = word.rpartition(".")
+        worlds = [w for w in self.worlds.values() if w.alive and head and str(w.world_size) == head[1]]
         known: Iterable[str] = ()
-        if head and not owner:
-            worlds = [w for w in self.worlds.values() if w.alive and str(w.world_size) == head[1]]
+        if "." in word:
+            known = [name for w in worlds[-1:] for name in w.complete(word)]
+        elif head:
             known = dict.fromkeys((*source.LENT, *(name for w in worlds for name in w.names)))
-        elif head and owner in _modules():
-            known = [f"{owner}.{name}" for name in dir(_modules()[owner])]
         prefix = len(word) - len(context.token)
         found = [SimpleCompletion(text=name[prefix:]) for name in known if name.startswith(word)]
         return SimpleMatcherResult(completions=found)
-
-
-def _modules() -> dict[str, Any]:
-    """What a rank cell finds without importing it."""
-    import torch.distributed
-
-    return {"torch": torch, "dist": torch.distributed}
 
 
 def _count(world_size: int) -> str:
@@ -361,7 +353,9 @@ def unload(shell: Any, magics: RankMagics) -> None:
 
 def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
     """What the shell says of `name`, which may begin with a module that only the ranks have imported."""
-    lent, first = _modules(), name.partition(".")[0]
+    import torch.distributed
+
+    lent, first = {"torch": torch, "dist": torch.distributed}, name.partition(".")[0]
     ask = type(shell).object_inspect_mime
     if first not in lent or first in shell.user_ns:
         return ask(shell, name, *args, **more)

@@ -4,6 +4,7 @@ It says what the rank is doing, and on demand it frees the main thread from an o
 Nothing that the learner's objects do may end it: a rank that does not answer cannot be diagnosed.
 """
 
+import inspect
 import os
 import signal
 import sys
@@ -49,6 +50,8 @@ class Control:
     def _answer(self, question: Question) -> Any:
         if question.about == "status":
             return self.status()
+        if question.about == "complete":
+            return complete(question.argument, self._rank.names)
         self._free(wanted=question.about == "interrupt")
         return True
 
@@ -158,3 +161,30 @@ def _frames() -> dict[int, Any]:
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     return frames
+
+
+def complete(text: str, names: dict[str, Any]) -> list[str]:
+    """Names that begin with `text`, which may be dotted. It runs no code of the learner's, such as a property."""
+    head, dot, start = text.rpartition(".")
+    found, value = names, None
+    for part in head.split(".") if dot else ():
+        if part not in found or (found is not names and inspect.isdatadescriptor(found[part])):
+            return []
+        value = found[part]
+        found = _attributes(value)
+    return [f"{head}{dot}{name}" for name in (sorted(found) if dot else found) if name.startswith(start)]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What stands in a value and in its classes, by name."""
+    found: dict[str, Any] = {}
+    classes = [*type(value).__mro__, *(value.__mro__ if isinstance(value, type) else ())]
+    for kind in reversed(classes):
+        found |= vars(kind)
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return found
+    for name in ("_parameters", "_buffers", "_modules"):  # of a torch module
+        found |= own[name] if isinstance(own.get(name), dict) else {}
+    return dict(own) if inspect.ismodule(value) else found | own

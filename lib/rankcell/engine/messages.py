@@ -119,7 +119,7 @@ class Done:
 class Question:
     """Something that the control thread answers while the main thread runs or waits.
 
-    `about` is "status", "interrupt" (the learner wants to stop) or "free" (nobody will ever answer); a job asks more.
+    `about` is "status", "interrupt" (the learner wants to stop), "free" (nobody will ever answer) or "complete".
     """
 
     number: int

@@ -102,11 +102,11 @@ class Workers:
             at = received.lost.at if received.lost else time.monotonic() - self.began
             received.lost = RankFailure("RankLost", how, at=at, caused_by_abort=by_us)
 
-    def ask(self, ranks: Sequence[int], about: str, *, wait: float) -> dict[int, Any]:
+    def ask(self, ranks: Sequence[int], about: str, argument: Any = None, *, wait: float) -> dict[int, Any]:
         """Ask the control threads of `ranks`; the answers that came within `wait` seconds. None: it found none."""
         number = next(self._questions)
         answers = self._answers[number] = {}
-        self.host.send(ranks, pickle.dumps(Question(number, about)), control=True)
+        self.host.send(ranks, pickle.dumps(Question(number, about, argument)), control=True)
         deadline = time.monotonic() + wait
         while any(r not in answers and self.received[r].lost is None for r in ranks):
             left = deadline - time.monotonic()

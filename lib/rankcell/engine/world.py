@@ -224,6 +224,15 @@ class Ranks:
             ) from error
         return ending
 
+    def complete(self, text: str, timeout: float = 0.2) -> list[str]:
+        """Names known on rank 0 that begin with `text`, for completion. Empty while the rank is busy."""
+        if not self.alive or not self._lock.acquire(blocking=False):
+            return []
+        try:
+            return self._workers.ask([0], "complete", text, wait=timeout).get(0) or []
+        finally:
+            self._lock.release()
+
     def _go_on(self, ending: Ending) -> None:
         """Keep what matters of a cell that is over, and repair what it has broken."""
         self._workers.next_cell("", [])  # what a thread prints from now on belongs to the next cell
