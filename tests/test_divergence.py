@@ -111,3 +111,12 @@ def test_several_divergent_ranks_and_a_truncated_record():
     records[3] = replace(records[3], events=(*records[3].events[:-2], strange, records[3].events[-1]))
     assert verdict.judge(records).culprits == (2, 3)
     assert verdict.judge(play(steps(30, without=(2, 58)), kept=6)).culprits == (2,)
+
+
+def test_where_no_turn_is_new_most_ranks_tell():
+    """One of two calls from one line is left out: what follows it has followed it before."""
+    programs = [
+        [(*WORLD, 8, 10), (*WORLD, 8, 10), (*(LOW if rank < 2 else HIGH), 1, 11)] * 3 for rank in range(4)
+    ]
+    del programs[2][3]
+    assert verdict.judge(play(programs)).culprits == (2,)

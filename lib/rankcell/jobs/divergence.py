@@ -1,8 +1,10 @@
-"""Which of several ranks that wait for each other called something else than the others do, by their last operations.
+"""Which of several ranks that wait for each other called something else than the others do: a pure function of their
+last operations.
 
 Ranks that wait for each other are alike to blame as far as the waiting goes. What tells them apart is what they called
-before: one of them has gone from one line to another as nobody else did, nor itself before. Nobody is named where
-ranks lawfully do different things, or where none or several stand out.
+before: one of them has gone from one line to another as nobody else did, nor itself before; or most ranks that did the
+same so far went on in another way. It names nobody where ranks lawfully do different things, or where none or several
+stand out.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -33,6 +35,13 @@ def find_divergent_rank(records: Sequence[RankRecord], suspects: Sequence[int]) 
     events = {r.rank: r.events for r in records}
     if len(set(suspects)) < 2 or not set(suspects) <= paths.keys():
         return None
+    return _by_new_turn(paths, events, suspects) or _by_majority(records, paths, events, suspects)
+
+
+def _by_new_turn(
+    paths: dict[int, list[Hashable]], events: dict[int, tuple[Event, ...]], suspects: Sequence[int]
+) -> Divergence | None:
+    """By a turn from one call to another that nobody else has made, nor the rank itself before."""
     # (call, next call) -> by rank, the places in its path where it made that turn
     turns: dict[tuple[Hashable, Hashable], dict[int, list[int]]] = {}
     for rank, path in paths.items():
@@ -59,9 +68,43 @@ def find_divergent_rank(records: Sequence[RankRecord], suspects: Sequence[int]) 
     return Divergence(rank, _event(events[rank], at), _event(events[seen], ways[way][seen][-1]), others)
 
 
+def _by_majority(
+    records: Sequence[RankRecord],
+    paths: dict[int, list[Hashable]],
+    events: dict[int, tuple[Event, ...]],
+    suspects: Sequence[int],
+) -> Divergence | None:
+    """By the first call in which a rank differs from most of those that had called the same until then."""
+    first = {r.rank: r.calls - len(r.events) for r in records}  # calls that are not kept
+    start = max(first[rank] for rank in paths)
+    calls = {rank: path[1 + start - first[rank] :] for rank, path in paths.items()}
+    found: dict[int, tuple[int, tuple[int, ...]]] = {}
+    todo = [tuple(sorted(calls))]  # ranks that called the same so far
+    while todo:
+        alike = todo.pop()
+        for at in range(max(len(calls[rank]) for rank in alike)):
+            ways: dict[Hashable, list[int]] = {}
+            for rank in alike:
+                if at < len(calls[rank]):
+                    ways.setdefault(calls[rank][at], []).append(rank)
+            if len(ways) > 1:
+                most = max(ways.values(), key=len)
+                if 2 * len(most) > sum(map(len, ways.values())):
+                    odd = [r for ranks in ways.values() if ranks is not most for r in ranks if r in suspects]
+                    found |= {rank: (at, tuple(most)) for rank in odd}
+                todo += [tuple(ranks) for ranks in ways.values() if len(ranks) > 1]
+                break
+    if len(found) != 1:
+        return None
+    ((rank, (at, others)),) = found.items()
+    own, theirs = (1 + start - first[r] + at for r in (rank, others[0]))
+    return Divergence(rank, _event(events[rank], own), _event(events[others[0]], theirs), others)
+
+
 def _path(record: RankRecord) -> list[Hashable]:
     """What a rank called, as far as ranks that run the same program have it in common, with its begin and its end."""
-    path: list[Hashable] = [_BEGIN if record.calls == len(record.events) else None]
+    whole = record.calls == len(record.events)
+    path: list[Hashable] = [_BEGIN if whole else None]
     for event in record.events:
         where: Hashable = (event.file, event.line) if event.line else event.text
         path.append((event.op, where, 0 if event.op in ("send", "recv") else len(event.ranks)))
@@ -77,5 +120,5 @@ def _last_together(events: Mapping[int, Sequence[Event]], suspects: Sequence[int
     return 0
 
 
-def _event(events: Sequence[Event], at: int) -> Event | None:
+def _event(events: tuple[Event, ...], at: int) -> Event | None:
     return events[at - 1] if at <= len(events) else None
