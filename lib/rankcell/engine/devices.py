@@ -2,7 +2,7 @@
 
     enough GPUs                  nccl, a GPU for each rank
     fewer, NCCL 2.30 or newer    nccl, ranks share GPUs round-robin; where CUDA MPS runs they compute side by side
-    otherwise                    gloo on the CPU
+    fewer, older NCCL            gloo on CUDA tensors, which go through the memory of the host; asked for only
 
 Beside nccl, tensors on the CPU go over gloo. `notebooks/recorded` says on which GPU this ran last; several GPUs have
 not been tried.
@@ -52,7 +52,7 @@ def choose(world_size: int, device: str, machine: Machine) -> Choice:
     """What `world_size` ranks talk over on `device` ("auto", "cpu" or "cuda").
 
     Raises:
-        ValueError: no such device. WorldSizeError: cuda was asked for, and there is no GPU, or ranks cannot share it.
+        ValueError: no such device. WorldSizeError: cuda was asked for, and there is no GPU.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist. Choose cpu, cuda or auto.")
@@ -66,19 +66,19 @@ def choose(world_size: int, device: str, machine: Machine) -> Choice:
     if device == "auto":
         if not gpus:
             return Choice("cpu", "gloo", "gloo on the CPU: no GPU here")
-        better = "`--device cuda` lets the ranks share what GPUs there are." if machine.nccl else ""
+        better = "`--device cuda` lets the ranks share what GPUs there are."
         return Choice("cpu", "gloo", f"gloo on the CPU: {why}", better)
     if not gpus:
         raise errors.WorldSizeError("this machine has no GPU that torch can use. Use `--device cpu`.")
     version = ".".join(map(str, machine.nccl))
     if machine.nccl[:2] < SHARES:
-        reason = (
-            f"{why}, and NCCL {version} does not let ranks share one" if version else "this torch has no nccl"
-        )
-        raise errors.WorldSizeError(
-            f"{reason}. Use `--device cpu`. NCCL 2.30 or newer lets ranks share a GPU: "
-            f"`pip install 'nvidia-nccl-cu13>=2.30'` (CUDA 12: nvidia-nccl-cu12) puts it in the place of an older one."
-        )
+        reason = f"NCCL {version} does not let ranks share a GPU" if version else "this torch has no nccl"
+        return Choice(
+            "cuda", "gloo", f"gloo on CUDA tensors, through the memory of the host: {reason}",
+            "With NCCL 2.30 or newer, ranks that share a GPU talk over nccl: `pip install 'nvidia-nccl-cu13>=2.30'` "
+            "(CUDA 12: nvidia-nccl-cu12) puts it in the place of an older one.",
+            shared=-(-world_size // gpus),
+        )  # fmt: skip
     return _shared(world_size, machine, f"nccl {version}, sharing {gpus} GPU{'s' * (gpus > 1)}")
 
 

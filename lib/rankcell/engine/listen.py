@@ -109,7 +109,7 @@ class Listener:
             if self._matches and len(o.ranks) > 1:
                 self._compare(o, inputs, outputs)
             if stage is None:
-                result = self._redispatch(keyset.remove(_KEY), *args, **kwargs)
+                result = self._send(o, keyset.remove(_KEY), args, kwargs, inputs, outputs)
             else:
                 result = stage.issue(o, self._returns, args[self._at_out], inputs, outputs)
         except BaseException as error:
@@ -120,6 +120,36 @@ class Listener:
             raise
         o.issued = recorder.clock()
         return self._answered(o, result, inputs or outputs)
+
+    def _send(
+        self,
+        o: Operation,
+        keyset: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Any],
+        outputs: list[Any],
+    ) -> Any:
+        """Hand the call on to the backend; what gloo cannot do with tensors of a GPU, with copies on the host."""
+        first = inputs[0] if inputs else outputs[0] if outputs else None
+        if first is None or not first.is_cuda or o.enqueued:
+            return self._redispatch(keyset, *args, **kwargs)
+        if self._is_message:
+            buffer = first.detach().cpu() if o.op == "send" else torch.empty_like(first, device="cpu")
+            if o.op == "recv":
+                o.landing = (first, buffer)
+            args = (*args[: self._at_in], [buffer], *args[self._at_in + 1 :])
+        elif self.name == "allgather_into_tensor_coalesced_":
+            # it ends the process: https://github.com/pytorch/pytorch/issues/152645
+            buffers = [torch.empty_like(t, device="cpu") for t in outputs]
+            on_host = list(args)
+            on_host[self._at_out], on_host[self._at_in] = buffers, [t.detach().cpu() for t in inputs]
+            result = self._redispatch(keyset, *on_host, **kwargs)
+            self._unbox_work(result).wait()  # here, as nobody in Python waits for it who could copy then
+            for tensor, buffer in zip(outputs, buffers, strict=True):
+                tensor.copy_(buffer)
+            return result
+        return self._redispatch(keyset, *args, **kwargs)
 
     def _operation(self, args: tuple[Any, ...], inputs: list[Any], outputs: list[Any]) -> Operation:
         o = Operation(self.op)

@@ -159,6 +159,9 @@ class Recorder(Observer):
     def waited(self, o: Operation) -> None:
         """The program has waited for `o`."""
         o.wait_end = self.clock()
+        if o.error is None and o.landing is not None:
+            tensor, buffer = o.landing
+            tensor.copy_(buffer)
         if o.passed is None or o.error is not None:
             self.close(o)
         else:
@@ -180,7 +183,7 @@ class Recorder(Observer):
             self.note_result(o)
         # these hold tensors: keeping them would keep the learner's memory
         o.inputs = o.outputs = ()
-        o.work = None
+        o.work = o.landing = None
         if o.passed is not None:
             o.passed = lambda: True
         if self.by_work.get(o.work_id) is o:
