@@ -65,6 +65,11 @@ def test_imports_point_one_way(path):
     assert [a.name for n in inside for a in n.names if a.name.startswith("_")] == []
 
 
+def test_the_core_is_small():
+    core = [p for p in MODULES if part_of(str(p.relative_to(LIB).with_suffix(""))) == "core"]
+    assert sum(len(p.read_text().splitlines()) for p in core) <= 8_000
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(LIB)))
 def test_nothing_is_too_long_to_hold_in_mind(path):
     lines = path.read_text().splitlines()
