@@ -42,6 +42,7 @@ assert torch.allclose(cut[1]["tensor"], cut[0]["tensor"]), "the sum is on both r
 tokens_per_s = {8: 40149.94, 16: 37609.69, 32: 35367.61, 64: 31112.23, 128: 26446.44, 256: 15700.38}
 assert {g: round(rate) for g, rate in tokens_per_s.items()} == rates, "as the figure of the Playbook has them"
 assert (round(s, 3), round(error, 2), round(nodes[32] / 32, 2)) == (0.045, 0.07, 0.39), "as the text says"
+assert [f"{part:.1%}" for part in parts.values()] == ["6.8%", "4.5%", "4.1%", "3.5%"], "no single serial part"
 
 # wrong: gradients: averages the means of the ranks | with 30 rows rank 0 has the weights of one process: each row counts 1/30
 # %%ranks 4 --pull found -o run

@@ -36,6 +36,9 @@ assert {(e.nbytes, e.is_async) for e in messages} == {(4096, False)}, "every mes
 
 # after: ahead-timeline
 assert not any(e.op == "barrier" for e in ahead) and sum(e.is_async for e in ahead) == 2 * 3 * 8
+assert now == 780, "by counting, as the text says"
+seconds = max(e.end for e in ahead) - min(e.start for e in ahead)
+assert seconds >= now / 1000, "and not less by the clock"
 
 # after: real-number
 assert abs(2**30 / 5503.4e-6 / 195.10e9 - 1) < 1e-3, "the rate that the source prints"
