@@ -122,24 +122,22 @@ x = torch.arange(8.0, device=device) + 10 * rank
 all_reduce(x)
 x
 
-# wrong: halves: gathers everything and adds up | two collectives for each sum
+# wrong: halves: adds up on rank 0, for all | no rank adds up for all
 # %%ranks 4 -o run
 def all_reduce(x):
-    rows = x.new_empty(4 * len(x))
-    dist.all_gather_single(rows, x)
-    x.copy_(rows.view(4, -1).sum(0))
+    dist.reduce(x, dst=0)
+    dist.broadcast(x, src=0)
 
 x = torch.arange(8.0, device=device) + 10 * rank
 all_reduce(x)
 x
 
-# wrong: halves: sends everything to everybody, in two calls | 48 bytes per rank are enough
+# wrong: halves: gathers everything, and then the sums | 48 bytes per rank are enough
 # %%ranks 4 -o run
 def all_reduce(x):
-    dist.reduce(x, dst=0)
-    whole = x.new_empty(4 * len(x))
-    dist.all_gather_single(whole, x)
-    x.copy_(whole[: len(x)])
+    rows = x.new_empty(world_size * len(x))
+    dist.all_gather_single(rows, x)
+    dist.all_gather_single(x, rows.view(world_size, -1).sum(0).chunk(world_size)[rank])
 
 x = torch.arange(8.0, device=device) + 10 * rank
 all_reduce(x)
@@ -294,8 +292,22 @@ x.grad
 class AllGather(AllGather):
     @staticmethod
     def backward(ctx, grad_y):
+        grad_y = grad_y.contiguous()  # gloo crashes in an expanded tensor
         dist.all_reduce(grad_y)
         return grad_y.chunk(world_size)[rank]
+
+x = torch.ones(2, device=device, requires_grad=True)
+((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
+x.grad
+
+# wrong: gradient: hands on the gradient as it comes | the gradient of `y.sum()` comes in expanded
+# %%ranks 4 -o run
+class AllGather(AllGather):
+    @staticmethod
+    def backward(ctx, grad_y):
+        grad_x = grad_y.new_empty(len(grad_y) // world_size)
+        dist.reduce_scatter_single(grad_x, grad_y)
+        return grad_x
 
 x = torch.ones(2, device=device, requires_grad=True)
 ((rank + 1) * (torch.arange(8.0, device=device) * AllGather.apply(x)).sum()).backward()
