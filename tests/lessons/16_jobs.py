@@ -37,6 +37,13 @@ export MASTER_ADDR=$(scontrol show hostnames | head -n1) MASTER_PORT=$((10000 + 
 srun sh -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=4 exec python3 -u ./train.py nodes.pt' | cat
 """
 
+# right: ex1-solution: the job script runs on the first node
+script = r"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
+export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+srun --cpus-per-task=2 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
+"""
+
 # right: ex1-solution: a file of its own for each task's line
 script = r"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=00:10:00

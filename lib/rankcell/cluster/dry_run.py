@@ -21,7 +21,7 @@ from typing import Any
 
 from . import fake_commands
 
-_FAKED = ("srun", "scontrol", "uv", "python", "python3", "torchrun")
+_FAKED = ("srun", "scontrol", "hostname", "uv", "python", "python3", "torchrun")
 
 
 @dataclass(frozen=True)

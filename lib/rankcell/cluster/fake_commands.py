@@ -1,4 +1,4 @@
-"""A program in the place of srun, scontrol, torchrun, python or uv while `dry_run` runs a job script.
+"""A program in the place of srun, scontrol, hostname, torchrun, python or uv while `dry_run` runs a job script.
 
     python fake_commands.py srun --ntasks=4 python train.py
 
@@ -67,6 +67,9 @@ def main(name: str, words: Sequence[str]) -> int:
     """Act as the command `name`. Returns its exit status."""
     if name == "uv":  # uv run COMMAND
         os.execvp(words[1], list(words[1:]))
+    if name == "hostname":
+        print(os.environ["SLURMD_NODENAME"])
+        return 0
     if name == "scontrol":
         print("node7", "node8", sep="\n")
         return 0
