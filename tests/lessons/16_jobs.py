@@ -9,12 +9,12 @@ export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
 srun --cpus-per-task=2 python train.py nodes.pt
 """
 
-# wrong: ex1-solution: says the CPUs once | tell `srun`, too; yours have {'1'}
+# wrong: ex1-solution: asks for the CPUs at srun alone | two CPUs for each task, in its #SBATCH lines; --cpus-per-task=None
 script = r"""#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
+#SBATCH --nodes=2 --ntasks-per-node=2 --time=10
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
+srun --cpus-per-task=2 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
 """
 
 # wrong: ex1-solution: hides the end of the ranks behind a pipe | the job fails when its ranks fail
@@ -120,6 +120,15 @@ echo done
 def pair(task, rates=RATES, sizes=SIZES):
     rate, size = divmod(task - 1, len(sizes))
     return rates[rate], sizes[size]
+
+# right: ex2-solution: hands the number on as a word
+tune = """#!/bin/bash
+#SBATCH --array=1-12%3 --output=tune-%A_%a.out --time=10 --cpus-per-task=2
+python tune.py $SLURM_ARRAY_TASK_ID
+"""
+
+def pair(task, rates=RATES, sizes=SIZES):
+    return rates[(task - 1) // len(sizes)], sizes[(task - 1) % len(sizes)]
 
 # right: ex2-solution: by uv, with a step of its own
 tune = """#!/bin/bash
