@@ -42,40 +42,6 @@ def test_what_a_speed_says():
         hw.ON_CHIP["H100 L2"].both_ways  # noqa: B018 - it raises
 
 
-# Format examples of `nvidia-smi topo -m`, written by hand: with tabs and an underlined header; with older names
-WITH_TABS = (
-    "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tPHB\tNODE\t0-15,32-47\t0\t\tN/A\nGPU1\tPHB\t X \tPIX\t0-15,32-47\t0\t\tN/A\n"
-    "NIC0\tNODE\tPIX\t X \t\t\t\t\n\nLegend:\n\n  X    = Self\n\nNIC Legend:\n\n  NIC0: mlx5_0\n"
-)
-OLD = "\tGPU0\tGPU1\tmlx5_0\tCPU Affinity\nGPU0 X NV2 PHB 0-7\nGPU1 NV2 X PHB 0-7\nmlx5_0 PHB PHB X\n"
-
-
-def test_the_matrix_of_paths_is_read():
-    server = hw.parse_topology(hw.EXAMPLE_NVLINK_SERVER)
-    assert server.gpus == tuple(f"GPU{k}" for k in range(8)) and server.nics == ("NIC0", "NIC1")
-    assert server.path("GPU0", "GPU7") == "NV18"
-    assert [server.path(f"GPU{k}", "NIC0") for k in range(5)] == ["PIX", "PXB", "NODE", "NODE", "SYS"]
-    assert (server.cpus["GPU7"], server.numa["GPU7"]) == ("48-95", "1")
-    tabs, old = hw.parse_topology(WITH_TABS), hw.parse_topology(OLD)
-    assert tabs.codes == (("X", "PHB", "NODE"), ("PHB", "X", "PIX"), ("NODE", "PIX", "X"))
-    assert tabs.cpus == {"GPU0": "0-15,32-47", "GPU1": "0-15,32-47"} and tabs.numa["GPU1"] == "0"
-    assert old.nics == ("mlx5_0",) and old.numa == {"GPU0": "N/A", "GPU1": "N/A"}
-    assert repr(old).splitlines()[1] == "GPU0    X     NV2   PHB     0-7   N/A"
-    for text in (hw.EXAMPLE_NVLINK_SERVER, hw.EXAMPLE_PCIE_SERVER):
-        codes = hw.parse_topology(text).codes
-        assert codes == tuple(zip(*codes, strict=True))
-    near_to_far = [hw.path_kind(code).order for code in ("X", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS")]
-    assert near_to_far == list(range(7))
-
-
-def test_what_is_no_matrix_is_said():
-    with pytest.raises(ValueError, match="No line starts with GPU0"):
-        hw.parse_topology("Failed to initialize NVML")
-    with pytest.raises(ValueError, match="'ABC' is no path of `nvidia-smi topo -m`"):
-        hw.path_kind("ABC")
-
-
 def lscpu(n_threads, per_core=2, per_node=4):
     """What `lscpu` says, by hand, of cores of two threads and nodes of four, in which a last cache is shared."""
     rows = [
@@ -102,6 +68,5 @@ def test_this_machine_can_be_read(monkeypatch):
     machine = hw.read_machine()
     assert machine.threads >= len(machine.cores) >= 1
     monkeypatch.setenv("PATH", "")
-    assert hw.read_topology() is None
     bare = hw.read_machine()  # a system without lscpu
     assert bare.cores and not bare.caches

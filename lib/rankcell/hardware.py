@@ -1,8 +1,8 @@
 """What the machines of this course can move per second, and what the machine at hand looks like.
 
 The published numbers stand in data/hardware.toml, each with its arithmetic, source and date: memories, PCIe, NVLink,
-InfiniBand, Ethernet, GPUs. Then the readers: cores, caches and NUMA nodes of this machine by `lscpu`, and the matrix of
-`nvidia-smi topo -m` where there is an NVIDIA GPU. It measures nothing and draws nothing.
+InfiniBand, Ethernet, GPUs. Then cores, caches and NUMA nodes of this machine by `lscpu`. It measures nothing and draws
+nothing.
 
 All rates are bytes per second with GB = 10^9 bytes. A link's rate is the rate of ONE direction; the sum of both, which
 data sheets like to print, is called `both_ways`. A memory's rate counts reads and writes together.
@@ -14,7 +14,7 @@ import subprocess
 import tomllib
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -130,91 +130,6 @@ REPORTED: Mapping[str, tuple[Speed, Speed]] = {
     name: (speed, _table(_FACTS["reported"][name]["of"][0])[_FACTS["reported"][name]["of"][1]])
     for name, speed in _table("reported").items()
 }
-
-
-class PathKind(NamedTuple):
-    """What one code of the matrix means. `order` 0 is the device itself, larger is farther."""
-
-    code: str
-    meaning: str
-    order: int
-
-
-def path_kind(code: str) -> PathKind:
-    """What `code`, for example "NV18" or "PHB", means."""
-    key, paths = "NV#" if re.fullmatch(r"NV\d+", code) else code, _FACTS["paths"]
-    if key not in paths:
-        raise ValueError(
-            f"{code!r} is no path of `nvidia-smi topo -m`. It prints {', '.join(paths)}, a number for #."
-        )
-    return PathKind(key, paths[key], list(paths).index(key))
-
-
-@dataclass(frozen=True, repr=False)
-class Topology:
-    """The matrix of `nvidia-smi topo -m`: `codes[i][j]` is the path from `devices[i]` to `devices[j]`.
-
-    `cpus` and `numa` say, per GPU, which CPUs and which NUMA node are near it, as the tool prints them.
-    """
-
-    devices: tuple[str, ...]
-    codes: tuple[tuple[str, ...], ...]
-    cpus: Mapping[str, str] = field(default_factory=dict)
-    numa: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def gpus(self) -> tuple[str, ...]:
-        """The devices that are GPUs."""
-        return tuple(d for d in self.devices if d.startswith("GPU"))
-
-    @property
-    def nics(self) -> tuple[str, ...]:
-        """The devices that are network cards."""
-        return tuple(d for d in self.devices if not d.startswith("GPU"))
-
-    def path(self, a: str, b: str) -> str:
-        """The code of the path from `a` to `b`, for example "NV18"."""
-        return self.codes[self.devices.index(a)][self.devices.index(b)]
-
-    def __repr__(self) -> str:
-        rows = [("", *self.devices, "CPUs", "NUMA")]
-        for name, codes in zip(self.devices, self.codes, strict=True):
-            rows.append((name, *codes, self.cpus.get(name, ""), self.numa.get(name, "")))
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
-
-
-def parse_topology(text: str) -> Topology:
-    """The matrix in `text`, the output of `nvidia-smi topo -m`."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()  # the tool underlines its header
-    start = next((k for k, line in enumerate(lines) if line.split()[:1] == ["GPU0"]), None)
-    if start is None:
-        raise ValueError(
-            "No line starts with GPU0: this is not a matrix. Give the output of `nvidia-smi topo -m`."
-        )
-    devices = tuple(lines[start].split("CPU Affinity")[0].split())
-    n = len(devices)
-    rows = [line.split()[1:] for line in lines[start + 1 : start + 1 + n]]
-    near = {name: [*row[n:], "N/A", "N/A"] for name, row in zip(devices, rows, strict=True) if "GPU" in name}
-    return Topology(
-        devices,
-        tuple(tuple(row[:n]) for row in rows),
-        {name: words[0] for name, words in near.items()},
-        {name: words[1] for name, words in near.items()},
-    )
-
-
-# Written by hand after the documented format of `nvidia-smi topo -m`: nobody read them off a machine.
-EXAMPLE_NVLINK_SERVER = (_DATA / "topology_nvlink.txt").read_text("utf-8")
-EXAMPLE_PCIE_SERVER = (_DATA / "topology_pcie.txt").read_text("utf-8")
-
-
-def read_topology() -> Topology | None:
-    """The matrix of `nvidia-smi topo -m` on this machine; None where there is no NVIDIA GPU."""
-    text = _output("nvidia-smi", "topo", "-m")
-    return parse_topology(text) if "GPU0" in text else None
 
 
 class Cache(NamedTuple):
