@@ -73,7 +73,6 @@ def page() -> str:
         parts += _entry("rankcell", find("results", name))
     parts.append("## Without a notebook\n")
     parts += _entry("rankcell", find("engine.world", "run"))
-    parts += _entry("rankcell", find("engine.world", "rehearse"))
     parts += _entry("rankcell", find("engine.world", "Ranks"))
     parts.append("## On a rank, and in the notebook\n")
     for name in ON_RANKS:

@@ -114,7 +114,6 @@ def test_without_a_gpu_make_gpu_ends_with_1(capsys):
         ("%%ranks 2", "%%ranks 2 --device cuda"),
         ("%%ranks 2 --device cpu\nx", ""),
         ("%%ranks 4 --nodes 2\nx", ""),
-        ("%%ranks 1 of 1024 --on 128xh100x8\nx", ""),
         ("x = '%%ranks 4'\n%ranks stop", ""),
     ],
 )

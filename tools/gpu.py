@@ -242,9 +242,9 @@ def machine(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def on_cuda(source: str) -> str:
-    """A cell as it runs here: a rank cell that names no device, and is no rehearsal, gets `--device cuda`."""
+    """A cell as it runs here: a rank cell that names no device gets `--device cuda`."""
     first, newline, rest = source.partition("\n")
-    if re.match(r"%%ranks\s+\d+(?!\s+of\b|\d)", first) and "--device" not in first and "--nodes" not in first:
+    if re.match(r"%%ranks\s+\d+", first) and "--device" not in first and "--nodes" not in first:
         first = f"{first} --device cuda"
     return first + newline + rest
 

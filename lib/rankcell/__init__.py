@@ -26,7 +26,7 @@ from .errors import (
 from .results import Event, Memory, RankResult, Run
 
 if TYPE_CHECKING:
-    from .engine.world import Ranks, rehearse, run
+    from .engine.world import Ranks, run
 
 __all__ = [
     "AllocationError",
@@ -47,7 +47,6 @@ __all__ = [
     "StartError",
     "WorldSizeError",
     "memory",
-    "rehearse",
     "run",
     "span",
     "spans",
@@ -57,8 +56,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`Ranks`, `run`, `rehearse`, when asked for: who only wants `rankcell.parallel` needs torch and no notebook."""
-    if name in ("Ranks", "run", "rehearse"):
+    """`Ranks` and `run`, when asked for: who only wants `rankcell.parallel` needs torch and no notebook."""
+    if name in ("Ranks", "run"):
         from .engine import world
 
         return getattr(world, name)

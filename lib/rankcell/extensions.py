@@ -16,15 +16,11 @@ TABLE = {
     "--against": "compare.replay:against",  # (run, model) -> the run with what one process says of it
     "--against, on ranks": "compare.replay:Follow",  # around the cell, given the rank's recorder
     "--nodes": "nodes.allocation:Nodes",  # (world_size, nodes, device) -> the host of the world
-    "1 of N, host": "rehearsal.host:RehearsalHost",  # (world_size, cluster, rank)
-    "1 of N, cluster": "rehearsal.cluster:Cluster",  # where one rank of a large job rehearses
-    "1 of N, stage": "rehearsal.stage:Rehearsal",  # what answers it there
     "check.against": "compare.judge:compare",
     "rankcell.memory": "observers.meter:measure",
     "rankcell.spans": "observers.spans:spans",
     "rankcell.trace": "compare.trace:of",
     "rankcell run": "jobs.command:add_command",  # with explain
-    "rankcell export": "cluster.export:add_command",
     "rankcell plan": "planner.command:add_command",
     "rankcell doctor": "doctor:add_command",
     "rankcell grade": "teaching.command:add_command",

@@ -145,20 +145,19 @@ class RankMagics(Magics):
 
     def _world(self, options: Any, live: "_Live") -> world.Ranks:
         """The world of the cell: the one that is alive, or a new one."""
-        size, nodes, on, as_rank = options.world_size, options.nodes, options.on or "", options.as_rank or 0
+        size, nodes, kind = options.world_size, options.nodes, options.device
         if not self._started:  # a slow disk takes a minute for it
             what = f"starting {_count(size)}: torch is being imported, once for all of this notebook"
             live.show("", "", what)
         try:
-            kind = f"{on} {as_rank}" if on else options.device
-            if nodes is None and not on:
+            if nodes is None:
                 kind = devices.choose(size, options.device, devices.look(mps=False)).device
             key = size, f"{kind} {options.start}", nodes
             ranks = self.worlds.get(key)
             if ranks is not None and ranks.alive:
                 return ranks
             start = {"device": options.device, "nodes": nodes, "start": options.start}
-            ranks = self.worlds[key] = world.Ranks(size, on=on, as_rank=as_rank, **start)
+            ranks = self.worlds[key] = world.Ranks(size, **start)
         except errors.WorldSizeError:
             raise
         except ValueError as error:  # one of the line's: its message is enough
@@ -166,7 +165,7 @@ class RankMagics(Magics):
         finally:
             live.end()
         talk = "rank talks" if size == 1 else "ranks talk"
-        ranks.notes.append(ranks.device_note if on else f"{size} {talk} over {ranks.device_note}.")
+        ranks.notes.append(f"{size} {talk} over {ranks.device_note}.")
         if not self._started and (said := versions.untried(version("torch"))):
             ranks.notes.append(said)
         self._started = True

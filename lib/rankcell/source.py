@@ -84,10 +84,6 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         "how ranks are started: from a process that has torch, or as torch.multiprocessing.spawn does"}),
     (("--against",), {"type": _name, "metavar": "MODEL", "help":
         "compare the cell's one forward and backward with those of this model, in one process"}),
-    (("--on",), {"metavar": "CLUSTER", "help":
-        "where `%%%%ranks 1 of 1024` rehearses one rank without computing: 128xh100x8 are 128 nodes of 8"}),
-    (("--as",), {"dest": "as_rank", "type": _whole("rank", "--as 7", 0), "metavar": "RANK", "help":
-        "... and which rank, by default 0"}),
     (("--values",), {"action": "store_true", "help": "record what the tensors of every communication held"}),
 )
 # fmt: on
@@ -112,21 +108,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def rehearsed(line: str) -> tuple[str, bool]:
-    """A `%%ranks` line, and whether it says "1 of N", which is taken out of it."""
-    found = re.match(r"\s*1\s+of\s+(?=\d)", line)
-    return (line[found.end() :], True) if found else (line, False)
-
-
 def parse_line(line: str) -> argparse.Namespace:
-    """The options of a whole `%%ranks` line, whose comment does not count; where it rehearses, `on` has a cluster.
+    """The options of a whole `%%ranks` line, whose comment does not count.
 
     Raises:
         OptionError: the line is none, and what to write.
     """
-    text, rehearses = rehearsed(line)
     try:
-        options, more = parser().parse_known_args(shlex.split(text, comments=True))
+        options, more = parser().parse_known_args(shlex.split(line, comments=True))
     except argparse.ArgumentError as error:
         what = str(error.message)
         if what == "expected one argument":
@@ -145,13 +134,6 @@ def parse_line(line: str) -> argparse.Namespace:
         )
     if options.world_size is None:
         raise OptionError("how many ranks? Write for example `%%ranks 4`.")
-    if rehearses:
-        options.on, options.as_rank = options.on or "h100", options.as_rank or 0
-    elif options.on is not None or options.as_rank is not None:
-        raise OptionError(
-            "`--on` and `--as` belong to a rehearsal, which begins with `%%ranks 1 of 1024`. Write for example "
-            "`%%ranks 1 of 1024 --on 128xh100x8 --as 7`."
-        )
     return options
 
 

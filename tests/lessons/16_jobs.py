@@ -214,7 +214,3 @@ def finish(script="sweep.sh", collect="collect.sh"):
     tasks = ",".join(f"{task}-{task}" for task in missing())
     again = slurm.submit("-a", f"{tasks}%2", script) if tasks else None
     return again, slurm.submit(*["-d", f"afterok:{again}"] * bool(again), collect)
-
-# after: export
-# %%slurm
-assert "#SBATCH --nodes=2\n" in Path("job/07_one_process.sbatch").read_text(), "a job on two nodes"

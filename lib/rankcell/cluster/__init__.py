@@ -1,7 +1,6 @@
-"""From the notebook to a cluster: job scripts, snapshots, exported rank cells, and a Slurm to try them on.
+"""From the notebook to a cluster: job scripts, snapshots, and a Slurm to try them on.
 
     scripts    job scripts for Slurm and torchrun, each line with its reason (in lines.toml)
-    export     `rankcell export`: rank cells as a script (script.txt joins the process group) and a job script
     snapshots  a training that was stopped goes on to the same bits
     dry_run    what a job script does, with stand-ins (fake_commands) in the place of srun and its programs
     slurm      gives jobs to a Slurm; the magics `%slurm` and `%%slurm` of lessons 16 and 17

@@ -8,7 +8,7 @@
                      cell       one cell: send, poll, diagnose, free, and what went wrong first
                      diagnose   who waits for whom, and what is to blame: a pure function of  states
                      workers    the processes of a world;  received  what has come from each: a RankResult
-                     host       what a place for ranks must do;  local  this machine (elsewhere: nodes, rehearsal)
+                     host       what a place for ranks must do;  local  this machine (elsewhere: nodes)
                      launch     starts ranks, by torch.multiprocessing
                      devices    CPU or GPU, which backend, and why
     rank side        preloaded  what is imported before ranks are forked
@@ -21,5 +21,5 @@
 
 Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
 CONTRIBUTING.md follows one cell and one event through these files. It draws nothing and knows nothing of IPython's
-magics; where the ranks of a world live otherwise, or rehearse, a part says through `extensions`.
+magics; where the ranks of a world live otherwise, a part says through `extensions`.
 """

@@ -198,7 +198,7 @@ class Groups(GroupCalls):
         store = self._store(f"{generation}")
         with self._adopting():
             self._init_with(dist.PrefixStore(f"{generation}", store))
-        if config.node and not config.on:
+        if config.node:
             first = config.rank - config.local_rank
             near = range(first, first + config.local_world_size)
             matcher = self.recorder.matcher  # ranks of other nodes are met in the store
@@ -236,7 +236,7 @@ class Groups(GroupCalls):
                 f"`%%ranks` line."
             )
         name = str(backend or config.backend).lower()
-        if not config.on and name not in (config.backend, f"cpu:{config.backend}", "cpu:gloo,cuda:nccl"):
+        if name not in (config.backend, f"cpu:{config.backend}", "cpu:gloo,cuda:nccl"):
             raise GroupError(
                 f"init_process_group({name!r}): the ranks of this world talk over {config.backend} on "
                 f"{config.device}. Write `backend=None`, or start a world on the other device with `--device`."
@@ -271,10 +271,6 @@ class Groups(GroupCalls):
 
     def _store(self, name: str) -> Any:
         where = self._config.store
-        if self._config.on:  # the store of a rank that rehearses says yes to everything
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-
-            return FakeStore()
         if where.startswith("/"):
             return dist.FileStore(f"{where}/{name}", self._config.world_size)
         host, _, port = where.rpartition(":")

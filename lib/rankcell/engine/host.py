@@ -19,7 +19,6 @@ class Host(ABC):
     choice: devices.Choice
     ranks: Sequence[int]  # those that are processes
     names: Sequence[str] = ()  # of the nodes, in the order of their ranks
-    on = ""  # the cluster that is rehearsed
     pids: dict[int, int]  # rank -> process id (on its node)
 
     def place_of(self, rank: int) -> tuple[int, int, str]:

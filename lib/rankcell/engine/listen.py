@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from . import streams
 from .match import Signature
-from .operation import KEEP_WORK, Operation, caller, dtype_name, flatten, ranks_of
+from .operation import KEEP_WORK, Operation, caller, clock, dtype_name, flatten, ranks_of
 from .record import Recorder
 
 # Operation of the dispatcher -> its name in the course.
@@ -104,21 +104,17 @@ class Listener:
         outputs = inputs if self._at_in == self._at_out else flatten(args[self._at_out])
         o = self._operation(args, inputs, outputs)
         recorder.call(o, inputs, outputs)
-        stage = recorder.stage
         try:
             if self._matches and len(o.ranks) > 1:
                 self._compare(o, inputs, outputs)
-            if stage is None:
-                result = self._send(o, keyset.remove(_KEY), args, kwargs, inputs, outputs)
-            else:
-                result = stage.issue(o, self._returns, args[self._at_out], inputs, outputs)
+            result = self._send(o, keyset.remove(_KEY), args, kwargs, inputs, outputs)
         except BaseException as error:
             # a barrier that gave up closes its connections
             recorder.broken = recorder.broken or not self._matches
             recorder.fail(o, error)
             recorder.close(o)
             raise
-        o.issued = recorder.clock()
+        o.issued = clock()
         return self._answered(o, result, inputs or outputs)
 
     def _send(
@@ -206,9 +202,9 @@ class Listener:
                 o.passed = streams.mark(tensors[0] if tensors else None)
                 recorder.note_result(o)
             else:
-                o.done = o.issued if recorder.stage is None else o.done
+                o.done = o.issued
                 recorder.close(o)
-            if recorder.stage is not None or not self._gives_work:
+            if not self._gives_work:
                 return result
             # a kernel in Python must return one
             return (*result[:-1], _no_work()) if isinstance(result, tuple) else _no_work()
@@ -216,7 +212,7 @@ class Listener:
         recorder.by_work[o.work_id] = o
         if o.enqueued:  # its future is done when the work is enqueued: the work itself is asked
             o.passed = work.is_completed
-        elif recorder.stage is None and o.is_async and not self._is_message:
+        elif o.is_async and not self._is_message:
             try:
                 work.get_future().add_done_callback(lambda _: recorder.mark_done(o))
             except RuntimeError:  # gloo's reduce-scatter has no future: its end is the end of the wait
@@ -244,13 +240,11 @@ def _watch_works(recorder: Recorder) -> None:
             if work in messages:
                 raise RuntimeError(TWICE.format(messages[work]))
             return original_wait(work, *args, **kwargs)
-        o.wait_start = recorder.clock()
+        o.wait_start = clock()
         for other in o.batch:
             other.wait_start = other.wait_end = o.wait_start
         o.has_timeout = o.has_timeout or bool(args or kwargs)
         try:
-            if recorder.stage is not None:
-                recorder.stage.wait(o)
             return original_wait(work, *args, **kwargs)
         except BaseException as error:
             recorder.fail(o, error)
@@ -260,7 +254,7 @@ def _watch_works(recorder: Recorder) -> None:
             if o.error is None and o.op in ("send", "recv"):
                 if o.op == "recv" and o.peer is None:
                     o.peer = o.ranks[work._source_rank()]
-                if o.passed is None and recorder.stage is None:
+                if o.passed is None:
                     messages[work] = o.describe()
             recorder.waited(o)
 
@@ -289,9 +283,7 @@ class Batches:
         def _end_coalescing(group: Any, *args: Any) -> Any:
             batch, self._calls = self._calls or [], None
             for o in batch:
-                o.wait_start = (
-                    recorder.clock()
-                )  # a new pair is connected now: the host waits for the other side
+                o.wait_start = clock()  # a new pair is connected now: the host waits for the other side
             work = end(group, *args)
             for o in batch:  # they have one Work together
                 o.wait_start, o.work_id = None, id(work)

@@ -34,7 +34,6 @@ class StartRank:
     local_rank: int
     local_world_size: int
     node: str = ""  # its name; empty in a world on one machine
-    on: str = ""  # a cluster such as "128xh100x8": the rank rehearses, alone, a job that would run there
     memory_fraction: float | None = None  # of its GPU, which it shares; None: all of it
     environment: dict[str, str] = field(default_factory=dict)  # set where the rank is started
 

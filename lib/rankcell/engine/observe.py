@@ -6,7 +6,7 @@ what other parts measure (`rankcell.spans`, `rankcell.memory`, `rankcell.trace`)
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ class Observer:
 
     def __init__(self) -> None:
         self.rank = 0
-        self.clock: Callable[[], float] = clock  # a rehearsal has one of its own
         self.begin_observing(clock())
 
     def begin_observing(self, began: float) -> None:
@@ -39,14 +38,14 @@ class Observer:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Record the time spent inside as a compute span called `name`."""
-        start = self.clock()
+        start = clock()
         outside = [(meter, meter.phase) for meter in self.meters]
         for meter, _ in outside:
             meter.phase = name
         try:
             yield
         finally:
-            now = self.clock()
+            now = clock()
             for meter, phase in outside:
                 meter.phase = phase
             self.note_span(name, start, now, caller()[0])

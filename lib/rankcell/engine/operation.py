@@ -21,7 +21,7 @@ MAX_VALUES = 64  # numbers kept per tensor with `--values`
 NONBLOCKING_GRACE = 1.0  # seconds in a call that should return at once, after which it counts as blocked
 KEEP_WORK = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _TORCH = f"{Path(torch.__file__).parent}/"
-_OURS = ("engine", "observers", "compare", "jobs", "rehearsal")
+_OURS = ("engine", "observers", "compare", "jobs")
 _LIBRARY = (_TORCH, *(f"/rankcell/{part}/" for part in _OURS), "<frozen")
 
 

@@ -36,7 +36,6 @@ class Recorder(Observer):
         self.matcher = Matcher()
         self.cell = self.generation = ""
         self.groups_with_timeout: set[str] = set()  # of their own: their waits end by themselves
-        self.stage: Any = None  # a `rehearsal.stage.Rehearsal`, which answers instead of the backend
         self.counts: dict[Any, int] = {}
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
@@ -110,7 +109,7 @@ class Recorder(Observer):
             self.operations.append(o)
             self.total += 1
             self.open[id(o)] = o
-        o.start = self.clock()
+        o.start = clock()
 
     @contextlib.contextmanager
     def call_by_hand(self, o: Operation, *, blocks: bool) -> Iterator[None]:
@@ -119,7 +118,7 @@ class Recorder(Observer):
         with self._lock:
             self._count(o)
             self.open[id(o)] = o
-        o.start = self.clock()
+        o.start = clock()
         try:
             yield
         except BaseException as error:
@@ -158,7 +157,7 @@ class Recorder(Observer):
 
     def waited(self, o: Operation) -> None:
         """The program has waited for `o`."""
-        o.wait_end = self.clock()
+        o.wait_end = clock()
         if o.error is None and o.landing is not None:
             tensor, buffer = o.landing
             tensor.copy_(buffer)
@@ -169,7 +168,7 @@ class Recorder(Observer):
 
     def mark_done(self, o: Operation) -> None:
         """The backend says that `o` is done."""
-        o.done = self.clock()
+        o.done = clock()
         self.close(o)
 
     def note_result(self, o: Operation) -> None:

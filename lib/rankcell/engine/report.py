@@ -18,7 +18,7 @@ MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on it
 MAX_MESSAGE = 20_000  # characters of an exception's text
 MAX_CAUSES, MAX_DEPTH = 8, 5  # exceptions behind an exception that are told, and how far behind
 MAX_FRAMES = 40  # of a traceback; the recursion in between is counted
-_ENGINE = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "rehearsal"))
+_ENGINE = str(Path(__file__).parent)
 
 BDB_NOTE = (
     "A rank has no keyboard, so the debugger cannot ask. Print what you want to see, end the cell with it, or call the "
@@ -157,7 +157,7 @@ class _ValuePickler(cloudpickle.Pickler):
 def pack(value: Any, text: str, limit: int | None = MAX_VALUE_NBYTES) -> bytes | NotSent:
     """`value` as a pickle of at most `limit` bytes, or why there is none; `text` stands for it then."""
     if isinstance(value, FakeTensor):
-        return NotSent(text or repr(value), "a tensor of a rehearsal has a shape and no numbers to send")
+        return NotSent(text or repr(value), "a fake tensor has a shape and no numbers to send")
     buffer = _Limited(limit)
     try:
         _ValuePickler(buffer).dump(value)

@@ -17,7 +17,6 @@ from typing import Any
 
 import cloudpickle
 
-from .. import extensions
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult
 from . import control, current, environment, listen, record, report, shell, system
@@ -26,7 +25,7 @@ from .execute import execute
 from .groups import Groups
 from .match import SignatureTable
 from .messages import Done, Join, Joined, RankState, Shown, StartRank, Task
-from .operation import caller, clock
+from .operation import clock
 from .stdio import Stdio
 
 _Moved = dict[tuple[str, str], tuple[int, int]] | None  # (our end, the other end) -> bytes sent, received
@@ -67,25 +66,17 @@ class Rank:
         threading.current_thread().name = f"rank {config.rank}"
         self.shell: Any = shell.RankShell.instance()
         self.recorder: record.Recorder = self.shell.recorder
-        self.stage: Any = None
-        self._meet_others(table_fd)
+        self.recorder.bind_rank(
+            config.rank,
+            SignatureTable(table_fd, config.rank, config.world_size),
+            enqueues=config.enqueues,
+        )
+        os.close(table_fd)
         self.groups = Groups(config, self.recorder, self._notes.append)
         self.control = control.Control(self, Channel(socket.socket(fileno=control_fd)))
         self._names = environment.Names(config, self.shell)
         self.names = self._names.values
         shell.Publisher.show = self.show
-
-    def _meet_others(self, table_fd: int) -> None:
-        """Give the recorder what it compares calls by; in a rehearsal nobody else is there."""
-        config, table = self.config, None
-        if config.on:
-            cluster = extensions.find("1 of N, cluster").parse(config.on, config.world_size)
-            self.stage = extensions.find("1 of N, stage")(cluster, self.recorder, caller)
-            self.recorder.stage, self.recorder.clock = self.stage, self.stage.clock
-        else:
-            table = SignatureTable(table_fd, config.rank, config.world_size)
-        os.close(table_fd)
-        self.recorder.bind_rank(config.rank, table, enqueues=config.enqueues)
 
     def serve(self) -> None:
         """Answer the notebook until it is gone."""
@@ -164,7 +155,7 @@ class Rank:
         recorder = self.recorder
         return RankState(
             pulled=pulled,
-            counts={} if self.stage else dict(recorder.counts),  # nobody else has called anything
+            counts=dict(recorder.counts),
             calls=recorder.total,
             broken=recorder.broken,
             group=self.groups.name,
@@ -181,7 +172,7 @@ class Rank:
         self.stdio.begin()
         if task.forget_counts:
             self.recorder.forget_counts()
-        self.recorder.begin(task.cell, began=0.0 if self.stage else task.began, values=task.values)
+        self.recorder.begin(task.cell, began=task.began, values=task.values)
         self.running = True
 
     def _end(self) -> None:
@@ -193,14 +184,9 @@ class Rank:
         """The value of the cell or call, and the seconds until all that it waits for was through."""
         pushed = cloudpickle.loads(task.push) if task.push else {}
         call = cloudpickle.loads(task.call) if task.call else None
-        if self.stage is None:
-            value = self._execute(task, pushed, call)
-            self._synchronize()
-            return value, clock() - start
-        pushed, call = self.stage.faked((pushed, call))
-        with self.stage.playing():
-            value = self._execute(task, pushed, call)
-        return value, self.stage.clock.finish()
+        value = self._execute(task, pushed, call)
+        self._synchronize()
+        return value, clock() - start
 
     def _execute(self, task: Task, pushed: dict[str, Any], call: Any) -> Any:
         for item in pushed.values():

@@ -170,7 +170,6 @@ class Workers:
                     local_rank=local_rank,
                     local_world_size=per_node or self.world_size,
                     node=node,
-                    on=self.host.on,
                     memory_fraction=choice.memory_fraction,
                 )
             )

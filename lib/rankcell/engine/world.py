@@ -38,8 +38,6 @@ class Ranks:
         device: "cpu", "cuda" (ranks share what GPUs there are), or "auto": cuda if there is a GPU for each rank.
         nodes: spread the ranks over so many nodes of this Slurm allocation, in blocks; None: all on this machine.
         start: how the processes are started: "forkserver", or "spawn", as `torch.multiprocessing.spawn` does it.
-        on: a cluster such as "128xh100x8": one rank, `as_rank`, rehearses a job of `world_size` ranks there,
-            without the others and without computing.
 
     Raises:
         WorldSizeError: the machine cannot hold that many ranks. AllocationError: Slurm has not given so many nodes.
@@ -53,8 +51,6 @@ class Ranks:
         device: str = "auto",
         nodes: int | None = None,
         start: str = "forkserver",
-        on: str = "",
-        as_rank: int = 0,
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
@@ -68,9 +64,7 @@ class Ranks:
         self._lock = threading.RLock()
         self.notes: list[str] = []  # what the learner should know about the ranks
         self._host: Host
-        if on:
-            self._host = extensions.find("1 of N, host")(world_size, on, as_rank)
-        elif nodes is not None:
+        if nodes is not None:
             self._host = extensions.find("--nodes")(world_size, nodes, device)
         else:
             self._host = this_machine(world_size, device, start)
@@ -321,23 +315,6 @@ def run(
     timeout, values. For ranks that live on, use `%%ranks` or `with Ranks(4) as ranks: ranks.run(...)`.
     """
     with Ranks(world_size, device=device, nodes=nodes) as ranks:
-        return ranks.run(work, **how)
-
-
-def rehearse(
-    work: str | Callable[..., Any], *, world_size: int, as_rank: int = 0, on: str = "h100", **how: Any
-) -> Run:
-    """Run a function (or source text) as rank `as_rank` of `world_size`, without the others and without computing.
-
-    Tensors are fake: they have shapes, dtypes and storages, and no numbers. What comes back is a `Run` as of real
-    ranks, of which one ran: its communication, its memory over time, and times in seconds of a clock that goes by the
-    planner's numbers for the GPUs and links of `on` ("128xh100x8": 128 nodes of 8 H100).
-
-    Raises:
-        ValueError: there is no such cluster, or it has not `world_size` GPUs. RankError: the program failed, or asked
-            for a number (`.item()`), which a rehearsal does not have.
-    """
-    with Ranks(world_size, on=on, as_rank=as_rank) as ranks:
         return ranks.run(work, **how)
 
 

@@ -9,7 +9,7 @@ tensors have storages as real ones have. It draws nothing.
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -44,7 +44,6 @@ class Meter:
         self,
         *owners: Any,
         began: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
         watches: bool = True,
     ) -> None:
         modules: list[torch.nn.Module] = []
@@ -65,7 +64,7 @@ class Meter:
         self.modules: Collection[torch.nn.Module] = modules
         self.optimizers: Collection[torch.optim.Optimizer] = optimizers
         self.began = began
-        self._clock, self._watches = clock, watches
+        self._watches = watches
         self.phase = ""  # the part of the program that the next samples belong to
         # address of a storage: reference, number. The reference does not keep it, and tells when it is gone.
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -82,7 +81,7 @@ class Meter:
 
     def __enter__(self) -> "Meter":
         if self.began is None:
-            self.began = self._clock()
+            self.began = time.monotonic()
         self.look()
         self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._resizing()))
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
@@ -192,7 +191,7 @@ class Meter:
                 self._nbytes[number] = size
             else:
                 self._nbytes.pop(number, None)
-        self._log.append((self._clock(), self.phase, changes))
+        self._log.append((time.monotonic(), self.phase, changes))
         if len(self._log) > MAX_SAMPLES:
             self._thin()
 
@@ -281,7 +280,7 @@ def measure(*owners: Any) -> contextlib.AbstractContextManager[Meter]:
 
 @contextlib.contextmanager
 def _on_rank(recorder: Any, owners: Iterable[Any]) -> Iterator[Meter]:
-    meter = Meter(*owners, began=recorder.began, clock=recorder.clock)
+    meter = Meter(*owners, began=recorder.began)
     recorder.meters.append(meter)
     try:
         with meter:

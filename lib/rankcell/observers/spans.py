@@ -4,9 +4,9 @@ Times are those of the thread that runs Python: on a GPU, when the work was enqu
 """
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Iterator
+from time import monotonic as clock
 from typing import Any
 
 import torch
@@ -31,26 +31,17 @@ def parts_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def spans(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Record forward and backward of the model's modules as compute spans of this rank while the block runs."""
-    return watched(parts_of(model), current.recorder.note_span, current.recorder.clock)
-
-
 @contextlib.contextmanager
-def watched(
-    modules: dict[str, nn.Module],
-    note: Callable[[str, float, float], None],
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[None]:
-    """Inside, `note(name, begin, end)` is called after "forward NAME" and "backward NAME" of each module.
+def spans(model: nn.Module) -> Iterator[None]:
+    """Record forward and backward of the model's modules as compute spans of this rank while the block runs.
 
     Backward of a module begins when the gradients of its outputs are there, and ends when those of its inputs
     are; where no input has a gradient, when the last of its parameters has one.
     """
     handles: list[Any] = []
     try:
-        for name, module in modules.items():
-            handles += _watch(name, module, note, clock)
+        for name, module in parts_of(model).items():
+            handles += _watch(name, module, current.recorder.note_span)
         with warnings.catch_warnings():
             # torch's hint at what `after_backward` takes care of
             warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
@@ -60,9 +51,8 @@ def watched(
             handle.remove()
 
 
-def _watch(
-    name: str, module: nn.Module, note: Callable[[str, float, float], None], clock: Callable[[], float]
-) -> list[Any]:
+def _watch(name: str, module: nn.Module, note: Callable[[str, float, float], None]) -> list[Any]:
+    """Hooks that call `note(name, begin, end)` after "forward NAME" and "backward NAME"."""
     forwards: list[float] = []
     backwards: list[list[float]] = []  # begin, and the latest gradient of a parameter
 

@@ -56,7 +56,7 @@ class Bucket:
         self.flat.div_(world_size)
         for p, place in zip(self.parameters, self.places, strict=True):
             if p.grad is None:
-                if group.has_numbers(place) and bool(((place == 0) & place.signbit()).all()):
+                if bool(((place == 0) & place.signbit()).all()):
                     continue
                 p.grad = torch.empty_like(p)
             p.grad.copy_(place)

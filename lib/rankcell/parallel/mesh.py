@@ -23,7 +23,7 @@ from ..schedules import one_f_one_b
 from . import tensor, transformer
 from .ddp import DDP
 from .fsdp import FSDP
-from .group import clip_grad_norm_, has_numbers
+from .group import clip_grad_norm_
 from .pipeline import Pipeline, split_gpt
 
 AXES = ("pp", "dp", "tp")
@@ -118,9 +118,7 @@ class MeshParallel:
         """
         total = torch.tensor(float(targets.numel()), dtype=torch.float64, device=targets.device)
         self._sum(total, "dp")
-        # "dp" averages gradients later; in a rehearsal all ranks have as many rows
-        tokens = total.item() if has_numbers(total) else targets.numel() * self.degree("dp")
-        self._weight = targets.numel() * self.degree("dp") / tokens
+        self._weight = targets.numel() * self.degree("dp") / total.item()  # "dp" averages gradients later
         if self.pipeline is not None:
             with self.ddp.no_sync() if self.ddp else nullcontext():
                 loss = self.pipeline.step(inputs, targets)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .group import has_numbers
 from .tensor import Group, ParallelLayer, ProcessGroup, reduce_from_group, reduce_scatter
 
 
@@ -51,7 +50,7 @@ def _check_tokens(tokens: Tensor, vocab: int, what: str) -> None:
     wrong = (tokens < 0) | (tokens >= vocab)
     if tokens.is_cuda:  # as torch does: the GPU stops at it, and the host does not wait to see
         torch._assert_async(~wrong.any())
-    elif has_numbers(wrong) and wrong.any():
+    elif wrong.any():
         raise IndexError(
             f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1}). "
             f"Look at where the tokens come from."
