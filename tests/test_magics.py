@@ -92,7 +92,6 @@ BAD_LINES = {
     "4 x": (OptionError, "'x' is one word too many in the `%%ranks` line."),
     "4 --nodes two": (OptionError, "'two' is no number of nodes"),
     "4 --nodes 2": (errors.AllocationError, "2 nodes need a Slurm allocation"),
-    "1 of 16 --as x": (OptionError, "'x' is no rank. Write for example --as 7."),
     "4 --push nowhere": (PushError, "nowhere cannot be pushed: the notebook has no such name"),
     "4 --push generator": (PushError, "generator cannot be sent to the ranks: "),
 }

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from rankcell.planner import chips, memory, seconds, shapes, stacks
@@ -81,6 +82,7 @@ def count(row: Row, column: str, default: float, *, least: int = 1) -> int:
     return int(value)
 
 
+@cache
 def _plain(name: str) -> str:
     """`name` without what differs from writer to writer: "Llama-3.1 70B" -> "llama370b"."""
     text = re.sub(r"\(.*?\)|\bcut to\b.*|pretrain|instruct|\bmeta\b", "", name.lower())
