@@ -13,7 +13,6 @@ ALL = {
     "srun": scripts.by_srun("python train.py", nodes=2, ranks_per_node=2, gpus_per_node=2),
     "requeue": scripts.by_srun(TRAIN, nodes=2, ranks_per_node=4, signal_seconds=60, partition="spare"),
     "torchrun": scripts.by_torchrun("train.py", nodes=2, ranks_per_node=2, cpus_per_rank=3, max_restarts=2),
-    "elastic": scripts.by_torchrun("train.py", nodes=4, ranks_per_node=8, max_restarts=9, min_nodes=2),
 }
 RENDEZVOUS = ["scontrol show hostnames", "=$((20000 + SLURM_JOB_ID % 10000))",
               "srun --cpus-per-task=$SLURM_CPUS_PER_TASK"]  # fmt: skip
@@ -29,11 +28,8 @@ HAS = {
     "torchrun": ["--cpus-per-task=6\n", "--ntasks-per-node=1\n", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n",
                  "OMP_NUM_THREADS=3\n", "--nnodes=2 --nproc-per-node=2", "--max-restarts=2", "endpoint=$head:$port",
                  "--rdzv-id=$SLURM_JOB_ID", "--kill-on-bad-exit=1 ", *RENDEZVOUS],
-    "elastic": ["#SBATCH --no-kill\n", "--no-kill --wait=0 ", "--nnodes=2:4 ", "keep_alive_max_attempt=3",
-                *RENDEZVOUS],
 }  # fmt: skip
-LACKS = {"alone": ["activate", "srun"], "srun": ["requeue", "--wait"], "torchrun": ["no-kill", "rdzv-conf", ":2 "],
-         "requeue": ["--kill-on"], "elastic": ["--kill-on"]}  # fmt: skip
+LACKS = {"alone": ["activate", "srun"], "srun": ["requeue", "--wait"], "requeue": ["--kill-on"]}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -73,16 +69,10 @@ def test_srun_runs_the_command_with_the_words_it_was_given():
     assert said.stdout == "3,1,8,4,--name,two words,"
 
 
-ONE = {"nodes": 2, "ranks_per_node": 2}
-
-
 @pytest.mark.parametrize(
     ("make", "options", "says"),
     [(scripts.by_srun, {"nodes": 0, "ranks_per_node": 2}, "nodes must be at least 1, not 0."),
-     (scripts.array, {"tasks": 0}, "tasks must be at least 1, not 0."),
-     (scripts.by_torchrun, {**ONE, "min_nodes": 3}, "min_nodes=3 is more than the 2 nodes of the job."),
-     (scripts.by_torchrun, {**ONE, "min_nodes": 1},
-      "min_nodes needs max_restarts: a lost node is a restart of the others.")],
+     (scripts.array, {"tasks": 0}, "tasks must be at least 1, not 0.")],
 )  # fmt: skip
 def test_what_cannot_be_is_said(make, options, says):
     with pytest.raises(ValueError) as error:

@@ -63,16 +63,7 @@ def array(command: str, *, tasks: int, at_once: int = 0) -> Script:
     run at the same time (0: as many as there is room for).
     """
     _check_counts(tasks=tasks)
-    keys = [
-        "shell",
-        "name",
-        "output-of-task",
-        "time",
-        "array",
-        "task-of-array",
-        "cpus-of-task",
-        "command-of-task",
-    ]
+    keys = "shell name output-of-task time array task-of-array cpus-of-task command-of-task".split()
     return _script(
         keys, command=command, name="sweep", tasks=tasks, last=tasks - 1, throttle=f"%{at_once}" if at_once else "",
         at_most=f"; at most {at_once} run at a time" if at_once else "",
@@ -138,46 +129,24 @@ def by_torchrun(
     minutes: int = 15,
     cpus_per_rank: int = 1,
     max_restarts: int = 0,
-    min_nodes: int = 0,
 ) -> Script:
     """A job of `nodes` x `ranks_per_node` ranks: srun starts one torchrun on each node, torchrun the ranks.
 
     Args:
         command: the script that each rank runs, with its words; torchrun puts python before it.
         max_restarts: how often all ranks are started again after one of them died.
-        min_nodes: go on with the nodes that are left, if there are still so many; 0: all are needed.
     """
     _check_counts(nodes=nodes, ranks_per_node=ranks_per_node, cpus_per_rank=cpus_per_rank)
-    if min_nodes > nodes:
-        raise ValueError(f"min_nodes={min_nodes} is more than the {nodes} nodes of the job.")
-    if min_nodes and not max_restarts:
-        raise ValueError("min_nodes needs max_restarts: a lost node is a restart of the others.")
-    elastic = 0 < min_nodes < nodes
-    count = f"{min_nodes}:{nodes}" if elastic else str(nodes)
-    options = [f"--nnodes={count} --nproc-per-node={ranks_per_node}"]
+    options = [f"--nnodes={nodes} --nproc-per-node={ranks_per_node}"]
     options += [f"--max-restarts={max_restarts}"] * bool(max_restarts)
     options += ["--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID", "--rdzv-endpoint=$head:$port"]
-    options += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"] * elastic
     keys = ["shell", "name", "output", "time", "nodes", "torchrun-per-node", "cpus-per-node"]
-    keys += [
-        *["no-kill"] * elastic,
-        "host",
-        "port",
-        "threads",
-        *["new-store"] * bool(max_restarts),
-        "torchrun",
-    ]
+    keys += ["host", "port", "threads", *["new-store"] * bool(max_restarts), "torchrun"]
     restarts = f" When a rank dies, all are ended and started again, {max_restarts} times at most."
-    lives_on = (
-        f" With {count} nodes the rest goes on when one is lost: after three missed signs of life, one each second, "
-        "and 5 s in which late comers may join (`--rdzv-conf`). Without `--no-kill` srun would end them all."
-    )
     return _script(
         keys, command=command, minutes=minutes, nodes=nodes, ranks_per_node=ranks_per_node,
         cpus=cpus_per_rank * ranks_per_node, host="head", port="port", threads=cpus_per_rank,
-        end="--no-kill --wait=0" if elastic else "--kill-on-bad-exit=1",
-        options=" \\\n    ".join(options), restarts=restarts if max_restarts else "",
-        elastic=lives_on if elastic else "",
+        end="--kill-on-bad-exit=1", options=" \\\n    ".join(options), restarts=restarts if max_restarts else "",
     )  # fmt: skip
 
 

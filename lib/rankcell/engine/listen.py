@@ -85,7 +85,6 @@ class Listener:
             return next((i for i, argument in enumerate(arguments) if argument in names), None)
 
         self._redispatch = operation._handle.redispatch_boxed
-        self._returns = len(given)
         self._gives_work = any("Work" in kind for kind in given)
         self._unbox_group, self._unbox_work = dist.ProcessGroup.unbox, dist.Work.unbox
         self._at_group = arguments.index("process_group")
