@@ -31,17 +31,22 @@ def parts_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def spans(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Record forward and backward of the model's modules as compute spans of this rank while the block runs."""
+    return watched(parts_of(model), current.recorder.note_span)
+
+
 @contextlib.contextmanager
-def spans(model: nn.Module) -> Iterator[None]:
-    """Record forward and backward of the model's modules as compute spans of this rank while the block runs.
+def watched(modules: dict[str, nn.Module], note: Callable[[str, float, float], None]) -> Iterator[None]:
+    """Inside, `note(name, begin, end)` is called after "forward NAME" and "backward NAME" of each module.
 
     Backward of a module begins when the gradients of its outputs are there, and ends when those of its inputs
     are; where no input has a gradient, when the last of its parameters has one.
     """
     handles: list[Any] = []
     try:
-        for name, module in parts_of(model).items():
-            handles += _watch(name, module, current.recorder.note_span)
+        for name, module in modules.items():
+            handles += _watch(name, module, note)
         with warnings.catch_warnings():
             # torch's hint at what `after_backward` takes care of
             warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
@@ -52,7 +57,6 @@ def spans(model: nn.Module) -> Iterator[None]:
 
 
 def _watch(name: str, module: nn.Module, note: Callable[[str, float, float], None]) -> list[Any]:
-    """Hooks that call `note(name, begin, end)` after "forward NAME" and "backward NAME"."""
     forwards: list[float] = []
     backwards: list[list[float]] = []  # begin, and the latest gradient of a parameter
 
