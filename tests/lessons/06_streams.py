@@ -3,78 +3,54 @@
 # after: step-times
 check.close_to([1e3 * part for part in parts], [10.74, 15, 10.74], rtol=1e-3, name="ms, as the answer says")
 
-# after: six-small
-computed = sum(e.seconds for e in gpu.events if e.kind == "compute")
-check.close_to(
-    [gpu.seconds, computed / gpu.seconds], [1.25e-3, 0.24], rtol=0.01, name="all, and share computed"
-)
-check.close_to(
-    [host_done, gpu_done], [4 * 0.2e-3, 0.2e-3 + 4 * 2e-3], name="four products: the host, the GPU"
-)
+# after: at-once
+assert run.values == [6.0, 6.0], "1 + 2, and 3 + 3"
+for mine in run.ranks:
+    first, second, third = [e for e in mine.events if e.op == "all_reduce"]
+    turn, once = (next(e for e in mine.events if e.op == op) for op in ("in turn", "at once"))
+    assert not second.is_async and second.start >= turn.end, "in turn: after the computing"
+    assert third.is_async and third.start <= once.start, "at once: before the computing"
+    assert third.wait_start is None or third.wait_start >= once.end, "waited for after the computing"
+    assert min(turn.seconds, once.seconds) >= 0.1
 
-# after: overwritten
-assert len(gpu.races) == 1, "one race, on Z"
+# after: four-products
+check.close_to([host_done, gpu.now], [4 * 0.2e-3, 0.2e-3 + 4 * 2e-3], name="the host, the GPU")
 
-# after: recorded
-assert len(gpu.races) == 1 and kept.seconds == gpu.seconds, "one race without it, and it costs no time here"
+# after: no-wait
+assert len(gpu.races) == 1, "one race, on X"
 
-# after: buffers-picture
-assert not any(gpu.races for gpu in buffers.values()), "both waits are right with one buffer, too"
-check.close_to([buffers[n].seconds for n in (1, 2)], [0.05e-3 + 4 * 11e-3, 0.05e-3 + 4 * 6e-3 + 5e-3])
-check.close_to(
-    busy_together(buffers[2].events, "compute", "copy"), 3 * 5e-3, name="all products but the last"
-)
+# after: with-wait
+assert not gpu.races
+gpu = save_while_computing(Device(), wait=True)
+with gpu.use(gpu.stream("copies")):
+    gpu.copy(seconds=3e-3, to="host", reads="Z", pinned=True, non_blocking=True)
+gpu.kernel("next Z", 4e-3, writes="Z")  # while the copy still reads it
+assert [race.buffer for race in gpu.races] == ["Z"], "waits go both ways"
+times = {}
+for pinned in (False, True):
+    for non_blocking in (False, True):
+        gpu = Device()
+        gpu.copy(2**28, pinned=pinned, non_blocking=non_blocking)
+        times[pinned, non_blocking] = gpu.now
+assert times.pop((True, True)) < 1e-3 < min(times.values()), "the host goes on only with both"
 
 # after: backward
-both = (overlapped, one_by_one)
+both = [Device(launch=launch) for _ in range(2)]
+for gpu, a in zip(both, (True, False)):
+    backward_of_three(gpu, async_op=a)
 check.close_to([gpu.seconds for gpu in both], [16.05e-3, 22.05e-3], name="seconds, as the text says")
-assert host_done < 1e-3, "three wait() did not hold the host"
+host = [e for e in both[0].events if e.kind == "wait"]
+assert len(host) == 1 and host[0].start < 1e-3, "three wait() did not hold the host"
 assert [{e.group for e in gpu.events if e.kind == "comm"} for gpu in both] == [{"nccl"}, {"default"}]
 assert not any(gpu.races for gpu in both), "no race in any of the two"
 
-# after: hidden-share
-assert together.values == [3.0, 3.0], "the sum on each rank"
-assert [e.nbytes for e in together.events if e.op == "all_reduce"] == [64 * 2**20] * 2, "64 MiB"
-ops = [sorted(e.op for e in of_rank.events) for of_rank in warmed.ranks]
-assert ops == [["all_reduce", "products"]] * 2, "both ranks had warmed up"
-for of_rank in together.ranks:
-    summed, busy = (next(e for e in of_rank.events if e.op == op) for op in ("all_reduce", "products"))
-    both = max(0.0, min(summed.end, busy.end) - max(summed.start, busy.start))  # seconds
-    assert abs(hidden(together, of_rank.rank) - both / summed.seconds) < 1e-6, "the share of the all-reduce"
-    late = summed.wait_start is None or summed.wait_start >= busy.end  # None: it was over by then
-    assert summed.start <= busy.start and late, "it begins before, and is waited for after"
+# after: real-number
+assert [round(in_turn - overlapped), round(in_turn - backward_alone)] == [94, 146], "hidden, of all"
 
-# after: medians
-once = [
-    ("all_reduce", False),
-    ("products", False),
-    ("all_reduce", False),
-    ("all_reduce", True),
-    ("products", False),
-]
-for of_rank in rounds.ranks:
-    calls = sorted((e for e in of_rank.events if e.op != "barrier"), key=lambda e: e.start)
-    assert [(e.op, e.is_async) for e in calls] == once * 5, "alone, one after the other, at once; five times"
-    assert sum(e.op == "barrier" for e in of_rank.events) == 15, "a barrier before each"
-    waited = [a.wait_start is None or a.wait_start >= b.end for a, b in zip(calls[3::5], calls[4::5])]
-    assert all(waited), "at once is over when the all-reduce is waited for"
-of_0, of_1 = rounds.values
-columns = [sorted(max(a[k], b[k]) for a, b in zip(of_0, of_1)) for k in range(3)]
-check.close_to(medians, [of[2] for of in columns], rtol=1e-4, name="the median of five slower ranks")
-
-# after: late-timeline
-ops = sorted((e.rank, e.op) for e in rows)
-assert ops == [(r, op) for r in (0, 1) for op in ("all_reduce", "useful work")], (
-    "the work and the sum of both"
-)
-barrier, summed = (next(e for e in late.ranks[1].events if e.op == op) for op in ("barrier", "all_reduce"))
-assert summed.start - barrier.end >= 0.3, "rank 1 comes late"
-sums = [next(e for e in of_rank.events if e.op == "all_reduce") for of_rank in late.ranks]
-work = next(e for e in late.ranks[0].events if e.op == "useful work")
-assert late.values[0] > 0 and work.end >= sums[1].start, "rank 0 works until the other has come"
-
-# after: lecture-times
-check.close_to([1e3 * shorter, one_stream / two_streams], [112.6, 1.69], rtol=0.01, name="ms, and the factor")
+# after: functional
+# %%ranks 2 --device cpu
+total = all_reduce(torch.full((4,), rank + 1.0), "sum", dist.group.WORLD)
+assert type(total).__name__ == "AsyncCollectiveTensor" and (total + 0).tolist() == [3.0] * 4, "waits at its first use"
 
 # after: two-blocks
 found = {name: gpu.seconds for name, gpu in runs.items()}
@@ -82,43 +58,73 @@ slow = found.pop("copy first, pageable")
 check.close_to([slow, *found.values()], [276.9e-3] + [164.3e-3] * 3, rtol=1e-3, name="as the answer says")
 assert not any(gpu.races for gpu in runs.values()), "no race in any of the four"
 
-# wrong: ex1-solution: nobody waits for the copy | Race on batch
-def program(gpu):
-    with gpu.use(gpu.stream("copies")):
-        gpu.copy(seconds=6e-3, writes="batch", pinned=True, non_blocking=True)
-    gpu.kernel("A", 4e-3, writes="gA")
-    a = gpu.all_reduce("gA", seconds=5e-3, async_op=True)
-    gpu.kernel("B", 4e-3, writes="gB")
-    b = gpu.all_reduce("gB", seconds=3e-3, async_op=True)
-    a.wait()
-    b.wait()
-    gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
+# after: dropped
+assert drop_too_early(record=True).seconds == drop_too_early(record=False).seconds, "it costs no time here"
 
-# wrong: ex1-solution: reads where the copy writes, and so needs no wait | each job writes what it wrote
-def program(gpu):
-    with gpu.use(gpu.stream("copies")):
-        gpu.copy(seconds=6e-3, reads="batch", pinned=True, non_blocking=True)
-    gpu.kernel("A", 4e-3, writes="gA")
-    a = gpu.all_reduce("gA", seconds=5e-3, async_op=True)
-    gpu.kernel("B", 4e-3, writes="gB")
-    b = gpu.all_reduce("gB", seconds=3e-3, async_op=True)
-    a.wait()
-    b.wait()
-    gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
-
-# right: ex1-solution
-def program(gpu):  # copies last, and waits for events
-    gpu.kernel("A", 4e-3, writes="gA")
-    works = [gpu.all_reduce("gA", seconds=5e-3, async_op=True)]
-    with gpu.use(gpu.stream("side")):
-        gpu.copy(seconds=6e-3, writes="batch", pinned=True, non_blocking=True)
-        there = gpu.current_stream().record_event()
-    gpu.kernel("B", 4e-3, writes="gB")
-    works.append(gpu.all_reduce("gB", seconds=3e-3, async_op=True))
-    gpu.current_stream().wait_event(there)
-    for work in works[::-1]:
+# wrong: ex1-solution: reads the sums of the last two layers only | `use` gets (layer, smallest, largest number)
+# %%ranks 2 --device cpu
+def backward(n, compute, use, buffers):
+    works = []
+    for k in range(n):
+        compute(k, buffers[k % 2])
+        works.append(dist.all_reduce(buffers[k % 2], async_op=True))
+    for k, work in enumerate(works):
         work.wait()
-    gpu.kernel("step", 1e-3, reads=("batch", "gB", "gA"))
+        use(k, buffers[k % 2])
+
+# wrong: ex1-solution: one after the other | no `wait()` for layer 0 before layer 1 is computed
+# %%ranks 2 --device cpu
+def backward(n, compute, use, buffers):
+    for k in range(n):
+        compute(k, buffers[0])
+        dist.all_reduce(buffers[0], async_op=True).wait()
+        use(k, buffers[0])
+
+# wrong: ex1-solution: never waits | `use` gets (layer, smallest, largest number)
+# %%ranks 2 --device cpu
+def backward(n, compute, use, buffers):
+    for k in range(n + 1):
+        if k < n:
+            compute(k, buffers[k % 2])
+            dist.all_reduce(buffers[k % 2], async_op=True)
+        if k > 0:
+            use(k - 1, buffers[(k - 1) % 2])
+
+# right: ex1-solution: waits when the next all-reduce is on its way
+# %%ranks 2 --device cpu
+def backward(n, compute, use, buffers):
+    before = None
+    for k in range(n):
+        compute(k, buffers[k % 2])
+        work = dist.all_reduce(buffers[k % 2], async_op=True)
+        if before:
+            before.wait()
+            use(k - 1, buffers[(k - 1) % 2])
+        before = work
+    before.wait()
+    use(n - 1, buffers[(n - 1) % 2])
+
+# right: ex1-solution: a queue of works
+# %%ranks 2 --device cpu
+from collections import deque
+
+def backward(n, compute, use, buffers):
+    free, under_way = deque(buffers), deque()
+
+    def finish():
+        k, buffer, work = under_way.popleft()
+        work.wait()
+        use(k, buffer)
+        free.append(buffer)
+
+    for k in range(n):
+        if not free:
+            finish()
+        buffer = free.popleft()
+        compute(k, buffer)
+        under_way.append((k, buffer, dist.all_reduce(buffer, async_op=True)))
+    while under_way:
+        finish()
 
 # wrong: ex2-solution: holds the host | the host goes on
 def pipeline(gpu):
@@ -141,28 +147,54 @@ def pipeline(gpu):
         gpu.matmul(seconds=2e-3, reads=x, writes="Z")
         gpu.kernel("loss", 2e-3, reads="Z")
 
-# wrong: ex3-solution: lets the current stream wait | it takes 8 ms as before: only the copies wait (yours: 10 ms)
-def offload(gpu):
+# right: ex2-solution: an event, for the copy to come
+def pipeline(gpu):
     copies = gpu.stream("copies")
-    for z in ("Z0", "Z1"):
-        gpu.empty(z)
-        gpu.kernel("layer", 2e-3, writes=z)
-        copies.wait_stream(gpu.current_stream())
+    for _ in range(2):
         with gpu.use(copies):
-            gpu.copy(seconds=3e-3, to="host", reads=z, pinned=True, non_blocking=True)
+            gpu.copy(seconds=3e-3, writes="X", pinned=True, non_blocking=True)
         gpu.current_stream().wait_stream(copies)
-        gpu.free(z)
+        gpu.matmul(seconds=2e-3, reads="X", writes="Z")
+        copies.wait_event(gpu.current_stream().record_event())
+        gpu.kernel("loss", 2e-3, reads="Z")
 
-# wrong: ex3-solution: never drops a tensor | both tensors are dropped with gpu.free (still there: Z0, Z1)
-def offload(gpu):
-    copies = gpu.stream("copies")
-    for z in ("Z0", "Z1"):
-        gpu.empty(z)
-        gpu.kernel("layer", 2e-3, writes=z)
-        copies.wait_stream(gpu.current_stream())
-        with gpu.use(copies):
-            gpu.copy(seconds=3e-3, to="host", reads=z, pinned=True, non_blocking=True)
-        gpu.record_stream(z, copies)
+# wrong: ex3-solution: nobody waits for the copy | Race on batch
+def program(gpu):
+    with gpu.use(gpu.stream("copies")):
+        gpu.copy(seconds=6e-3, writes="batch", pinned=True, non_blocking=True)
+    gpu.kernel("A", 4e-3, writes="gA")
+    a = gpu.all_reduce("gA", seconds=5e-3, async_op=True)
+    gpu.kernel("B", 4e-3, writes="gB")
+    b = gpu.all_reduce("gB", seconds=3e-3, async_op=True)
+    a.wait()
+    b.wait()
+    gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
+
+# wrong: ex3-solution: reads where the copy writes, and so needs no wait | each job writes what it wrote
+def program(gpu):
+    with gpu.use(gpu.stream("copies")):
+        gpu.copy(seconds=6e-3, reads="batch", pinned=True, non_blocking=True)
+    gpu.kernel("A", 4e-3, writes="gA")
+    a = gpu.all_reduce("gA", seconds=5e-3, async_op=True)
+    gpu.kernel("B", 4e-3, writes="gB")
+    b = gpu.all_reduce("gB", seconds=3e-3, async_op=True)
+    a.wait()
+    b.wait()
+    gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
+
+# right: ex3-solution
+def program(gpu):  # copies last, and waits for events
+    gpu.kernel("A", 4e-3, writes="gA")
+    works = [gpu.all_reduce("gA", seconds=5e-3, async_op=True)]
+    with gpu.use(gpu.stream("side")):
+        gpu.copy(seconds=6e-3, writes="batch", pinned=True, non_blocking=True)
+        there = gpu.current_stream().record_event()
+    gpu.kernel("B", 4e-3, writes="gB")
+    works.append(gpu.all_reduce("gB", seconds=3e-3, async_op=True))
+    gpu.current_stream().wait_event(there)
+    for work in works[::-1]:
+        work.wait()
+    gpu.kernel("step", 1e-3, reads=("batch", "gB", "gA"))
 
 # wrong: ex4-solution: fills the buffer while it is read | Race on X0
 class Prefetcher:
@@ -224,39 +256,3 @@ class Prefetcher:
         if self.to_do:
             self.copies.wait_event(read)
             self.fill(buffer)
-
-# wrong: ex5-solution: one after the other | 4 batches, copy 6 ms, product 5 ms: 29 ms (yours: 44 ms)
-def seconds_ahead(n, copy, product):
-    return n * (copy + product)
-
-# wrong: ex5-solution: the copy is taken for the longer one | 8 batches, copy 2 ms, product 5 ms: 42 ms (yours: 21 ms)
-def seconds_ahead(n, copy, product):
-    return n * copy + product
-
-# wrong: ex6-solution: knows the sum without communicating | two sums of 32 MiB on rank 0 (yours: [] MiB)
-# %%ranks 2 --device cpu -o halves
-gradients = torch.ones(2**24) * 3
-products(50)
-products(50)
-gradients[0].item(), gradients[-1].item()
-
-# wrong: ex6-solution: sums the second half before it is there | the second half is summed only when it is there
-# %%ranks 2 --device cpu -o halves
-gradients = torch.ones(2**24) * (rank + 1)
-products(50)
-works = [dist.all_reduce(half, async_op=True) for half in gradients.chunk(2)]
-products(50)
-for work in works:
-    work.wait()
-gradients[0].item(), gradients[-1].item()
-
-# right: ex6-solution
-# %%ranks 2 --device cpu -o halves
-gradients = torch.ones(2**24) * (rank + 1)
-first, second = gradients[: 2**23], gradients[2**23 :]
-products(50)
-early = dist.all_reduce(first, async_op=True)
-products(50)
-dist.all_reduce(second, async_op=True).wait()
-early.wait()
-gradients[0].item(), gradients[-1].item()
