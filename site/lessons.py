@@ -11,7 +11,7 @@ import pages
 LONG = 8  # lines of a cell, from which on code that only draws is folded away
 WIDGET = "application/vnd.jupyter.widget-view+json"
 # The explorer that takes the place of a live kernel's panel, by the id of the cell that makes it
-EXPLORERS = {"explore-panel": "schedule", "three-formulas-panel": "rings"}
+EXPLORERS = {"three-formulas-panel": "rings"}
 # The planner's panel, which _static/planner.js fills from the numbers of panel.py
 PLANNER = """<div class="planner"></div>
 <noscript>This panel needs scripts. In a notebook it runs with a kernel.</noscript>

@@ -205,7 +205,7 @@ def test_a_picture_equals_its_golden_file(name):
 LARGE = {
     "memory of eight": lambda: memory.by_rank([{k: MIB * (r + 1) for k in memory.COLOURS} for r in range(8)]),
     "sixteen that wait": lambda: picture(*CASES["ranks 0-15 wait in a circle"]),
-    "32 micro-batches": lambda: schedule.planned("interleaved", 8, 32, 4),
+    "32 micro-batches": lambda: schedule.grid(schedules.interleaved(8, 32, 4)),
     "reduce_scatter": lambda: collectives.steps(EVERY["reduce_scatter"][0]).figures[1],
 }
 

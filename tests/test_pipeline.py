@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 VOCAB, WIDTH, LENGTH = 29, 16, 12
 TOKENS = torch.arange(400) * 7919 % VOCAB
-PLANS = {**schedules.SCHEDULES, **schedules.V_SCHEDULES}
+PLANS = {**schedules.SCHEDULES, "ZB-V": schedules.zb_v}
 
 
 def gpt(n_layers=4, tied=True, kind=models.GPT, **options):
@@ -72,7 +72,6 @@ def differences(name, size, m, n_layers, options=(), tied=True, kind=models.GPT)
         ("zero bubble", 2, 1, 3, (), {"kind": models.Llama, "tied": False}),
         ("ZB-V", 4, 8, 8, (), {}),
         ("ZB-V", 2, 3, 5, (), {}),
-        ("DualPipeV", 4, 5, 8, (), {}),
     ],
 )
 def test_loss_gradients_and_weights_equal_the_dense_run(four, name, size, m, layers, options, how):

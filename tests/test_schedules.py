@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as theirs
 from rankcell import schedules as s
 
 SIZES = [(p, m) for p in range(1, 6) for m in (*range(1, p + 2), 2 * p, 2 * p + 1, 3 * p - 1)]
-MAKERS = {**s.SCHEDULES, **s.V_SCHEDULES}
+MAKERS = {**s.SCHEDULES, "ZB-V": s.zb_v}
 EVERY = [(name, p, m, ()) for name in MAKERS if name != "interleaved" for p, m in SIZES]
 EVERY += [("interleaved", p, m, (v,)) for p, m in SIZES for v in (1, 2, 3)]
 
@@ -25,7 +25,7 @@ def test_an_action_is_written_as_torch_writes_it():
 
 def test_every_action_comes_after_what_it_needs():
     for name, p, m, options in EVERY:
-        plan, folded = MAKERS[name](p, m, *options), name in s.V_SCHEDULES
+        plan, folded = MAKERS[name](p, m, *options), name == "ZB-V"
         when, events = s.rounds(plan), s.predict(plan, forward=1.0, backward=2.5, send=0.25)
         found = dict(s.actions_of(events))
         chunks = 2 if folded else options[0] if options else 1
@@ -69,20 +69,17 @@ def test_bubbles_and_peaks_are_those_of_the_formulas():
         assert s.length(events) - m * 2.9 == pytest.approx((p - 1) * 1.1)
 
 
-def test_v_schedules_idle_only_at_the_ends():
-    for name, make in s.V_SCHEDULES.items():
-        for p in range(1, 7):
-            for m in (2 * p, 2 * p + 1, 5 * p):
-                plan = make(p, m)  # a chunk takes 1 forward, 1 for I and 1 for W: a rank 2, 2 and 2
-                assert s.length(s.predict(plan, forward=1.0, backward=2.0)) - 2 * 3 * m == p - 1
-                most = 2 * p if name == "ZB-V" else 2 * p + 1
-                held = s.peak_in_flight(plan)
-                assert set(held) <= {most - 1, most} and max(held) == most
-            assert max(s.peak_in_flight(make(p, 1))) == 2  # one micro-batch is on both ways at the last rank
+def test_zb_v_idles_only_at_the_ends():
+    for p in range(1, 7):
+        for m in (2 * p, 2 * p + 1, 5 * p):
+            plan = s.zb_v(p, m)  # a chunk takes 1 forward, 1 for I and 1 for W: a rank 2, 2 and 2
+            assert s.length(s.predict(plan, forward=1.0, backward=2.0)) - 2 * 3 * m == p - 1
+            held = s.peak_in_flight(plan)
+            assert set(held) <= {2 * p - 1, 2 * p} and max(held) == 2 * p
+        assert max(s.peak_in_flight(s.zb_v(p, 1))) == 2  # one micro-batch is on both ways at the last rank
 
 
 def test_schedules_equal_those_of_torch():
-    v_kinds = {"ZB-V": theirs.ScheduleZBVZeroBubble, "DualPipeV": theirs.ScheduleDualPipeV}
     for name, make in MAKERS.items():
         for p, m in ((1, 1), (2, 4), (3, 4), (4, 8), (4, 13)):
             plan = make(p, m)
@@ -98,8 +95,8 @@ def test_schedules_equal_those_of_torch():
                     turns = (warmup, 2 * m - warmup, warmup)
                     found = theirs._get_1f1b_rank_ops(2, p, *turns, rank, forward, backward)
                     assert mine == [str(a) for a in found if a is not None]
-                if name in v_kinds and m >= 2 * p:
-                    found = v_kinds[name]._calculate_single_rank_operations(maker, rank)
+                if name == "ZB-V" and m >= 2 * p:
+                    found = theirs.ScheduleZBVZeroBubble._calculate_single_rank_operations(maker, rank)
                     found = [str(part) for a in found if a is not None for part in (a.sub_actions or [a])]
                     # of gradients that nobody waits for, ours has the oldest first
                     assert [t for t in found if "W" not in t] == [t for t in mine if "W" not in t]

@@ -17,7 +17,7 @@ from .actions import Action, Schedule, ScheduleError, rounds, schedule, validate
 from .results import Event
 
 __all__ = [
-    "SCHEDULES", "V_SCHEDULES", "Action", "Schedule", "ScheduleError", "actions_of", "dualpipe_v", "gpipe",
+    "SCHEDULES", "Action", "Schedule", "ScheduleError", "actions_of", "gpipe",
     "idle_share", "interleaved", "length", "message_seconds", "naive", "one_f_one_b", "peak_in_flight", "predict",
     "rounds", "schedule", "validate", "zb_v", "zero_bubble",
 ]  # fmt: skip
@@ -116,34 +116,6 @@ def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
     return schedule("ZB-V", lists)
 
 
-def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """DualPipeV: the V of ZB-V in which a forward of one chunk stands next to a backward of the other.
-
-    The two belong to different micro-batches, and one can compute while the other communicates; here they run
-    one after the other. Where F, I and W of a chunk take the same time t and m is at least 2p, a rank idles
-    for (p - 1) t. It keeps at most 2p + 1 chunks' shares. It is half of DualPipe, whose two directions would
-    need every stage twice: DeepSeek-AI, https://arxiv.org/abs/2412.19437, section 3.2.1 (2024), cut in half
-    at https://github.com/deepseek-ai/DualPipe (2025), where the steps below are listed.
-    """
-    p, n = n_ranks, max(n_microbatches, 2 * n_ranks)  # with fewer, as if they were there
-    lists = []
-    for r in range(p):
-        in_turns = ["B1", "B0"] * (r + 1)
-        in_turns[r + 1 :] = [name.replace("B", "I") for name in in_turns[r + 1 :]]
-        phases = [
-            (2 * (p - 1 - r), "F0"),
-            (r + 1, "F0 F1"),
-            (p - 1 - r, "I1 W F1"),
-            (n - 2 * p + r + 1, "F0 B1 F1 B0"),  # the pairs
-            (p - 1 - r, "B1 F1 B0"),
-            (1, " ".join(in_turns)),
-            (p - 1 - r, "W I0"),
-            (r + 1, "W"),
-        ]
-        lists.append(_in_a_v(r, p, n_microbatches, phases))
-    return schedule("DualPipeV", lists)
-
-
 def _in_a_v(rank: int, n_ranks: int, n_microbatches: int, phases: list[tuple[int, str]]) -> list[Action]:
     """The list of a rank with two stages in a V: each phase repeats its actions so many times.
 
@@ -177,8 +149,6 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zero bubble": zero_bubble,
 }
-# Stages s and 2p - 1 - s live on rank s
-V_SCHEDULES: Mapping[str, Callable[..., Schedule]] = {"ZB-V": zb_v, "DualPipeV": dualpipe_v}
 
 
 def _one_f_one_b(rank: int, n_ranks: int, n_microbatches: int, backward: str) -> list[Action]:

@@ -1,6 +1,9 @@
 """Layers that take time without computing: for lessons about overlap, where the cores of a laptop also send."""
 
 import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -27,3 +30,42 @@ class SlowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Slow.apply(super().forward(x), self.seconds)
+
+
+class _Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, stage: "TimedStage", j: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stage, ctx.j = stage, j
+        with stage.span(f"{stage.rank}F{j}"):
+            time.sleep(stage.seconds)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        with ctx.stage.span(f"{ctx.stage.rank}B{ctx.j}"):
+            time.sleep(2 * ctx.stage.seconds)
+        return grad * weight, grad * x, None, None
+
+
+class TimedStage(nn.Module):
+    """A stand-in for one stage of a pipeline: x times its weight, in `seconds`, and twice as long in the backward.
+
+    `span` marks each action under its name, "1F0" for stage 1, forward, micro-batch 0; micro-batches are numbered as
+    they come. `held` says how many outputs were alive at most when another forward was over.
+    """
+
+    def __init__(
+        self, rank: int, weight: Tensor, seconds: float, span: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        super().__init__()
+        self.rank, self.weight, self.seconds, self.span = rank, nn.Parameter(weight), seconds, span
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self.held = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = _Marked.apply(x, self.weight, self, len(self.outputs))
+        self.outputs.append(weakref.ref(out))
+        self.held = max(self.held, sum(ref() is not None for ref in self.outputs))
+        return out

@@ -1,84 +1,6 @@
-/* The explorers: schedules of a pipeline, ring and tree, memory. Plain script, so they work from file:// without a
+/* The explorers: ring and tree, memory. Plain script, so they work from file:// without a
    kernel. `window.courseExplorers` has the arithmetic alone: tests/test_site.py compares it with the library's. */
 window.courseExplorers = (() => {
-  /* Schedules: lists of [stage, kind, micro-batch] by rank, as rankcell.schedules makes them */
-  const range = (n) => [...Array(n).keys()];
-  const inTurns = (forwards, backwards, warmup) => {
-    const w = Math.min(warmup, forwards.length), steady = forwards.length - w;
-    return [
-      ...forwards.slice(0, w),
-      ...range(steady).flatMap((i) => [forwards[w + i], backwards[i]]),
-      ...backwards.slice(steady),
-    ];
-  };
-  const SCHEDULES = {
-    naive: (p, m) => range(p).map((r) => range(m).flatMap((j) => [[r, "F", j], [r, "B", j]])),
-    GPipe: (p, m) => range(p).map((r) => ["F", "B"].flatMap((k) => range(m).map((j) => [r, k, j]))),
-    "1F1B": (p, m) =>
-      range(p).map((r) => inTurns(range(m).map((j) => [r, "F", j]), range(m).map((j) => [r, "B", j]), p - 1 - r)),
-    interleaved: (p, m, v) => {
-      if (v === 1) return SCHEDULES["1F1B"](p, m);
-      const n = Math.max(1, Math.floor(m / p));
-      const starts = range(n + 1).map((i) => Math.ceil((i * m) / n));
-      const groups = range(n).map((i) => range(starts[i + 1] - starts[i]).map((j) => starts[i] + j));
-      return range(p).map((r) => {
-        const stages = range(v).map((chunk) => chunk * p + r);
-        const list = (kind, order) => groups.flatMap((g) => order.flatMap((s) => g.map((j) => [s, kind, j])));
-        return inTurns(list("F", stages), list("B", [...stages].reverse()), 2 * (p - 1 - r) + (v - 1) * groups[0].length);
-      });
-    },
-    "zero bubble": (p, m) =>
-      range(p).map((r) => {
-        let done = 0;
-        const actions = inTurns(range(m).map((j) => [r, "F", j]), range(m).map((j) => [r, "I", j]), p - 1 - r).flatMap(
-          (a) => (a[1] === "I" && a[2] >= r ? [a, [r, "W", done++]] : [a]));
-        while (done < m) actions.push([r, "W", done++]);
-        return actions;
-      }),
-  };
-
-  /* When each action runs: {rank, stage, kind, microbatch, start, end}, as rankcell.schedules.predict says */
-  const predict = (plan, forward, backward) => {
-    const seconds = { F: forward, B: backward, I: backward / 2, W: backward / 2 };
-    const last = Math.max(...plan.flat().map((a) => a[0])), ends = new Map(), events = [];
-    const halves = plan.flat().some((a) => a[1] === "I");
-    const key = (stage, kind, j) => `${stage}${kind}${j}`;
-    const needs = ([s, kind, j]) => {
-      if (kind === "F") return s ? [key(s - 1, "F", j)] : [];
-      if (kind === "W") return [key(s, "I", j)];
-      return [key(s, "F", j), ...(s < last ? [key(s + 1, halves ? "I" : "B", j)] : [])];
-    };
-    const place = plan.map(() => 0), free = plan.map(() => 0);
-    for (let moved = true; moved; ) {
-      moved = false;
-      plan.forEach((actions, rank) => {
-        while (place[rank] < actions.length && needs(actions[place[rank]]).every((n) => ends.has(n))) {
-          const [stage, kind, microbatch] = actions[place[rank]++];
-          const start = Math.max(free[rank], ...needs([stage, kind, microbatch]).map((n) => ends.get(n)));
-          free[rank] = start + seconds[kind];
-          ends.set(key(stage, kind, microbatch), free[rank]);
-          events.push({ rank, stage, kind, microbatch, start, end: free[rank] });
-          moved = true;
-        }
-      });
-    }
-    return events;
-  };
-
-  const schedule = ({ name, ranks, microbatches, chunks, backward }) => {
-    const v = name === "interleaved" ? chunks : 1;
-    const plan = SCHEDULES[name](ranks, microbatches, v);
-    const events = predict(plan, 1 / v, backward / v);
-    const end = Math.max(...events.map((e) => e.end));
-    const busy = events.reduce((sum, e) => sum + e.end - e.start, 0);
-    const peak = plan.map((actions) => {
-      let held = 0, most = 0;
-      actions.forEach(([, kind]) => { held += { F: 1, I: 0 }[kind] ?? -1; most = Math.max(most, held); });
-      return most / v;
-    });
-    return { events, end, idle: 1 - busy / (ranks * end), peak: Math.max(...peak), v };
-  };
-
   /* All-reduces in seconds, as rankcell.costs computes them; alpha in seconds, beta in seconds per byte */
   const doublings = (n) => Math.ceil(Math.log2(n));
   const RINGS = {
@@ -99,12 +21,12 @@ window.courseExplorers = (() => {
       activations: (held * sequence * batch * hidden * (layers / pp) * pp) / tp,
     };
   };
-  return { SCHEDULES, predict, schedule, RINGS, memory };
+  return { RINGS, memory };
 })();
 
 (() => {
-  const { schedule, SCHEDULES, RINGS, memory } = window.courseExplorers;
-  const INK = "#1a1a1a", MUTED = "#5a5a5a";
+  const { RINGS, memory } = window.courseExplorers;
+  const INK = "#1a1a1a";
   const svg = (tag, attributes = {}, text) => {
     const e = document.createElementNS("http://www.w3.org/2000/svg", tag);
     Object.entries(attributes).forEach(([name, value]) => e.setAttribute(name, value));
@@ -122,37 +44,6 @@ window.courseExplorers = (() => {
   const bytes = (b) => {
     const k = Math.min(3, Math.max(0, Math.floor(Math.log2(Math.max(b, 1)) / 10)));
     return `${short(b / 2 ** (10 * k))} ${["B", "KiB", "MiB", "GiB"][k]}`;
-  };
-
-  const COLOURS = { F: "#56b4e9", B: "#009e73", I: "#009e73", W: "#f0e442" };
-  const drawSchedule = (chosen) => {
-    const { events, end, idle, peak, v } = schedule(chosen);
-    const says = `${chosen.name}, ${chosen.ranks} ranks, ${chosen.microbatches} micro-batches: idle ` +
-      `${Math.round(100 * idle)} %, done after ${short(end)} forwards, at most ${short(peak)} micro-batches held.`;
-    const left = 76, width = 680, row = 30, span = width - left - 12, bottom = 8 + chosen.ranks * (row + 6);
-    const picture = paper(width, bottom + 58, says);
-    for (let rank = 0; rank < chosen.ranks; rank++) {
-      const y = 8 + rank * (row + 6);
-      picture.append(svg("text", { x: 8, y: y + 21 }, `rank ${rank}`), svg("rect", { x: left, y, width: span, height: row, fill: "#efefef" }));
-    }
-    events.forEach((e) => {
-      const x = left + (span * e.start) / end, w = (span * (e.end - e.start)) / end, y = 8 + e.rank * (row + 6);
-      const chunk = Math.floor(e.stage / chosen.ranks), fade = [0.75, 0.45, 0.3, 0.2][Math.min(chunk, 3)];
-      picture.append(svg("rect", { x: x + 0.5, y, width: Math.max(w - 1, 0.5), height: row, fill: COLOURS[e.kind],
-        "fill-opacity": fade, stroke: "#fff" }));
-      if (w > 9 * String(e.microbatch).length + 3)
-        picture.append(svg("text", { x: x + w / 2, y: y + 21, "text-anchor": "middle", "font-size": 15 }, e.microbatch));
-    });
-    const kinds = new Set(events.map((e) => e.kind));
-    let x = left;
-    [["F", "forward"], ["B", "backward"], ["I", "input gradient"], ["W", "weight gradient"]].forEach(([kind, word]) => {
-      if (!kinds.has(kind)) return;
-      picture.append(svg("rect", { x, y: bottom + 26, width: 16, height: 16, fill: COLOURS[kind], "fill-opacity": 0.75 }),
-        svg("text", { x: x + 22, y: bottom + 40 }, word));
-      x += 40 + 9 * word.length;
-    });
-    picture.append(svg("text", { x, y: bottom + 40, fill: MUTED }, v > 1 ? "later chunks: paler" : ""));
-    return [picture, says];
   };
 
   const drawRings = ({ alpha, rate, ranks, size }) => {
@@ -213,13 +104,6 @@ window.courseExplorers = (() => {
   const powers = (from, to) => range(to - from + 1).map((k) => 2 ** (from + k));
   /* name: [label, choices, the first choice, how a choice is written] */
   const PANELS = {
-    schedule: [drawSchedule, {
-      name: ["schedule", Object.keys(SCHEDULES), "1F1B"],
-      ranks: ["ranks", range(8).map((k) => k + 1), 4],
-      microbatches: ["micro-batches", range(24).map((k) => k + 1), 8],
-      chunks: ["chunks, if interleaved", [1, 2, 3, 4], 2],
-      backward: ["backward, in forwards", [1, 1.5, 2, 2.5, 3], 2],
-    }],
     rings: [drawRings, {
       alpha: ["α, start of a message", [1, 3, 10, 30, 100, 300], 30, (x) => `${x} µs`],
       rate: ["rate of a link", [1, 3, 10, 50, 100, 450], 10, (x) => `${x} GB/s`],

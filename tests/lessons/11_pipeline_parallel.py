@@ -1,63 +1,223 @@
 """What 11_pipeline_parallel says is right, and wrong answers to its exercises; tests/judge.py runs them."""
 
 # after: bytes-table
-check.close_to(sent["pipeline"], 2 * 2**30, name="bytes that a stage sends")
-check.close_to(sent["data parallel"], 2 * 7 / 8 * parameters, name="bytes of a ring's all-reduce")
-assert parameters > 100 * 2**30 and sent["data parallel"] > 100 * sent["pipeline"], "a hundredth"
-assert [row[2] for row in rows] == ["211 GiB", "2 GiB"]
-
-# after: cut-by-hand
-assert all(name.startswith("blocks.1.") for name in gradients[1]), "rank 1: those of blocks.1"
-names = [name for of_rank in gradients for name in of_rank]
-assert len(names) == len({*names}), "no gradient is on two ranks"
-
-# after: naive-picture
-actions = schedules.actions_of(naive.events)
-assert [str(action) for action, _ in actions] == "0F0 1F0 2F0 3F0 3B0 2B0 1B0 0B0".split(), (
-    "one after the other"
+assert sent["pipeline"] == 2 * 2**30 and sent["data parallel"] > 100 * sent["pipeline"], (
+    "a hundredth of the bytes"
 )
-for action, e in actions:
-    assert e.seconds >= (0.0999 if action.kind == "F" else 0.1999), "100 ms for each of three parts"
+assert [row[1:] for row in rows] == [("129 GB", "226.6 GB", "4.53 s"), ("16 GB", "2.1 GB", "0.04 s")]
 
-# after: bubble-plot
-check.close_to(schedules.idle_share(schedules.predict(first_plan)), 3 / 7, name="idle share as drawn")
-for p, idle in counted.items():
-    check.close_to(idle, [(p - 1) / (m + p - 1) for m in ms], name=f"the curve of {p} ranks")
+# after: cut-equal
+names = [name for of_rank in gradients for name in of_rank]
+assert len(names) == len({*names}) == len(expected), "every gradient is on one rank"
+assert all(name.startswith("blocks.1.") for name in gradients[1]), "rank 1 has one layer"
+
+# after: gpipe-plan
+check.close_to(schedules.idle_share(schedules.predict(gpipe)), 3 / 11, name="idle share as drawn")
+for p in (4, 16):
+    for m in (1, 3, 8, 40):
+        for make in (schedules.gpipe, schedules.one_f_one_b):
+            found = schedules.idle_share(schedules.predict(make(p, m)))
+            check.close_to(found, (p - 1) / (m + p - 1), name=f"idle share of {p} ranks")
 as_small = [schedules.idle_share(schedules.predict(schedules.gpipe(p, m))) for p, m in ((4, 8), (16, 40))]
 check.close_to(*as_small, name="16 ranks need five times as many")
 
-# wrong: ex1-solution | 4 ranks, at most 31% idle: 10 micro-batches leave
-def fewest(p, share):
-    m = 1
-    while (p - 1) / m > share:  # of the time that a rank computes
-        m += 1
-    return m
+# after: one-f-one-b-plan
+assert schedules.peak_in_flight(gpipe) == [8] * 4 and schedules.peak_in_flight(plan) == [4, 3, 2, 1]
+from torch.distributed.pipelining.schedules import Schedule1F1B
 
-# wrong: ex1-solution: rounds down | take more
-def fewest(p, share):
-    return int((p - 1) * (1 - share) / share)
+for r in range(4):
+    text = "".join(action.kind for action in plan.actions[r])
+    assert text == "F" * (3 - r) + "FB" * (5 + r) + "B" * (3 - r), "as the text says"
 
-# right: ex1-solution
-def fewest(p, share):
-    return -int(-(p - 1) * (1 - share) // share)
+
+# wrong: one-f-one-b: GPipe: all forwards first | 8 micro-batches, rank 0 does 0F0 0F1 0F2 0F3 0B0 0F4
+# %%ranks 4 --device cpu
+def one_f_one_b(stage, inputs, loss_of, like, send):
+    pairs, sent, losses = [], [], []
+    for j, x in enumerate(inputs):
+        if rank > 0:
+            dist.recv(x := torch.empty_like(like), src=rank - 1)
+            x.requires_grad_()
+        out = stage(x)
+        if rank < 3:
+            sent.append(send(out.detach(), rank + 1))
+        else:
+            losses.append(out := loss_of(out, j))
+        pairs.append((x, out))
+    for x, out in pairs:
+        grad = None
+        if rank < 3:
+            dist.recv(grad := torch.empty_like(like), src=rank + 1)
+        out.backward(grad)
+        if rank > 0:
+            sent.append(send(x.grad, rank - 1))
+    [work.wait() for work in sent]
+    return sum(losses).detach() if rank == 3 else None
+
+
+# wrong: one-f-one-b: keeps every micro-batch to the end | lets go of a micro-batch after its backward (8 outputs kept)
+# %%ranks 4 --device cpu
+def one_f_one_b(stage, inputs, loss_of, like, send):
+    m, pairs, sent, total = len(inputs), [], [], 0
+    ahead = min(3 - rank, m)
+    for turn in range(m + ahead):
+        if turn < m:
+            x = inputs[turn]
+            if rank > 0:
+                dist.recv(x := torch.empty_like(like), src=rank - 1)
+                x.requires_grad_()
+            out = stage(x)
+            if rank < 3:
+                sent.append(send(out.detach(), rank + 1))
+            else:
+                out = loss_of(out, turn)
+                total += out.item()
+            pairs.append((x, out))
+        if turn >= ahead:
+            x, out = pairs[turn - ahead]  # and stays
+            grad = None
+            if rank < 3:
+                dist.recv(grad := torch.empty_like(like), src=rank + 1)
+            out.backward(grad)
+            if rank > 0:
+                sent.append(send(x.grad, rank - 1))
+    [work.wait() for work in sent]
+    return total if rank == 3 else None
+
+
+# wrong: one-f-one-b: hands on the gradient that came, not that of its input | the gradient (8 micro-batches, rank 0)
+# %%ranks 4 --device cpu
+def one_f_one_b(stage, inputs, loss_of, like, send):
+    m, pairs, sent, total = len(inputs), [], [], 0
+    ahead = min(3 - rank, m)
+    for turn in range(m + ahead):
+        if turn < m:
+            x = inputs[turn]
+            if rank > 0:
+                dist.recv(x := torch.empty_like(like), src=rank - 1)
+                x.requires_grad_()
+            out = stage(x)
+            if rank < 3:
+                sent.append(send(out.detach(), rank + 1))
+            else:
+                out = loss_of(out, turn)
+                total += out.item()
+            pairs.append((x, out))
+        if turn >= ahead:
+            x, out = pairs.pop(0)
+            grad = None
+            if rank < 3:
+                dist.recv(grad := torch.empty_like(like), src=rank + 1)
+            out.backward(grad)
+            if rank > 0:
+                sent.append(send(x.grad if grad is None else grad, rank - 1))
+    [work.wait() for work in sent]
+    return total if rank == 3 else None
+
+
+# right: one-f-one-b: receives posted ahead, and each send waited for before the next one
+# %%ranks 4 --device cpu
+def one_f_one_b(stage, inputs, loss_of, like, send):
+    m, kept, total, way = len(inputs), {}, 0.0, {}
+    here = {j: torch.empty_like(like) for j in range(m)}
+    coming = {j: dist.irecv(here[j], src=rank - 1) for j in range(m)} if rank else {}
+
+    def out_of(tensor, other):
+        if other in way:
+            way[other].wait()
+        way[other] = send(tensor, other)
+
+    order = [("F", j) for j in range(min(3 - rank, m))]
+    for j in range(m):
+        order += [("F", j + 3 - rank)] * (j + 3 - rank < m) + [("B", j)]
+    for kind, j in order:
+        if kind == "F":
+            if rank:
+                coming[j].wait()
+            x = here.pop(j).requires_grad_() if rank else inputs[j]
+            kept[j] = x, stage(x) if rank < 3 else loss_of(stage(x), j)
+            if rank < 3:
+                out_of(kept[j][1].detach(), rank + 1)
+            else:
+                total = total + kept[j][1].detach()
+            continue
+        x, out = kept.pop(j)
+        grad = torch.empty_like(like) if rank < 3 else None
+        if rank < 3:
+            dist.irecv(grad, src=rank + 1).wait()
+        torch.autograd.backward(out, grad)
+        del out
+        if rank:
+            out_of(x.grad, rank - 1)
+    for work in way.values():
+        work.wait()
+    return total if rank == 3 else None
+
+
+# right: one-f-one-b: one loop over turns, a float for the loss
+# %%ranks 4 --device cpu
+def one_f_one_b(stage, inputs, loss_of, like, send):
+    from collections import deque
+
+    m, pairs, sent, total = len(inputs), deque(), [], 0.0
+    ahead = min(world_size - 1 - rank, m)
+    for turn in range(m + ahead):
+        if turn < m:
+            x = inputs[turn]
+            if rank > 0:
+                x = torch.zeros(like.shape, dtype=like.dtype)
+                dist.recv(x, src=rank - 1)
+                x.requires_grad = True
+            out = stage(x)
+            if rank < world_size - 1:
+                sent.append(send(out.detach().clone(), rank + 1))
+            else:
+                out = loss_of(out, turn)
+                total += out.item()
+            pairs.append((x, out))
+        if turn >= ahead:
+            x, out = pairs.popleft()
+            if rank < world_size - 1:
+                grad = torch.zeros(like.shape, dtype=like.dtype)
+                dist.recv(grad, src=rank + 1)
+                (out * grad).sum().backward()
+            else:
+                out.backward()
+            if rank > 0:
+                sent.append(send(x.grad, rank - 1))
+    for work in sent:
+        work.wait()
+    return total if rank == world_size - 1 else None
+
+
+# after: one-f-one-b-picture
+for events in (run.events, predicted):
+    ran = [[action for action, e in schedules.actions_of(events) if e.rank == r] for r in range(4)]
+    assert ran == [[*of_rank] for of_rank in plan.actions], "every rank in the order of its list"
+check.close_to(schedules.length(predicted), 11 * 0.09, name="seconds of the step as predicted")
+for action, e in schedules.actions_of(run.events):
+    assert e.seconds >= (0.0299 if action.kind == "F" else 0.0599), "30 ms forward, 60 ms backward"
+assert [value[2] for value in run.values] == [4, 3, 2, 1], "micro-batches held"
 
 # after: published-step
-adam, sgd = torch.optim.AdamW, torch.optim.SGD
-whole, cut = ([train_mlp(published, m, how) for how in (adam, sgd)] for m in (1, 4))
-(one, four) = (train_mlp(published, m, sgd, steps=1) for m in (1, 4))
-by_hand, (inputs, targets) = models.MLP(6, 32, 3).double(), (t.double() for t in models.regression(16))
-for _ in range(3):
-    error = torch.nn.functional.mse_loss(by_hand(inputs), targets)
-    slopes = torch.autograd.grad(error, list(by_hand.parameters()))
-    for p, slope in zip(by_hand.parameters(), slopes, strict=True):
-        p.data -= 1e-2 * slope
-check.close_to(whole[1][2], by_hand.down.weight, name="three steps of SGD, as written out")
-check.close_to(four[0], one[0], name="the reported loss, as with the whole batch")
-check.close_to(four[1], 4 * one[1], name="a gradient four times as large")
-apart = [(a[2] - b[2]).abs().max().item() for a, b in zip(whole, cut, strict=True)]
-assert apart[0] < 1e-4 and apart[1] > 1e-3, "AdamW hides it, SGD does not"
+assert abs(loss - loss_4) < 1e-12, "the reported loss is right"
+check.close_to(gradient_4, 4 * gradient, name="a gradient four times as large")
 
-# wrong: ex2-solution: leaves the bug: only the reported loss is divided | micro-batches of [4, 4, 4, 4]: the gradient is 4.00 times that of the whole batch, off by
+# after: published-step
+moved = {}
+for how, lr in ((torch.optim.SGD, 0.01), (torch.optim.AdamW, 0.01)):
+    for m in (1, 4):
+        model = models.MLP(6, 32, 3).double()
+        optimizer, (x, y) = how(model.parameters(), lr=lr), (t.double() for t in models.regression(16))
+        before = model.down.weight.detach().clone()
+        published(model, x, y, m)
+        optimizer.step()
+        moved[how.__name__, m] = (model.down.weight - before).norm().item()
+check.close_to(moved["SGD", 4], 4 * moved["SGD", 1], name="SGD steps four times as far")
+check.close_to(moved["AdamW", 4], moved["AdamW", 1], rtol=1e-3, name="AdamW hides it")
+
+
+# wrong: means: leaves the bug, and divides only what it reports | yours is 4.00 times as long
 def step(model, x, y, m):
     reported = 0.0
     for xs, ys in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
@@ -66,7 +226,8 @@ def step(model, x, y, m):
         reported += loss.item() / m
     return reported
 
-# wrong: ex2-solution: divides by the number of micro-batches, whatever their size | micro-batches of [6, 5, 5]: the gradient is
+
+# wrong: means: divides by the number of micro-batches, whatever their size | micro-batches of [6, 5, 5]: the gradient
 def step(model, x, y, m):
     reported = 0.0
     for xs, ys in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
@@ -75,274 +236,134 @@ def step(model, x, y, m):
         reported += loss.item()
     return reported
 
-# after: one-f-one-b-holds
-shares = [schedules.idle_share(schedules.predict(each)) for each in (gpipe, plan)]
-check.close_to(shares, [3 / 11, 3 / 11])
-for each, most in ((gpipe, [8] * 4), (plan, [4, 3, 2, 1])):
-    for r, actions in enumerate(each.actions):
-        text = "".join(action.kind for action in actions)
-        held = [text[:i].count("F") - text[:i].count("B") for i in range(17)]
-        assert max(held) == most[r], "forwards whose backward has not come yet"
 
-# wrong: ex3-solution | GPipe, rank 0: the gradients are off by
-# %%ranks 4 --device cpu
-def execute(actions, stage, inputs, send):
-    for x in inputs:  # each rank alone
-        (stage(x).mean() / len(inputs)).backward()
-    return 8
+# wrong: means: scales all gradients at the end, those of the batch before too | gradients after a second batch
+def step(model, x, y, m):
+    reported = 0.0
+    for xs, ys in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
+        loss = torch.nn.functional.mse_loss(model(xs), ys, reduction="sum")
+        loss.backward()
+        reported += loss.item() / y.numel()
+    for p in model.parameters():
+        p.grad /= y.numel()
+    return reported
 
-# wrong: ex3-solution | rank 0 kept 8 micro-batches at once; 4 are enough
-# %%ranks 4 --device cpu
-def execute(actions, stage, inputs, send):
-    kept, sent = {}, []
-    for action in actions:
-        way, arrived = 1 if action.kind == "F" else -1, None
-        if 0 <= rank - way < world_size:
-            dist.recv(arrived := torch.empty_like(inputs[0]), src=rank - way)
-        if action.kind == "F":
-            x = inputs[action.microbatch] if arrived is None else arrived.requires_grad_()
-            out = stage(x) if rank < 3 else stage(x).mean() / len(inputs)
-            kept[action.microbatch], result = (x, out), out.detach()
-        else:
-            x, out = kept[action.microbatch]  # and stays
-            out.backward(arrived)
-            result = x.grad
-        if 0 <= rank + way < world_size:
-            sent.append((send(result, rank + way), result))
-    [work.wait() for work, _ in sent]
-    return len(kept)
 
-# right: ex3-solution
-# %%ranks 4 --device cpu
-def execute(actions, stage, inputs, send):
-    given, made, sent, most = {}, {}, [], 0
-    for _, kind, j in actions:
-        way, arrived = 1 if kind == "F" else -1, None
-        if 0 <= rank - way < world_size:
-            dist.recv(arrived := torch.empty_like(inputs[0]), src=rank - way)
-        if kind == "F":
-            given[j] = inputs[j] if arrived is None else arrived.requires_grad_()
-            made[j] = stage(given[j]) if rank < 3 else stage(given[j]).mean() / len(inputs)
-            result = made[j].detach()
-        else:
-            torch.autograd.backward(made.pop(j), arrived)
-            result = given.pop(j).grad
-        most = max(most, len(made))
-        if 0 <= rank + way < world_size:
-            sent.append((send(result, rank + way), result))
-    [work.wait() for work, _ in sent]
-    return most
+# right: means: sums of squares, divided by all numbers
+def step(model, x, y, m):
+    reported = 0.0
+    for xs, ys in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
+        loss = (model(xs) - ys).square().sum() / y.numel()
+        loss.backward()
+        reported += loss.item()
+    return reported
 
-# after: replayed-shares
-lists = [[*of_rank] for of_rank in plan.actions]
-for events in (run.events, predicted, replayed):
-    ran = [[action for action, e in schedules.actions_of(events) if e.rank == r] for r in range(4)]
-    assert ran == lists, "predicted and measured: every rank in the order of its list"
-check.close_to(shares[0], 3 / 11, name="idle share as predicted first")
-check.close_to(schedules.length(predicted), (8 + 3) * 0.3, name="seconds of the step as predicted first")
-for action, e in schedules.actions_of(run.events):
-    assert e.seconds >= (0.0999 if action.kind == "F" else 0.1999), "100 ms for each of three parts"
-took = [e.seconds for _, e in sorted(schedules.actions_of(run.events))]
-check.close_to(
-    [e.seconds for _, e in sorted(schedules.actions_of(replayed))], took, name="seconds of each action"
+
+# right: means: the factor goes into the backward
+def step(model, x, y, m):
+    reported = 0.0
+    for xs, ys in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
+        share = torch.tensor(len(xs) / len(x), dtype=x.dtype)
+        loss = torch.nn.functional.mse_loss(model(xs), ys)
+        loss.backward(share)
+        reported += loss.item() * share.item()
+    return reported
+
+
+# after: memory-table
+assert all(
+    [v[k] == (4 - r) * layer for k in (0, 1)] == [True, True]
+    for r, v in enumerate(holds.values)
+    if r in (1, 2)
 )
-assert [of.value for of in run.ranks] == [4, 3, 2, 1], "micro-batches held"
+logits, of_batch = (
+    2 * 16 * len(models.vocabulary()) * 8 / 1024,
+    2 * 4 * 16 * 8 / 1024,
+)  # KiB: of 2, of 8 sequences
+for k in (0, 1):
+    ends = [holds.values[0][k] - 4 * layer, holds.values[3][k] - layer]
+    assert 0 <= ends[0] - of_batch * (k + 1) < 1, "rank 0: the tokens, and little else"
+    norm = 2 * 2 * 16 * 16 * 8 / 1024  # its input and its output
+    assert 0 <= ends[1] - logits - norm - of_batch * (k + 1) < 1, "rank 3: norm, logits, targets"
+
+
+# wrong: fewest: the idle time by the time that a rank computes | 9 will do
+def fewest(p, share):
+    m = 1
+    while (p - 1) / m > share:
+        m += 1
+    return m
+
+
+# wrong: fewest: rounds down | take more
+def fewest(p, share):
+    return max(1, int((p - 1) * (1 - share) / share))
+
+
+# right: fewest: solved for m
+def fewest(p, share):
+    return -int(-(p - 1) * (1 - share) // share)
+
+
+# right: fewest: a float, by counting in the plan
+def fewest(p, share):
+    m = 1
+    while schedules.idle_share(schedules.predict(schedules.gpipe(p, m))) > share + 1e-12:
+        m += 1
+    return float(m)
+
+
+# after: real-number
+assert [row[2] for row in rows] == ["11.8", "12.5", "13.7"] and [row[4] for row in rows] == [
+    "+0%",
+    "+0%",
+    "+1%",
+]
+
+# after: torch-equal
+from torch.distributed.pipelining import schedules as theirs
+
+assert not issubclass(theirs.ScheduleGPipe, theirs.PipelineScheduleMulti), "takes one stage"
+assert issubclass(theirs.ScheduleInterleaved1F1B, theirs.PipelineScheduleMulti), "takes a list of stages"
+
+# after: torch-equal
+# %%ranks 4 --device cpu
+short = Schedule1F1B(
+    PipelineStage(split_gpt(gpt(), 4)[rank], rank, 4, device), 4, loss_fn=cross_entropy, scale_grads=False
+)
+each = []
+x, y = batch(tokens, 0, size=16, length=16)
+short.step(*[x] * (rank == 0), target=y if rank == 3 else None, losses=each)
+norm = torch.stack([p.grad.square().sum() for p in short._stage.submod.parameters()]).sum()
+dist.all_reduce(norm)
+dense = gpt()
+cross_entropy(dense(x), y).backward()
+expected = torch.stack([p.grad.square().sum() for p in dense.parameters()]).sum()
+assert abs(norm.item() / expected.item() / 16 - 1) < 1e-9, "scale_grads=False: m times the gradient"
+assert rank < 3 or abs(sum(each).item() / 4 - cross_entropy(dense(x), y).item()) < 1e-9, (
+    "losses are not divided"
+)
+try:
+    Schedule1F1B(short._stage, 2, loss_fn=cross_entropy)
+except ValueError as error:
+    assert "Number of microbatches (2) must be greater than or equal to the number of stages (4)" in " ".join(
+        str(error).split()
+    )
+else:
+    raise AssertionError("m < p is refused")
 
 # after: chunked-plan
-in_halves = schedules.predict(chunked, forward=1 / 2, backward=2 / 2)  # a chunk is half of a rank's layers
-check.close_to(schedules.idle_share(in_halves), 3 / 19, name="idle share, interleaved")
+chunked = schedules.interleaved(4, 8)
+half = schedules.predict(chunked, forward=1 / 2, backward=2 / 2)  # a chunk is half of a rank's layers
+check.close_to(schedules.length(half) - 24, 9 / 2, name="idle time, half of that of 1F1B")
+assert max(schedules.peak_in_flight(chunked)) / 2 > 4, "rank 0 holds more"
 
-# wrong: ex4-halves-solution: is 1F1B, nothing is split | halves(4, 8) has 32 whole backwards left, 0B0 first
-def halves(p, m):
-    return [[str(action) for action in of_rank] for of_rank in schedules.one_f_one_b(p, m).actions]
-
-# wrong: ex4-halves-solution | holds [8, 8, 8, 8] micro-batches by rank; with the order of 1F1B [4, 3, 2, 1]
-def halves(p, m):
-    lists = [" ".join(map(str, of_rank)) for of_rank in schedules.gpipe(p, m).actions]
-    return [
-        [t for a in of.split() for t in ([a] if "F" in a else [a.replace("B", k) for k in "IW"])]
-        for of in lists
-    ]
-
-# right: ex4-halves-solution
-def halves(p, m):
-    lists = []
-    for r in range(p):
-        ahead = min(p - 1 - r, m)
-        order = [("F", j) for j in range(ahead)]
-        for j in range(m):
-            order += [("F", j + ahead)] * (j + ahead < m) + [("I", j), ("W", j)]
-        lists.append([f"{r}{kind}{j}" for kind, j in order])
-    return lists
-
-# wrong: ex4-solution | the lists come from schedules.zero_bubble
-def ready(p, m):
-    return schedules.SCHEDULES["zero bubble"](p, m).actions
-
-def mine(p, m):
-    return [[str(action) for action in of_rank] for of_rank in ready(p, m)]
-
-# wrong: ex4-solution | mine(4, 8) idles 5.0 forwards per rank
-def mine(p, m):
-    lists = halves(p, m)
-    lists[-1].remove(f"{p - 1}W0")
-    lists[-1].append(f"{p - 1}W0")  # the last rank's first W, and nothing else
-    return lists
-
-# right: ex4-solution
-def mine(p, m):
-    lists = []
-    for r, actions in enumerate(schedules.one_f_one_b(p, m).actions):
-        order, waiting = [], []
-        for stage, kind, j in actions:
-            order.append(f"{stage}{'F' if kind == 'F' else 'I'}{j}")
-            waiting += [f"{stage}W{j}"] * (kind == "B")
-            if len(waiting) > r:
-                order.append(waiting.pop(0))
-        lists.append(order + waiting)
-    return lists
-
-# after: own-run
-ran = [[action for action, e in schedules.actions_of(run.events) if e.rank == r] for r in range(4)]
-assert ran == [[*of_rank] for of_rank in own.actions], "every rank did what its list says, in this order"
-assert [sum(e.op == "send" for e in of.events) for of in run.ranks] == [8, 16, 16, 8], "one message each way"
-
-# after: all-schedules
-from itertools import product
-
-check.close_to([*idle.values()], [3 / 11, 3 / 11, 3 / 19, 3 / 27], name="idle shares")
-check.close_to([*most.values()], [8, 4, 5.5, 4], name="micro-batches held at most")
-laws = {  # by F, I and W
-    "GPipe": lambda f, i, w: f + i + w,
-    "1F1B": lambda f, i, w: f + i + w,
-    "interleaved": lambda f, i, w: (f + i + w) / 2,
-    "zero bubble": lambda f, i, w: max(f, i, f + i - w),
-}
-for name, p, (f, i, w) in product(laws, (2, 3, 4, 5), product((0.5, 1, 2, 3), repeat=3)):
-    for m in (p, p + 1, 2 * p):
-        made = schedules.SCHEDULES[name](p, m)
-        times = dict(forward=f / made.chunks, backward=(i + w) / made.chunks, weight=w / made.chunks)
-        idled = schedules.length(schedules.predict(made, **times)) - m * (f + i + w)
-        assert abs(idled - (p - 1) * laws[name](f, i, w)) < 1e-9, f"{name}, {p} ranks, {m} micro-batches"
-
-# after: turned-off
-off = [max((a - b).abs().max().item() for a, b in zip(*of_rank, strict=True)) for of_rank in turned]
-assert min(off[:2]) > 1e-4 and max(off[2:]) == 0, "wrong on ranks 0 and 1, right on 2 and 3"
-
-# wrong: ex5-solution: looks at the backwards only | forwards in another order on rank 2: you found []
-def disagree(lists):
-    orders = [[text.split("B")[1] for text in of_rank if "B" in text] for of_rank in lists]
-    return [(r, r + 1) for r in range(len(lists) - 1) if orders[r] != orders[r + 1]]
-
-# wrong: ex5-solution: compares whole lists, without stage numbers | 1F1B: you found [(0, 1), (1, 2), (2, 3)]
-def disagree(lists):
-    orders = [[text[1:] for text in of_rank] for of_rank in lists]  # forwards and backwards together
-    return [(r, r + 1) for r in range(len(lists) - 1) if orders[r] != orders[r + 1]]
-
-# right: ex5-solution
-def disagree(lists):
-    parsed = [[schedules.Action.parse(text) for text in of_rank] for of_rank in lists]
-    orders = [sorted(((a.kind, i, a.microbatch) for i, a in enumerate(of_rank))) for of_rank in parsed]
-    orders = [[(kind, j) for kind, _, j in of_rank] for of_rank in orders]
-    return [[r, r + 1] for r in range(len(lists) - 1) if orders[r] != orders[r + 1]]
-
-# after: all-train
-sends = [sum(e.op == "send" for e in of_rank.events) for of_rank in trained.ranks]
-# In a step: four schedules, interleaved, and in each of the five the tied weights' gradient
-each = (4 * 6 + 18 + 5, 4 * 12 + 24, 4 * 12 + 24, 4 * 6 + 18 + 5)
-assert sends == [3 * n for n in each], "6 micro-batches in five schedules, three steps"
-
-# after: memory-inner
-whole_batch, logits = 16 * 16 * 8, 2 * 16 * len(models.vocabulary()) * 8  # tokens, or targets; of 2 sequences
-ends = [held[r]["1F1B, recomputed"][0]["activations"] for r in (0, 3)]
-check.close_to(ends, [whole_batch, 3 * one_input + logits + whole_batch], rtol=1e-3, name="ranks 0 and 3")
-check.close_to(ends, [2 * 1024, 26.25 * 1024], rtol=1e-3, name="as the text says")
-check.close_to(inner, formula, rtol=1e-3, name="bytes on ranks 1 and 2, as drawn")
-assert all([of[name][1] for of in held] == counts for name, counts in in_flight.items()), "in flight"
-for r in (1, 2):
-    rest = [held[r][name][0]["rest"] for name in ("1F1B", "1F1B, recomputed")]
-    check.close_to(rest[1] - rest[0], one, rtol=0.25, name="one layer's activations on top")
-for of in held:
-    check.close_to(of["1F1B, recomputed"][2], of["1F1B"][2], rtol=0, atol=1e-12, name="gradients")
-
-# after: stage-share
-assert with_64 == [4, 3, 2, 1], "as with 8 micro-batches"
-check.close_to(longer, idle["1F1B"], name="idle share with a backward of 3")
-
-# after: held-over-time
-assert peaks == {p.name: schedules.peak_in_flight(p)[0] for p in (gpipe, plan)}
-assert [points[-1] for points in over_time.values()] == [(33, 0), (33, 0)], "nothing is held at the end"
-
-# after: old-mixed
-stage, downhill = (models.MLP(4, 8, 4, dtype=torch.float64) for _ in range(2))
-one, two = torch.randn(2, 8, 4, generator=models.generator(0, "x"), dtype=torch.float64)
-slopes = torch.autograd.grad(stage(one).mean(), list(stage.parameters()))
-old = torch.autograd.grad(stage(two).mean(), list(stage.parameters()))
-torch.optim.SGD(downhill.parameters(), lr=0.5)
-for p, slope in zip(downhill.parameters(), slopes, strict=True):
-    p.data -= 0.5 * slope
-new = torch.autograd.grad(downhill(two).mean(), list(downhill.parameters()))
-for weights, right in (("old", old), ("new", new)):
-    check.close_to(gradient(weights), torch.cat([g.flatten() for g in right]), name=weights)
-    assert (gradient("mixed") - gradient(weights)).norm() > 0.01 * gradient("mixed").norm(), "of neither"
+# after: zero-bubble-plan
+thin = schedules.zero_bubble(4, 8)
+assert schedules.peak_in_flight(thin) == [4] * 4 and schedules.length(schedules.predict(thin)) == 27
 
 # after: overlap-table
-by_formula = [1.65, 2.45, 1.89, 2.41, 2.29]
-check.close_to([float(row[1]) for row in rows], by_formula, rtol=1e-9, name="predicted")
-check.close_to(nothing, 11 * 0.15, name="messages that take no time: m + p - 1 times F + B")
-check.close_to(overlapped(gpipe), 11 * 0.15 + 6 * 0.04, name="GPipe: six messages are left")
-for run, each in ((gpipe_off, gpipe), (gpipe_on, gpipe), (plain_on, plain)):
-    for r in range(4):
-        ran = [(action, e) for action, e in schedules.actions_of(run.events) if e.rank == r]
-        assert [action for action, _ in ran] == [*each.actions[r]], "in the order of its schedule"
-        assert min(e.seconds for action, e in ran if action.kind == "F") >= 0.0499, "50 ms in a forward"
-for run, background in ((gpipe_off, False), (gpipe_on, True), (plain_on, True)):
-    forwards = [e for action, e in schedules.actions_of(run.events) if e.rank == 0 and action.kind == "F"]
-    sends = [e for e in run.ranks[0].events if e.op == "send"]  # rank 0 sends what its forwards give
-    gone_on = [forward.start < send.start for send, forward in zip(sends, forwards[1:], strict=False)]
-    assert any(gone_on) == background, "on: the next forward begins before a message leaves; off: never"
-    waited = [send.start - forward.end >= 0.0399 for send, forward in zip(sends, forwards, strict=True)]
-    assert all(waited), "a message takes 40 ms"
+check.close_to([*lengths(gpipe), *lengths(plan)], [33, 33 + 6 * 0.8, 33, 45.8], name="as the text says")
 
-# wrong: ex6-solution: is 1F1B | eager(4, 8), messages of 0.8: a step takes 45.8 forwards; 1F1B takes 45.8, and 37.8
-def eager(p, m):
-    return [[str(action) for action in of_rank] for of_rank in schedules.one_f_one_b(p, m).actions]
-
-# wrong: ex6-solution: is GPipe, which holds everything | eager(4, 8) holds 8 micro-batches on a rank; 7 are allowed
-def eager(p, m):
-    return [[str(action) for action in of_rank] for of_rank in schedules.gpipe(p, m).actions]
-
-# right: ex6-solution
-def eager(p, m):
-    lists = []
-    for r in range(p):
-        forwards, backwards = ([f"{r}{kind}{j}" for j in range(m)] for kind in "FB")
-        order, forwards = forwards[: 2 * (p - r) - 1], forwards[2 * (p - r) - 1 :]
-        while backwards:
-            order += [backwards.pop(0)] + forwards[:1]
-            forwards = forwards[1:]
-        lists.append(order)
-    return lists
-
-# after: eager-picture
-for events in (eager_on.events, predicted):
-    ran = [[action for action, e in schedules.actions_of(events) if e.rank == r] for r in range(4)]
-    assert ran == [[*of_rank] for of_rank in planned_eager.actions], "every rank in the order of its list"
-check.close_to(schedules.length(predicted), overlapped(gpipe), name="seconds as drawn, as with GPipe")
-assert [of.value for of in eager_on.ranks] == [7, 5, 3, 1], "micro-batches held"
-
-# after: in-v
-half = {"forward": 0.5, "backward": 1.0}  # a chunk is half of a rank's layers
-idled = [schedules.length(schedules.predict(p, **half)) - 12 * 3 for p in in_v.values()]
-check.close_to(idled, [3 / 2, 3 / 2], name="idle forwards per rank")
-check.close_to([max(schedules.peak_in_flight(p)) / 2 for p in in_v.values()], [4, 4.5], name="held at most")
-
-# after: torch-run
-one, other = zip(*both[3], strict=True)
-alone = models.GPT(len(models.vocabulary()), 16, n_layers=4, tied=False, **shape)
-optimizer, dense_losses = torch.optim.AdamW(alone.parameters(), lr=1e-2), []
-for step in range(3):
-    dense_losses.append(dense_step(alone, step, size=16)[0])
-    optimizer.step()
-check.close_to(one, other, rtol=0, atol=1e-9, name="losses, by the library and by torch")
-check.equals_dense(one, dense_losses, atol=1e-9)
+# after: two-devices-model
+assert TwoDevices()(torch.ones(4, 6)).shape == (4, 3)

@@ -22,7 +22,7 @@ class Column:
 def panel(draw: Callable[..., Any], choices: Mapping[str, Sequence[Any]], *, start: Mapping[str, Any]) -> Any:
     """`draw(**chosen)` under one control per entry of `choices`: a menu for words, a slider for numbers.
 
-    panel(planned, {"ranks": [2, 4, 8], "schedule": ["GPipe", "1F1B"]}, start={"ranks": 4})
+    panel(draw, {"ranks": [2, 4, 8], "algorithm": ["ring", "tree"]}, start={"ranks": 4})
 
     A ValueError of `draw` is shown in the picture's place. `start` is what is chosen at first where it is not the
     first value.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from .. import schedules
 from ..results import Event, Run
-from ..schedules import SCHEDULES, Action, Schedule
+from ..schedules import Action, Schedule
 from .parts import WIDTH, Axis, Swatch, heading, key, pale, text_width, time_axis
-from .svg import INK, MUTED, PAPER, Figure, Frames, drawing, format_seconds, label
+from .svg import INK, MUTED, PAPER, Figure, drawing, format_seconds, label
 
 # what the next rank waits for is blue or green, what nobody waits for yellow
 _COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#009e73", "W": "#f0e442"}
@@ -55,35 +55,6 @@ def grid(
     return _draw(rows, title, isinstance(what, Schedule))
 
 
-def cases(plans: Mapping[str, Schedule]) -> Frames:
-    """One grid per case under a slider, all with the same length of time and the same number of ranks.
-
-    cases({"GPipe": gpipe(4, 8), "1F1B": one_f_one_b(4, 8)})
-    """
-    rows = {case: _rows(_events(plan)) for case, plan in plans.items()}
-    every = [row for found in rows.values() for row in found]
-    figures = tuple(_draw(found, case, True, like=every) for case, found in rows.items())
-    labels = tuple(f"{case}: idle {100 * _idle(found):.0f} %" for case, found in rows.items())
-    return Frames(figures, labels, name="schedule")
-
-
-def planned(
-    schedule: str = "1F1B", ranks: int = 4, microbatches: int = 8, chunks: int = 2, backward: float = 2.0
-) -> Figure:
-    """The grid of one schedule of a model that takes each rank 1 for a forward, `backward` for a backward.
-
-    `chunks` is looked at for the interleaved schedule only. The line under the title counts a chunk's activations
-    as 1/`chunks`.
-    """
-    v = chunks if schedule == "interleaved" else 1
-    plan = SCHEDULES[schedule](ranks, microbatches, *([v] if schedule == "interleaved" else []))
-    rows = _rows(schedules.predict(plan, forward=1 / v, backward=backward / v))
-    peak = max(schedules.peak_in_flight(plan)) / v
-    held = f"at most {peak:.3g} micro-batch{'es' * (peak > 1)} held"
-    note = f"{ranks} x {microbatches}: idle {100 * _idle(rows):.0f} %, {held}"
-    return _draw(rows, plan.name, True, note=note)
-
-
 def _events(what: Schedule | Run | Iterable[Event]) -> list[Event]:
     if isinstance(what, Schedule):
         return list(schedules.predict(what, forward=1 / what.chunks, backward=2 / what.chunks))
@@ -124,18 +95,12 @@ def _finding(rows: Sequence[_Actions], in_units: bool) -> str:
     return "; ".join(sentences) + "."
 
 
-def _draw(
-    rows: Sequence[_Actions], title: str, in_units: bool, *, note: str = "", like: Sequence[_Actions] = ()
-) -> Figure:
-    """`note` stands under the title; time and key suit the rows `like`, by default these."""
+def _draw(rows: Sequence[_Actions], title: str, in_units: bool) -> Figure:
     marks, top = heading(title)
-    if note:
-        marks.append(label(12, top + 14, note))
-        top += 28
-    explained, below_key = key(_entries(like or rows), top)
+    explained, below_key = key(_entries(rows), top)
     marks += explained
-    x = Axis(0, _end(like or rows), _LEFT, WIDTH - _RIGHT)
-    y, tops = (max(below_key, top + 60) if note else below_key) + 4, []  # all with a note are of one height
+    x = Axis(0, _end(rows), _LEFT, WIDTH - _RIGHT)
+    y, tops = below_key + 4, []
     for i, row in enumerate(rows):
         tops.append(y)
         last = i + 1 == len(rows) or rows[i + 1].rank != row.rank
