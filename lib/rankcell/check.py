@@ -75,9 +75,7 @@ def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.
     return Verdict(f"{head}: {_show(actual)}{_within(worst, expected)}")
 
 
-def equals_dense(
-    parallel: Any, dense: Any, *, atol: float = 1e-6, rtol: float = 0.0, name: str = ""
-) -> Verdict:
+def equals_dense(parallel: Any, dense: Any, *, atol: float = 1e-6, rtol: float = 0.0, name: str = "") -> Verdict:
     """`parallel` (tensors, or a list or dictionary of them) equals what one process computed; `name` says what."""
     worst, count = _compare(parallel, dense, rtol, atol, "one process has", "the parallel run has", of=name)
     of = f"{name}: " if name else ""
@@ -121,9 +119,7 @@ def sharded(
         if not off <= atol:
             _fail(f"{name}: rank {rank} is off by {off:.3g} from {whose}; allowed is {atol:g}.{_hint(why)}")
         worst = max(worst, off)
-    held = (
-        "all ranks have what one process has" if dim is None else f"each rank has its part, along dim {dim}"
-    )
+    held = "all ranks have what one process has" if dim is None else f"each rank has its part, along dim {dim}"
     return Verdict(f"{name}: {held} (largest difference {worst:.2g})")
 
 
@@ -305,9 +301,7 @@ def _allowed(rtol: float, atol: float) -> str:
 
 
 def _within(worst: float, expected: Any) -> str:
-    sizes = [
-        np.abs(x[np.isfinite(x)]).max(initial=0) for x in _leaves(expected).values() if x.dtype.kind in "iuf"
-    ]
+    sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in _leaves(expected).values() if x.dtype.kind in "iuf"]
     return f" (largest difference {worst:.2g})" if worst > ROUNDING * max(sizes, default=0) else ""
 
 

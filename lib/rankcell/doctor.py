@@ -94,9 +94,7 @@ def of_gpus(said: Mapping[str, Any], visible: str | None, has_gpu: bool) -> Iter
         )
     elif has_gpu:
         why = f"(CUDA {cuda}) sees none" if cuda else "is built for the CPU"
-        what = (
-            "install the build for CUDA: `pip install --force-reinstall torch==2.13.0`, or see pytorch.org."
-        )
+        what = "install the build for CUDA: `pip install --force-reinstall torch==2.13.0`, or see pytorch.org."
         if cuda:
             what = "update the driver: `nvidia-smi` prints the newest CUDA that it knows."
         yield Finding("problem", f"there is a GPU, and this torch, {said['torch']}, {why}.", what)

@@ -186,9 +186,7 @@ def unknown_option(word: str, known: Sequence[str], magic: str) -> str:
     """The sentence for a misspelt option: the nearest one first, then all of them."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     guess = f" Did you mean {near[0]}?" if near else ""
-    return (
-        f"{magic} has no option {word}.{guess} Its options are: {', '.join(known)}. `{magic}?` explains them."
-    )
+    return f"{magic} has no option {word}.{guess} Its options are: {', '.join(known)}. `{magic}?` explains them."
 
 
 def describe_frames(failure: RankFailure) -> str:

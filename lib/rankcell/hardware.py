@@ -51,9 +51,7 @@ class Speed:
     def both_ways(self) -> float:
         """Bytes per second of both directions added: the number on the box of a link. A link alone has it."""
         if self.direction != EACH_WAY:
-            raise ValueError(
-                f"{self.name} counts {self.direction}: no second direction to add. Use `bytes_per_s`."
-            )
+            raise ValueError(f"{self.name} counts {self.direction}: no second direction to add. Use `bytes_per_s`.")
         return 2 * self.bytes_per_s
 
     def seconds(self, nbytes: float) -> float:

@@ -29,8 +29,7 @@ from .engine import devices, launch, world
 from .results import Run
 
 _AUTORELOAD = (
-    "autoreload does not reach the ranks: after you edit a module, `%ranks restart` starts ranks that import it "
-    "anew."
+    "autoreload does not reach the ranks: after you edit a module, `%ranks restart` starts ranks that import it anew."
 )
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 
@@ -260,13 +259,9 @@ def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
     hints = []
     for name in dict.fromkeys(m[1] for m in missing if m and m[1] in notebook):
         if isinstance(notebook[name], types.ModuleType):
-            hints.append(
-                f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too."
-            )
+            hints.append(f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too.")
         else:
-            hints.append(
-                f"The notebook has {name}: `--push {name}` in the `%%ranks` line copies it to the ranks."
-            )
+            hints.append(f"The notebook has {name}: `--push {name}` in the `%%ranks` line copies it to the ranks.")
     return hints
 
 

@@ -275,9 +275,7 @@ class Decoder(nn.Module):
         """
         length = tokens.shape[-1]
         if length > self.context:
-            raise ValueError(
-                f"{length} tokens are more than the context of {self.context}. Cut the sequence."
-            )
+            raise ValueError(f"{length} tokens are more than the context of {self.context}. Cut the sequence.")
         return self.token_embedding(tokens)
 
     def unembed(self, x: Tensor) -> Tensor:
@@ -352,9 +350,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(
-    model: Decoder, start: str, *, characters: int = 200, seed: int = 0, temperature: float = 0.7
-) -> str:
+def sample(model: Decoder, start: str, *, characters: int = 200, seed: int = 0, temperature: float = 0.7) -> str:
     """`start` and what the model writes after it, one character at a time."""
     random, device = generator(seed, "sample"), next(model.parameters()).device
     tokens, training, context = encode(start), model.training, model.context
@@ -379,9 +375,7 @@ def gpt_parameters(
     return vocab * d * (1 if tied else 2) + context * d + n_layers * layer + 2 * d
 
 
-def gpt_flops(
-    vocab: int, d_model: int = 64, *, size: int, length: int, n_layers: int = 2, **_: Any
-) -> dict[str, int]:
+def gpt_flops(vocab: int, d_model: int = 64, *, size: int, length: int, n_layers: int = 2, **_: Any) -> dict[str, int]:
     """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`.
 
     A product of (n, k) and (k, m) takes 2nkm, a multiplication and an addition each. Forward per token and layer:

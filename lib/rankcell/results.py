@@ -163,9 +163,7 @@ def at_line(line: int, file: str = "") -> str:
     return f"line {line} of {PurePath(file).name}" if file else f"line {line}"
 
 
-def call_text(
-    op: str, dtype: str, shape: Sequence[int], reduce_op: str, peer: int | None, tag: int = 0
-) -> str:
+def call_text(op: str, dtype: str, shape: Sequence[int], reduce_op: str, peer: int | None, tag: int = 0) -> str:
     """A communication in a learner's words: "all_reduce(float32[4])", "send(float32[8] to rank 1)"."""
     what = f"{dtype}{list(shape)}" if dtype and op != "barrier" else ""
     if reduce_op not in ("", "SUM"):
@@ -269,9 +267,7 @@ class RankResult:
     node: str = ""  # the node it ran on, of a world with `--nodes`
     dropped: int = 0  # how many of the oldest events are not in `events`: a long run stays small
     memory: tuple[Memory, ...] = ()  # what it held over time, with `rankcell.memory` only
-    trace: tuple[
-        Any, ...
-    ] = ()  # what its model computed, with `rankcell.trace` only: `compare.traced.Traced`
+    trace: tuple[Any, ...] = ()  # what its model computed, with `rankcell.trace` only: `compare.traced.Traced`
     mismatch: Mismatch | None = None  # a call that did not match, also if the program caught the error
     order: tuple[tuple[int, int], ...] = ()
 
@@ -350,9 +346,7 @@ class Run:
         """The ranks that did not finish, the earliest failure first, victims of another's last."""
         bad = [r for r in self.ran if r.state != "ok"]
         return tuple(
-            sorted(
-                bad, key=lambda r: (bool(r.error and r.error.caused_by_abort), r.error.at if r.error else 0.0)
-            )
+            sorted(bad, key=lambda r: (bool(r.error and r.error.caused_by_abort), r.error.at if r.error else 0.0))
         )
 
 

@@ -222,9 +222,7 @@ class Device:
         """Drop the last reference to `buffer` (`del`): its memory may be given out again."""
         self._touch(buffer)
         number, owner, nbytes = self._blocks.pop(buffer)
-        others = (
-            s._tail for s in self._users.pop(buffer) if s._row != owner
-        )  # its own queue keeps the order
+        others = (s._tail for s in self._users.pop(buffer) if s._row != owner)  # its own queue keeps the order
         self._freed.append(_Freed(number, owner, nbytes, frozenset[int]().union(*others)))
         self._gone.add(buffer)
 
@@ -327,9 +325,7 @@ class Device:
         return tuple((name, self._blocks[name][0]) for name in names)
 
 
-def _events(
-    jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], names: Sequence[str]
-) -> Iterator[Event]:
+def _events(jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], names: Sequence[str]) -> Iterator[Event]:
     """The jobs on the streams, and where one was let go by another stream."""
     for job in jobs:
         start, end = times[job.number]

@@ -48,9 +48,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         found = 0.0
     if not found > 0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no time. Write a number of seconds above 0, such as 60."
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no time. Write a number of seconds above 0, such as 60.")
     return found
 
 

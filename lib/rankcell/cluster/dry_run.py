@@ -79,9 +79,7 @@ def dry_run(script: str, *, job: int = 4242, end_with: int = 0) -> DryRun:
             for letter, value in {"%A": job, "%j": job + (task or 0), "%a": task, "%x": "job"}.items():
                 log = log.replace(letter, str(value))
             with (work / log).open("a") as output:
-                ran = subprocess.run(
-                    ["bash", "-c", script], cwd=work, env=env | array, stdout=output, stderr=output
-                )
+                ran = subprocess.run(["bash", "-c", script], cwd=work, env=env | array, stdout=output, stderr=output)
             ends.append(ran.returncode)
         calls = [json.loads(line) for line in notes.read_text().splitlines()]
         files = {path.name: path.read_text() for path in work.iterdir()}

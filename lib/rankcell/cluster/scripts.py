@@ -14,9 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_LINES: dict[str, dict[str, str]] = tomllib.loads(
-    files(__package__).joinpath("lines.toml").read_text("utf-8")
-)
+_LINES: dict[str, dict[str, str]] = tomllib.loads(files(__package__).joinpath("lines.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)

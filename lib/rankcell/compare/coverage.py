@@ -9,9 +9,7 @@ from .reference import Fit, Piece, Reference
 from .wording import REORDERED, cut_words
 
 
-def covered(
-    row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequence[tuple[Piece, Fit]]
-) -> Row:
+def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequence[tuple[Piece, Fit]]) -> Row:
     """The row of a tensor whose pieces all lie in it; something may still be on no rank."""
     fits = [fit for _, fit in placed]
     cut_rows, cut_columns = any(f.rows is not None for f in fits), any(f.columns is not None for f in fits)
@@ -28,9 +26,7 @@ def covered(
     if is_start and not is_flat and sure:
         missing, of = max((int((held == 0).sum()), len(held)) for held in _coverage(fits, reference))
         if missing:
-            says = (
-                f"{missing} of its {of} rows or columns are on no rank: do several ranks hold the same part?"
-            )
+            says = f"{missing} of its {of} rows or columns are on no rank: do several ranks hold the same part?"
             return row.found("uncovered", f"{layout}; {missing} of {of} nowhere", says=says)
     if row.kind not in FINAL and cut_rows and sure:
         rows, _ = _coverage(fits, reference)
@@ -44,9 +40,7 @@ def covered(
         if not missing and _are_whole_samples(rows == most, reference.shape):
             several = int((rows == most).sum())
             layout = f"{layout}; {several} of {len(rows)} rows {most} times"
-            says = (
-                f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more"
-            )
+            says = f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more"
             return row.found("uncovered", layout, says=says)
     return row.found("fits", layout)
 

@@ -43,9 +43,7 @@ def compare(
     ranks = _ranks(run, names or {})
     places = run.world_size if mesh is None else int(np.prod(list(mesh.values())))
     if mesh is not None and places != run.world_size:
-        raise NothingToCompare(
-            f"The mesh {dict(mesh)} has {places} places, and the Run has {run.world_size} ranks."
-        )
+        raise NothingToCompare(f"The mesh {dict(mesh)} has {places} places, and the Run has {run.world_size} ranks.")
     judge = Judge(dense, ranks, mesh)
     rows = judge.rows()
     if not rows:
@@ -207,9 +205,7 @@ class Judge:
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
         return found
 
-    def _update(
-        self, key: _Key, reference: Reference, pieces: Sequence[Piece]
-    ) -> tuple[Reference, list[Piece]]:
+    def _update(self, key: _Key, reference: Reference, pieces: Sequence[Piece]) -> tuple[Reference, list[Piece]]:
         """By how much a step changed a parameter, in one process and on the ranks: little beside the parameter."""
         kind, name, step, part = key
         earlier = (kind, name, step - 1, part)
@@ -344,9 +340,7 @@ class Judge:
         return found
 
 
-def _alike(
-    row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, Fit | None], tolerance: float
-) -> Row:
+def _alike(row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, Fit | None], tolerance: float) -> Row:
     """After a step with dropout: ranks that began with the same part of a parameter still have the same."""
     firsts: dict[tuple, tuple[int, Traced]] = {}
     for rank, e in pairs:

@@ -47,9 +47,7 @@ class SeenPlaces:
                 fit.rows,
             )
         if fit.sure and fit.columns is not None:
-            _add(
-                self._columns.setdefault((reference.space, piece.rank, reference.f, piece.f), []), fit.columns
-            )
+            _add(self._columns.setdefault((reference.space, piece.rank, reference.f, piece.f), []), fit.columns)
 
 
 def _add(maps: list[Map], found: Map) -> None:
@@ -74,9 +72,7 @@ def place(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | None:
     return scaled
 
 
-def _located(
-    piece: Piece, reference: Reference, seen: SeenPlaces
-) -> Iterator[tuple[Map | None, Map | None, bool]]:
+def _located(piece: Piece, reference: Reference, seen: SeenPlaces) -> Iterator[tuple[Map | None, Map | None, bool]]:
     """Rows and columns that a piece has by its numbers alone, and whether no others would do."""
     if piece.f == reference.f:
         if located := reference.locate_rows(piece, None):
@@ -172,14 +168,10 @@ def partial(
 
 
 def _is_among(wanted: Map | None, maps: Iterator[Map | None]) -> bool:
-    return any(
-        m is wanted or (m is not None and wanted is not None and np.array_equal(m, wanted)) for m in maps
-    )
+    return any(m is wanted or (m is not None and wanted is not None and np.array_equal(m, wanted)) for m in maps)
 
 
-def _groups(
-    pieces: Sequence[Piece], mesh: Mapping[str, int] | None
-) -> Iterator[tuple[list[Piece], tuple[str, ...]]]:
+def _groups(pieces: Sequence[Piece], mesh: Mapping[str, int] | None) -> Iterator[tuple[list[Piece], tuple[str, ...]]]:
     """Sets of pieces that may add up, the likeliest first, with the axes of the mesh that they differ on."""
     names, sizes = list(mesh or ()), tuple((mesh or {}).values())
     where = {p.rank: np.unravel_index(p.rank, sizes) for p in pieces} if mesh else {}

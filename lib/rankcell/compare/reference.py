@@ -120,9 +120,7 @@ class Reference:
 
     def _part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray | None]:
         """The part with these rows and columns (None: all), and its slack."""
-        chosen = np.ix_(
-            np.arange(self.n) if rows is None else rows, np.arange(self.f) if columns is None else columns
-        )
+        chosen = np.ix_(np.arange(self.n) if rows is None else rows, np.arange(self.f) if columns is None else columns)
         return self.matrix[chosen], None if self.slack is None else self.slack[chosen]
 
     def _limits(self, part: np.ndarray, slack: np.ndarray | None) -> np.ndarray:

@@ -63,9 +63,7 @@ class Trace:
         self._last: tuple[Tensor | None, int, np.ndarray | None] = (None, 0, None)
         self._updated: int | None = None  # step of an update that is still to be noted
         self._next_forward: Any = None
-        self._arrived: dict[
-            tuple[int, str], int
-        ] = {}  # parameter -> when its gradient last came, if we hear of it
+        self._arrived: dict[tuple[int, str], int] = {}  # parameter -> when its gradient last came, if we hear of it
         # calls by module that a checkpoint may repeat
         self._without_graph: dict[int, list[dict[str, Any]]] = {}
 
@@ -236,11 +234,7 @@ def _dropped(module: nn.Module, given: Any) -> str:
     tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     probability: Any = getattr(module, "p", 0)
     is_on = "Dropout" in type(module).__name__ and module.training and probability
-    return (
-        hashlib.sha256(to_numpy(local_part(tensors[0])).tobytes()).hexdigest()[:16]
-        if is_on and tensors
-        else ""
-    )
+    return hashlib.sha256(to_numpy(local_part(tensors[0])).tobytes()).hexdigest()[:16] if is_on and tensors else ""
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -11,18 +11,14 @@ BEFORE = "the weights before the step"
 REORDERED = ", in another order"
 
 
-def said(
-    row: Row, *, used_as_whole: bool, holders: Iterable[int], mesh: Mapping[str, int], ranks: Set[int]
-) -> Row:
+def said(row: Row, *, used_as_whole: bool, holders: Iterable[int], mesh: Mapping[str, int], ranks: Set[int]) -> Row:
     """The row to blame, with a sentence for the learner. `holders` are the ranks that hold it, `ranks` all."""
     where = f" (line {row.line})" if row.line else ""
     what = row.says or _sentence(row, used_as_whole, sorted(set(holders) - set(row.ranks)), mesh, len(ranks))
     return replace(row, says=f"`{row.title}`{where}: {what}")
 
 
-def _sentence(
-    row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[str, int], world_size: int
-) -> str:
+def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[str, int], world_size: int) -> str:
     who = name_ranks(row.ranks) if row.ranks else "no rank"
     over = f"over {' and '.join(row.axes)}" if row.axes else f"over {who}"
     if used_as_whole and row.kind == "output":
@@ -53,9 +49,7 @@ def _sentence(
         return f"{who}: other weights than one process has, before anything is computed"
     if row.kind == "parameter" and row.layout == BEFORE:
         than = f"than {name_ranks(others)}" if others else "than one process after its step"
-        return (
-            f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
-        )
+        return f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
     if row.kind == "parameter":
         return f"{who}: the gradient is right and the update is not ({row.layout})"
     if row.kind == "grad" and row.layout.endswith("rounded"):
@@ -64,8 +58,7 @@ def _sentence(
         return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout})"
     side = "forward" if row.kind == "output" else "backward"
     return (
-        f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), and all before it does: look at the "
-        f"{side} here"
+        f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), and all before it does: look at the {side} here"
     )
 
 
@@ -117,9 +110,7 @@ def partial_words(total: Sum) -> str:
     return f"each its own part of the batch ({over})"
 
 
-def cut_words(
-    kind: str, whole: tuple[int, ...], shapes: Iterable[tuple[int, ...]], rows: bool, columns: bool
-) -> str:
+def cut_words(kind: str, whole: tuple[int, ...], shapes: Iterable[tuple[int, ...]], rows: bool, columns: bool) -> str:
     """Which dims of a tensor are cut, as far as shapes tell."""
     dims: set[int] = set()
     for shape in shapes:

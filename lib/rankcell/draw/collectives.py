@@ -184,9 +184,7 @@ def _exchange(e: Event, index: int) -> tuple[_Held, list[_Move]]:
     return _Held(before, empty, after), [_Move(s, e.rank, part, j) for j, s in enumerate(senders) if gets]
 
 
-def _unequal_exchange(
-    e: Event, parts: Mapping[tuple[int, int], tuple[float, ...]]
-) -> tuple[_Held, list[_Move]]:
+def _unequal_exchange(e: Event, parts: Mapping[tuple[int, int], tuple[float, ...]]) -> tuple[_Held, list[_Move]]:
     """The same where `parts` is what each rank sends to each; the moves are those from it."""
     to = [t for t in e.ranks if parts[e.rank, t]]
     after = tuple(_Block(parts[s, e.rank], (s,)) for s in e.ranks if parts[s, e.rank])
@@ -335,9 +333,7 @@ def _wrap(foot: str) -> list[str]:
     return [row for part in foot.split("; ") for row in textwrap.wrap(part, 52) or [""]]
 
 
-def _blocks(
-    at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str, nothing: str = "nan"
-) -> str:
+def _blocks(at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str, nothing: str = "nan") -> str:
     if not blocks:
         return label(x, y + 27, none, fill=MUTED)
     marks = []
@@ -350,9 +346,7 @@ def _blocks(
         else:
             marks.append(rect(x, y, width, CELL, fill=fill_of(block.sources), stroke=edge_of(block.sources)))
             texts, step = [format_number(x) for x in block.numbers], at.cell
-        middle = "".join(
-            f'<text x="{x + (i + 0.5) * step:.1f}" y="{y + 27:g}">{t}</text>' for i, t in enumerate(texts)
-        )
+        middle = "".join(f'<text x="{x + (i + 0.5) * step:.1f}" y="{y + 27:g}">{t}</text>' for i, t in enumerate(texts))
         ink = MUTED if untouched or not block.sources else INK
         marks.append(f'<g font-size="{_TEXT}" text-anchor="middle" fill="{ink}">{middle}</g>')
         x += width + _GAP

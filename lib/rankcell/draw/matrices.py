@@ -49,9 +49,7 @@ def matrices(
     return drawing(WIDE, y + 84, *marks, alt=alt)
 
 
-def _matrix(
-    x: float, y: float, matrix: Sequence[Sequence[float]], ranks: Sequence[int], by_row: bool
-) -> list[str]:
+def _matrix(x: float, y: float, matrix: Sequence[Sequence[float]], ranks: Sequence[int], by_row: bool) -> list[str]:
     height, width, marks = len(matrix) * _CELL, len(matrix[0]) * _CELL, []
     for i in range(_RANKS + 1):
         across, down = height * i / _RANKS, width * i / _RANKS

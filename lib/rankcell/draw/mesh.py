@@ -46,8 +46,7 @@ def bytes_by_axis(matrix: Sequence[Sequence[float]], mesh: Mapping[str, int]) ->
     _check(len(matrix), mesh)
     found = groups(mesh)
     return {
-        name: sum(matrix[i][j] for members in found[name] for i in members for j in members if i != j)
-        for name in mesh
+        name: sum(matrix[i][j] for members in found[name] for i in members for j in members if i != j) for name in mesh
     }
 
 

@@ -56,9 +56,7 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
 
 def _watched(event: Event) -> Watched:
     if event.watched is None:
-        raise ValueError(
-            "No array was watched. Run the algorithm in `with rankcell.watch(x):` on every rank."
-        )
+        raise ValueError("No array was watched. Run the algorithm in `with rankcell.watch(x):` on every rank.")
     return event.watched
 
 
@@ -101,9 +99,7 @@ def _states(found: Sequence[_Delivery]) -> list[dict[int, _Array]]:
     return states
 
 
-def _take_in(
-    sources: list[tuple[int, ...]], old: dict[int, _Array], m: _Delivery, numbers: tuple[float, ...]
-) -> None:
+def _take_in(sources: list[tuple[int, ...]], old: dict[int, _Array], m: _Delivery, numbers: tuple[float, ...]) -> None:
     """Whose numbers are in the receiver's array once a message was received, and perhaps added to it."""
     part = _watched(m.sent).part
     theirs = old[m.sent.rank].sources[slice(*part)] if part else ((m.sent.rank,),)

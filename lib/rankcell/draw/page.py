@@ -58,8 +58,7 @@ def _dropped(run: Run) -> list[str]:
         if result.dropped:
             found.setdefault(result.dropped, []).append(result.rank)
     return [
-        f"{name_ranks(ranks)}: a long run; its {count:,} oldest events are not kept"
-        for count, ranks in found.items()
+        f"{name_ranks(ranks)}: a long run; its {count:,} oldest events are not kept" for count, ranks in found.items()
     ]
 
 

@@ -195,9 +195,7 @@ def ticks_below(
     return marks
 
 
-def ticks_beside(
-    ticks: Iterable[tuple[float, str]], left: float, right: float
-) -> tuple[list[str], list[str]]:
+def ticks_beside(ticks: Iterable[tuple[float, str]], left: float, right: float) -> tuple[list[str], list[str]]:
     """Lines across from `left` to `right` at the y of each tick, and their texts, left of them."""
     ticks = list(ticks)
     lines = [line(left, y, right, y) for y, _ in ticks]

@@ -35,9 +35,7 @@ class _Actions:
         return _OUTLINE if self.predicted else _BAR
 
 
-def grid(
-    what: Schedule | Run | Iterable[Event], over: Schedule | Iterable[Event] = (), *, title: str = ""
-) -> Figure:
+def grid(what: Schedule | Run | Iterable[Event], over: Schedule | Iterable[Event] = (), *, title: str = "") -> Figure:
     """When each rank runs which action, and when it idles.
 
     grid(one_f_one_b(4, 8))  # as planned: a forward takes 1, a backward 2
@@ -167,6 +165,4 @@ def _entries(rows: Sequence[_Actions]) -> list[tuple[str, Swatch | None]]:
 def _swatch(fill: str, stroke: str) -> Swatch:
     """The mark of an entry of the key: a box with sharp corners, as those of the grid."""
     at = 'width="16" height="14"'
-    return lambda x, y: (
-        f'<rect x="{x + 1:.1f}" y="{y + 3:g}" {at} fill="{fill}" stroke="{stroke}" stroke-width="1.5"/>'
-    )
+    return lambda x, y: f'<rect x="{x + 1:.1f}" y="{y + 3:g}" {at} fill="{fill}" stroke="{stroke}" stroke-width="1.5"/>'

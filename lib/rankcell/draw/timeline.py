@@ -145,9 +145,7 @@ def _draw(
     pitch = _BAR + _LANE * lanes + _GAP
     at = {rank: top + 6 + i * pitch for i, rank in enumerate(rows)}
     bottom, length = top + 12 + len(rows) * pitch - _GAP, x.high - x.low
-    factor, unit = next(
-        (f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if length * f >= 2 or u == "us"
-    )
+    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if length * f >= 2 or u == "us")
     marks += time_axis(Axis(0, length, x.start, x.end), top, bottom, f"time in {unit}", factor)
     for rank, bars in rows.items():
         y = at[rank]

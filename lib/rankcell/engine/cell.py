@@ -103,9 +103,7 @@ class Cell:
                 break
             if interrupted():
                 self._look()
-                return errors.RanksInterrupted(
-                    self._where("the ranks were interrupted while they were here:")
-                )
+                return errors.RanksInterrupted(self._where("the ranks were interrupted while they were here:"))
             if timeout is not None and now >= end:
                 self._look()
                 return errors.RankTimeout(
@@ -136,9 +134,7 @@ class Cell:
         asked = [
             rank
             for rank, r in received.items()
-            if not r.over
-            or (r.done and r.done.state.threads)
-            or (not r.runs and rank in self._workers.with_threads)
+            if not r.over or (r.done and r.done.state.threads) or (not r.runs and rank in self._workers.with_threads)
         ]
         answers: dict[int, Status | None] = self._workers.ask(asked, "status", wait=0.3)
         states = []
@@ -312,9 +308,7 @@ def _pull_error(run: Run, pull: Sequence[str]) -> errors.PullError | None:
         problems += [f"{name} on {name_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
     if not problems:
         return None
-    return errors.PullError(
-        "the cell ran, but not every name could be pulled. " + "; ".join(problems) + ".", run
-    )
+    return errors.PullError("the cell ran, but not every name could be pulled. " + "; ".join(problems) + ".", run)
 
 
 def _with_threads(state: State, status: Status | None) -> State:
@@ -327,9 +321,7 @@ def _with_threads(state: State, status: Status | None) -> State:
 
 def _fingerprint(states: Sequence[State]) -> Any:
     """What must not change between two looks for a deadlock to be believed."""
-    return [
-        (s.rank, s.phase, tuple((w.key, w.seq) for w in s.blocking), dict(s.counts or {})) for s in states
-    ]
+    return [(s.rank, s.phase, tuple((w.key, w.seq) for w in s.blocking), dict(s.counts or {})) for s in states]
 
 
 @contextlib.contextmanager

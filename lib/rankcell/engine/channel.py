@@ -190,9 +190,7 @@ def write_key(key: bytes, port: int, **more: Any) -> Path:
     """
     folder = Path.home() / ".rankcell"
     folder.mkdir(mode=0o700, exist_ok=True)
-    for left in folder.glob(
-        "*.json"
-    ):  # by processes of this machine that were killed before they could remove it
+    for left in folder.glob("*.json"):  # by processes of this machine that were killed before they could remove it
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
             said = json.loads(left.read_text("utf-8"))
             if said["addresses"][0] == socket.gethostname() and not psutil.pid_exists(said["pid"]):

@@ -85,14 +85,10 @@ class Control:
         cell = rank.recorder.cell
         phase = rank.phase
         rank.stdio.place()  # sends what was printed; the main thread may be writing to stderr
-        return look(
-            rank.recorder, rank.config.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident}
-        )
+        return look(rank.recorder, rank.config.rank, phase, rank.main_thread, cell=cell, ours={self.thread.ident})
 
 
-def look(
-    recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: str, ours: set[int | None]
-) -> Status:
+def look(recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: str, ours: set[int | None]) -> Status:
     """What a rank is doing now, asked from another thread: one of `ours`, which never answer for the learner."""
     frame = _frames().get(main_thread)
     top, line, file, joins = "", 0, "", _waits_for_a_thread(frame)

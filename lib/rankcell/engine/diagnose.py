@@ -95,9 +95,7 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
         advice = "Let one side send first, or post irecv, send, and then wait."
     elif kinds <= {"send", "recv"}:
         head = f"the sends and receives of {who} do not fit together."
-        advice = (
-            "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
-        )
+        advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
     elif len({w.group for w in waits.values()}) > 1:
         head = f"{who} take their process groups in different order, and each waits for the other."
         advice = "Take the groups in one order that holds for all ranks, say all rows before all columns."
@@ -218,17 +216,13 @@ def _of_gone(
         advice = "Look at what that rank prints, and whether its process was started."
         return f"{name_ranks(culprits)} {state.why}, and {who} for {it} in {call}.", advice
     if state.phase == "absent":
-        advice = (
-            "A collective needs every rank of its group: leave --only away, or make a group of those ranks."
-        )
+        advice = "A collective needs every rank of its group: leave --only away, or make a group of those ranks."
         return f"rank {blame} does not run this cell, and {who} for it in {call}.", advice
     what = f"failed ({state.why})" if state.phase == "error" else state.why
     return f"rank {blame} {what}, and {who} for it in {call}.", advice
 
 
-def _of_finished(
-    states: Mapping[int, State], blame: int, waiting: Sequence[int], wait: Wait
-) -> tuple[str, str]:
+def _of_finished(states: Mapping[int, State], blame: int, waiting: Sequence[int], wait: Wait) -> tuple[str, str]:
     """Headline and advice where a rank finished without its part of a message, or without a new group."""
     if wait.op == "send":
         head = f"rank {blame} finished without receiving what {_who(waiting, 'send')}."
@@ -263,11 +257,7 @@ def _ahead(states: Mapping[int, State], ended: Sequence[int], waiting: Sequence[
     sizes = {r: _by_size(states, r) for r in states}
     finished = [sizes[r] for r, s in states.items() if s.phase == "finished"]
     usual = max(finished, key=finished.count, default={})
-    if (
-        len(finished) < 3
-        or 2 * finished.count(usual) <= len(finished)
-        or any(sizes[r] != usual for r in ended)
-    ):
+    if len(finished) < 3 or 2 * finished.count(usual) <= len(finished) or any(sizes[r] != usual for r in ended):
         return ()
     return tuple(sorted({r for r in waiting if any(n > usual.get(k, n) for k, n in sizes[r].items())}))
 

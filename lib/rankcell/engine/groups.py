@@ -60,9 +60,7 @@ class GroupCalls:
             return None
 
         def make() -> Any:
-            return self._new_group(
-                ranks, limit, backend, pg_options, use_local_synchronization, *args, **kwargs
-            )
+            return self._new_group(ranks, limit, backend, pg_options, use_local_synchronization, *args, **kwargs)
 
         if local:
             # its members alone come to it, in any order: nobody else counts it

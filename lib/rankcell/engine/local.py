@@ -298,9 +298,7 @@ def how_it_ended(exitcode: int | None) -> str:
     if exitcode is None:
         return "lost contact"
     if exitcode == -signal.SIGKILL:
-        return (
-            "was killed (SIGKILL). Nothing in Python does that: memory may have run out, or somebody ended it"
-        )
+        return "was killed (SIGKILL). Nothing in Python does that: memory may have run out, or somebody ended it"
     if exitcode < 0:
         try:
             name = signal.Signals(-exitcode).name

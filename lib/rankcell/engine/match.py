@@ -158,9 +158,7 @@ class SignatureStore:
         self.store, self.rank = store, rank
         self._complete: dict[Hashable, str] = {}
 
-    def publish(
-        self, name: str, signature: bytes, line: int, ranks: Sequence[int], stream: Hashable
-    ) -> Published:
+    def publish(self, name: str, signature: bytes, line: int, ranks: Sequence[int], stream: Hashable) -> Published:
         """As that of the table. `name` is a later operation of `stream`: the one before is forgotten."""
         name = f"call|{name}"
         self.store.append(name, json.dumps([self.rank, line, signature.decode("latin-1")]) + "\n")
@@ -191,9 +189,7 @@ class Matcher:
         self.found = None
         self._refused.clear()
 
-    def check(
-        self, name: str, signature: bytes, o: Any, ranks: Sequence[int], *, symmetric: bool = True
-    ) -> None:
+    def check(self, name: str, signature: bytes, o: Any, ranks: Sequence[int], *, symmetric: bool = True) -> None:
         """Compare the operation `o` with those of `ranks` that have come to it before.
 
         Args:

@@ -66,9 +66,7 @@ class Observer:
     def watch(self, array: torch.Tensor) -> Iterator[None]:
         """Record with every operation of this rank what `array` holds, while the block runs."""
         if array.numel() > MAX_VALUES:
-            raise ValueError(
-                f"an array of {array.numel()} numbers is too long to watch: {MAX_VALUES} at most."
-            )
+            raise ValueError(f"an array of {array.numel()} numbers is too long to watch: {MAX_VALUES} at most.")
         self.array, self._watching = array, None
         try:
             yield

@@ -201,8 +201,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
     """The first numbers of each tensor; none of a sparse one."""
     return tuple(
-        tuple(t.detach().flatten()[:MAX_VALUES].tolist()) if t.layout is torch.strided else ()
-        for t in tensors
+        tuple(t.detach().flatten()[:MAX_VALUES].tolist()) if t.layout is torch.strided else () for t in tensors
     )
 
 

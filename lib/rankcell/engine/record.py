@@ -39,9 +39,7 @@ class Recorder(Observer):
         self.counts: dict[Any, int] = {}
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
-        self.by_work: dict[
-            int, Operation
-        ] = {}  # those that the program may wait for, by the id of their Work
+        self.by_work: dict[int, Operation] = {}  # those that the program may wait for, by the id of their Work
         self._lock = threading.Lock()
         self._begin_cell("", values=False)
 

@@ -26,9 +26,7 @@ BDB_NOTE = (
 )
 
 
-def failure(
-    error: BaseException, *, at: float = 0.0, call: Call | None = None, depth: int = 0
-) -> RankFailure:
+def failure(error: BaseException, *, at: float = 0.0, call: Call | None = None, depth: int = 0) -> RankFailure:
     """Why a rank did not finish: `error` as text, with its frames and what is behind it.
 
     Never raises, whatever the learner's exception does when it is looked at.
@@ -66,9 +64,7 @@ _STALE = re.compile(
     r"not initialized in the world group map|Could not resolve the process group|Invalid process group"
     r"|Group <.*> is not registered"
 )
-_ADDRESS = re.compile(
-    r" <[\w.]+ object at 0x[0-9a-f]+>"
-)  # differs from rank to rank, and tells nobody anything
+_ADDRESS = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # differs from rank to rank, and tells nobody anything
 
 
 def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:

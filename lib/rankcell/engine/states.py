@@ -96,9 +96,7 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     if not blocking:
         at = f" at {at_line(state.line, state.file)}" if state.line else ""
         begun = next((w for w in state.waits if w.thread == 0), None)
-        unfinished = (
-            f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""
-        )
+        unfinished = f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""
         return f"compute{s}{at}{unfinished}"
     wait = blocking[0]
     where = f", {at_line(wait.line, wait.file)}" if wait.line else ""
@@ -110,11 +108,7 @@ def _group(wait: Wait, world_size: int) -> str:
     if wait.op in ("send", "recv"):
         return "of this pair"
     if len(wait.ranks) == world_size:
-        return (
-            "of the world"
-            if wait.group in ("0", "new_group", "init_process_group")
-            else "of a group of all ranks"
-        )
+        return "of the world" if wait.group in ("0", "new_group", "init_process_group") else "of a group of all ranks"
     return f"of the group of {name_ranks(wait.ranks)}"
 
 

@@ -49,9 +49,7 @@ def main(config: StartRank, work: int, control: int, stdout: int, stderr: int, t
 class Rank:
     """One rank: its names, its process groups, its two channels."""
 
-    def __init__(
-        self, config: StartRank, work: Channel, control_fd: int, stdio: Stdio, table_fd: int
-    ) -> None:
+    def __init__(self, config: StartRank, work: Channel, control_fd: int, stdio: Stdio, table_fd: int) -> None:
         self.config = config
         self.work = work
         self.stdio = stdio
@@ -229,9 +227,7 @@ class Rank:
         found = report.failure(error, at=clock() - task.began, call=self.recorder.failed_call)
         return report.without_addresses(found, renewed=self.groups.renewed)
 
-    def show(
-        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool
-    ) -> None:
+    def show(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
         """Send a rich display, with the place in stdout where it belongs."""
         # half a message would make all later ones unreadable: an interrupt waits
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

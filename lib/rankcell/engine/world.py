@@ -165,9 +165,7 @@ class Ranks:
         """
         with self._lock:
             if not self.alive:
-                raise RuntimeError(
-                    "this world was stopped. Start another one: Ranks(world_size) or `%%ranks N`."
-                )
+                raise RuntimeError("this world was stopped. Start another one: Ranks(world_size) or `%%ranks N`.")
             members = _chosen(self._host.ranks, only)
             self._cells += 1
             task = Task(

@@ -31,6 +31,4 @@ def add_command(commands: Any) -> None:
     )
     explain.add_argument("folder", metavar="FOLDER")
     for parser, name in ((run, "run"), (explain, "explain")):
-        parser.set_defaults(
-            run=lambda options, name=name: import_module(f".{name}", __package__).main(options)
-        )
+        parser.set_defaults(run=lambda options, name=name: import_module(f".{name}", __package__).main(options))

@@ -25,9 +25,7 @@ class Evidence:
     @property
     def run(self) -> Run:
         """The same as `draw.timeline` and `draw.waits` take it."""
-        ranks = [
-            RankResult(r.rank, events=tuple(e for e in self.events if e.rank == r.rank)) for r in self.records
-        ]
+        ranks = [RankResult(r.rank, events=tuple(e for e in self.events if e.rank == r.rank)) for r in self.records]
         return Run("", tuple(ranks), standstill=verdict.standings(self.records))
 
     @property
@@ -35,9 +33,7 @@ class Evidence:
         """What happened, as far as the records can tell."""
         if all(r.phase == "finished" for r in self.records):
             return verdict.finished(self.records)
-        return verdict.judge(self.records) or verdict.unclear(
-            self.records, "nothing here proves who is to blame."
-        )
+        return verdict.judge(self.records) or verdict.unclear(self.records, "nothing here proves who is to blame.")
 
 
 def read(folder: Path | str) -> Evidence:

@@ -23,9 +23,7 @@ from ..engine.record import Recorder
 from ..results import Event
 from .records import RankRecord, later
 
-FAR = (
-    64  # ranks of a world of several nodes whose calls are compared in the store: two questions for each call
-)
+FAR = 64  # ranks of a world of several nodes whose calls are compared in the store: two questions for each call
 LAST = 40  # operations of each rank that a report holds
 
 

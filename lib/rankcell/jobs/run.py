@@ -54,9 +54,7 @@ class Runner:
             job.close()
             print(f"rankcell run: {self._command[0]} cannot be started: {error}.", file=sys.stderr)
             return 127
-        before = {
-            n: signal.signal(n, lambda s, _: process.send_signal(s)) for n in (signal.SIGTERM, signal.SIGHUP)
-        }
+        before = {n: signal.signal(n, lambda s, _: process.send_signal(s)) for n in (signal.SIGTERM, signal.SIGHUP)}
         # the terminal tells the command, too
         before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

@@ -147,9 +147,7 @@ def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict
     return JobVerdict("error", same, head, rows, "", places, detail.strip("\n"))
 
 
-def _deadlock(
-    records: dict[int, RankRecord], states: Sequence[State], proof: diagnose.Diagnosis
-) -> JobVerdict:
+def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: diagnose.Diagnosis) -> JobVerdict:
     culprits = proof.culprits or (proof.blame,)
     head, advice, places = proof.headline, proof.advice, []
     divergence = find_divergent_rank(list(records.values()), proof.suspects)
@@ -235,8 +233,7 @@ def _rows(states: Sequence[State], culprits: Sequence[int]) -> tuple[str, ...]:
         key = state.rank not in culprits, doing(state, len(states))
         alike.setdefault(key, []).append(state)
     rows = [
-        (name_ranks([s.rank for s in same]), doing(same[0], len(states), many=len(same) > 1))
-        for same in alike.values()
+        (name_ranks([s.rank for s in same]), doing(same[0], len(states), many=len(same) > 1)) for same in alike.values()
     ]
     width = max((len(name) for name, _ in rows), default=0)
     return tuple(f"{name:<{width}}  {text}" for name, text in rows)
@@ -250,9 +247,7 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
     for record in sorted(records, key=lambda r: (r.rank not in found.culprits, r.rank)):
         alike.setdefault((record.rank in found.culprits, *_details(record)), []).append(record)
     parts = [
-        "\n".join([f"{name_ranks([r.rank for r in same])}:", *lines])
-        for (_, *lines), same in alike.items()
-        if lines
+        "\n".join([f"{name_ranks([r.rank for r in same])}:", *lines]) for (_, *lines), same in alike.items() if lines
     ]
     return "\n".join([f"rankcell: {found}", *([""] if parts else []), *parts])
 

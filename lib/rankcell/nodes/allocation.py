@@ -82,9 +82,7 @@ class Nodes(Host):
             self.names = [n.name for n in self._nodes]
             for node in self._nodes:
                 if self._per_node > node.room[0]:
-                    raise errors.WorldSizeError(
-                        f"{self._per_node} ranks do not fit on {node.name}: {node.room[1]}"
-                    )
+                    raise errors.WorldSizeError(f"{self._per_node} ranks do not fit on {node.name}: {node.room[1]}")
             gpus = min(n.gpus for n in self._nodes) * nodes
             self.choice = devices.choose(world_size, device, devices.look(gpus, mps=False))
         except BaseException:

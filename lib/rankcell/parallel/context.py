@@ -339,9 +339,7 @@ def share_of_mean(losses: Tensor, *, process_group: dist.ProcessGroup | None = N
 
 
 @torch.no_grad()
-def sum_gradients(
-    parameters: Iterable[nn.Parameter], *, process_group: dist.ProcessGroup | None = None
-) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], *, process_group: dist.ProcessGroup | None = None) -> None:
     """Sum the gradients of parameters that every rank of the group holds; of an unused one it counts as zero."""
     trained = list(dict.fromkeys(p for p in parameters if p.requires_grad))  # a tied weight once
     for parameter in trained:
@@ -427,9 +425,7 @@ class ContextParallel(nn.Module):
         """Logits `(batch, length / W, vocab)` of this rank's tokens; a position sees its own document only."""
         length = tokens.shape[-1] * self.world_size
         if length > self.module.context:
-            raise ValueError(
-                f"{length} tokens on all ranks are more than the context of {self.module.context}."
-            )
+            raise ValueError(f"{length} tokens on all ranks are more than the context of {self.module.context}.")
         x = self.module.embed(tokens, self.positions(tokens.shape[-1]).to(tokens.device))
         for block in self.module.blocks:
             x = block(x, documents=documents)

@@ -156,9 +156,7 @@ class DDP(nn.Module):
             # torch has no public name for "when this backward ends"; its own DDP and FSDP use the same
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_gradient_synchronization)
         if bucket.work is not None:
-            raise RuntimeError(
-                "A gradient was complete twice in one backward. Checkpoint with use_reentrant=False."
-            )
+            raise RuntimeError("A gradient was complete twice in one backward. Checkpoint with use_reentrant=False.")
         bucket.missing.discard(index)
         if not bucket.missing:
             self._launch()

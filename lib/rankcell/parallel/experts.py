@@ -73,9 +73,7 @@ def route(
     if capacity_factor is not None and not capacity_factor > 0:
         raise ValueError(f"A capacity factor of {capacity_factor:g} lets no token in. Give one above 0.")
     probabilities, experts, weights = choose(logits, k)
-    picked = torch.stack(
-        [experts[:, j, None] == torch.arange(n_experts, device=logits.device) for j in range(k)]
-    )
+    picked = torch.stack([experts[:, j, None] == torch.arange(n_experts, device=logits.device) for j in range(k)])
     mine = picked.sum(1)  # (k, E) how many of this rank's tokens have the expert as choice j
     if alone:
         rank, everyone = 0, mine[None]
@@ -126,9 +124,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # (T, d_in)
-        routing = self.routing = route(
-            self.router(tokens), self.k, capacity_factor=self.capacity_factor, alone=True
-        )
+        routing = self.routing = route(self.router(tokens), self.k, capacity_factor=self.capacity_factor, alone=True)
         parts, places = [], []
         for number, expert in enumerate(self.experts):
             token, choice = ((routing.experts == number) & routing.kept).nonzero(as_tuple=True)
@@ -143,9 +139,7 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all of rows, as many to each rank as `sent` says; its backward is the way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], ranks: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], ranks: dist.ProcessGroup) -> Tensor:
         ctx.how = sent, received, ranks
         output = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=ranks)

@@ -194,9 +194,7 @@ class FSDP(nn.Module):
         """
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         groups, device = [self.process_group], self._all_units[0].shard.device
-        return group.clip_grad_norm_(
-            gradients, max_norm, counted=gradients, process_groups=groups, device=device
-        )
+        return group.clip_grad_norm_(gradients, max_norm, counted=gradients, process_groups=groups, device=device)
 
     # what a rank holds, and from parts to wholes and back
 
@@ -290,9 +288,7 @@ def _units(module: nn.Module) -> list[nn.Module]:
     def entries(part: nn.Module) -> list[nn.Module]:
         found = []
         for child in part.children():
-            is_entry = isinstance(part, (nn.ModuleList, nn.Sequential)) and not isinstance(
-                child, nn.ModuleList
-            )
+            is_entry = isinstance(part, (nn.ModuleList, nn.Sequential)) and not isinstance(child, nn.ModuleList)
             found += [child] if is_entry else entries(child)
         return found
 

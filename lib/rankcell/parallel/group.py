@@ -17,9 +17,7 @@ def place(process_group: dist.ProcessGroup | None, owner: str, *, use: str = "us
     """
     world_size = dist.get_world_size(process_group)
     if world_size < 1:
-        raise ValueError(
-            f"Rank {dist.get_rank()} is not in the process group of {owner}. Only its members {use}."
-        )
+        raise ValueError(f"Rank {dist.get_rank()} is not in the process group of {owner}. Only its members {use}.")
     return dist.get_rank(process_group), world_size
 
 

@@ -163,9 +163,7 @@ class MeshParallel:
             state["optimizer"] = {key: self._gather(entries) for key, entries in by_key.items()}
         return state
 
-    def load_full_state_dict(
-        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take this rank's part of what `full_state_dict` of any layout returned; hyper-parameters stay."""
         if self.fsdp:
             raise ValueError("A model that `zero` shards takes no state. Load it into another layout.")

@@ -97,9 +97,7 @@ class Pipeline:
             raise RuntimeError("`step` finds gradients, and they are switched off here. Leave torch.no_grad.")
         m = self.schedule.n_microbatches
         if len(inputs) < m or len(targets) != len(inputs):
-            raise ValueError(
-                f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches."
-            )
+            raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches.")
         return _Execution(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
 
     def shape(self, stage: int, inputs: Tensor) -> tuple[int, ...]:

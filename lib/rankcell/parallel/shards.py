@@ -67,9 +67,7 @@ class Unit:
         self.layout = FlatLayout([p.shape for p in parameters], dist.get_world_size(process_group))
         self.parts = [in_shard for _, in_shard in self.layout.parts(rank)]
         if len({p.dtype for p in parameters}) > 1:
-            raise ValueError(
-                "A unit has parameters of several dtypes, and FSDP gathers them as one. Cast the module."
-            )
+            raise ValueError("A unit has parameters of several dtypes, and FSDP gathers them as one. Cast the module.")
         first = parameters[0].detach() if parameters else torch.empty(0)
         self.whole = first.new_zeros(self.layout.length)
         for view, parameter in zip(self.layout.views(self.whole), parameters, strict=True):

@@ -189,9 +189,7 @@ class _Columns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, gathers: bool, *layers: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool, *layers: Tensor | None) -> tuple[Tensor, ...]:
         ctx.group, ctx.gathers, ctx.n = group, gathers, len(layers) // 2
         ctx.save_for_backward(x, *layers)
         whole = group.all_gather(x, SEQUENCE) if gathers else x
@@ -295,9 +293,7 @@ class RowParallelLinear(ParallelLayer):
     sharded: ClassVar[Mapping[str, int]] = {"weight": 1}
 
     @classmethod
-    def from_linear(
-        cls, dense: nn.Linear, process_group: ProcessGroup = None, **options: Any
-    ) -> "RowParallelLinear":
+    def from_linear(cls, dense: nn.Linear, process_group: ProcessGroup = None, **options: Any) -> "RowParallelLinear":
         """This rank's part of `dense`, which must be the same on all ranks."""
         what = "input features of a row-parallel layer"
         Group(process_group).check_divides(dense.in_features, what)
@@ -326,9 +322,7 @@ class SlicedLinear(ParallelLayer):
     summed over all ranks, each with zeros for what it did not compute.
     """
 
-    def __init__(
-        self, dense: nn.Linear, outputs: slice, process_group: ProcessGroup = None, **options: Any
-    ) -> None:
+    def __init__(self, dense: nn.Linear, outputs: slice, process_group: ProcessGroup = None, **options: Any) -> None:
         super().__init__(dense, process_group, **options)
         self.outputs = outputs
 

@@ -193,9 +193,7 @@ class ParallelDecoder(nn.Module):
         """What enters the first block, `(batch, length, d_model)`, or this rank's part of the length."""
         length = tokens.shape[-1]
         if length > self.context:
-            raise ValueError(
-                f"{length} tokens are more than the context of {self.context}. Cut the sequence."
-            )
+            raise ValueError(f"{length} tokens are more than the context of {self.context}. Cut the sequence.")
         positions = torch.arange(length, device=tokens.device)
         if self.sequence_parallel:
             self.group.check_divides(length, "tokens of a sequence")
@@ -216,9 +214,7 @@ class ParallelDecoder(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """What leaves the last block as mean cross-entropy in nats, the same on all ranks."""
         logits = self.head(self.norm(x))  # (batch, length, vocab / ranks)
-        return vocab_parallel_cross_entropy(
-            logits, targets, vocab=self.head.out_features, process_group=self.group
-        )
+        return vocab_parallel_cross_entropy(logits, targets, vocab=self.head.out_features, process_group=self.group)
 
 
 _TWINS: dict[type[nn.Module], Any] = {
@@ -231,9 +227,7 @@ _TWINS: dict[type[nn.Module], Any] = {
 }
 
 
-def tensor_parallel(
-    model: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-) -> Any:
+def tensor_parallel(model: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False) -> Any:
     """The twin of `model` in which each rank of a group holds its part.
 
     `model` is the course's GPT or Llama, one of its blocks, its attention or MLP; it must be the same on all ranks of

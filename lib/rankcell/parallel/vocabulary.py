@@ -29,9 +29,7 @@ class VocabParallelEmbedding(ParallelLayer):
         super().__init__(dense, process_group, **options)
         self.num_embeddings = dense.num_embeddings
         if self.num_embeddings < self.group.size:
-            raise ValueError(
-                f"A vocabulary of {self.num_embeddings} is too small for {self.group.size} ranks."
-            )
+            raise ValueError(f"A vocabulary of {self.num_embeddings} is too small for {self.group.size} ranks.")
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The vectors of all tokens, or of this rank's part of the sequence."""

@@ -95,9 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Raises: no rank has all states, and this optimizer does not collect them."""
-        raise RuntimeError(
-            "ShardedOptimizer saves no states: each rank has a part. ZeroRedundancyOptimizer does."
-        )
+        raise RuntimeError("ShardedOptimizer saves no states: each rank has a part. ZeroRedundancyOptimizer does.")
 
 
 def _hyper_parameters(param_group: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,9 +37,7 @@ class Chip:
 
     def peak(self, number_format: str) -> float:
         """FLOP/s of dense matrix products; the next wider format that the GPU has, where it lacks this one."""
-        for name in {"fp4": ("fp4", "fp8", "bf16"), "fp8": ("fp8", "bf16")}.get(
-            number_format, (number_format,)
-        ):
+        for name in {"fp4": ("fp4", "fp8", "bf16"), "fp8": ("fp8", "bf16")}.get(number_format, (number_format,)):
             if name in self.peaks:
                 return self.peaks[name] * self.sustained
         return self.peaks["bf16"] / 2 * self.sustained  # TF32 runs at half of the rate of bf16
@@ -58,9 +56,7 @@ _ALIASES = {"v100": "V100-32", "a100": "A100-80", "h100": "H100-80"}
 
 def find(name: str) -> Chip:
     """The GPU called `name`: "h100", "A100-40". Raises ValueError with the nearest names if it is unknown."""
-    known = {key.lower(): chip for key, chip in CHIPS.items()} | {
-        k: CHIPS[full] for k, full in _ALIASES.items()
-    }
+    known = {key.lower(): chip for key, chip in CHIPS.items()} | {k: CHIPS[full] for k, full in _ALIASES.items()}
     if name.lower() in known:
         return known[name.lower()]
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.2) or list(known)[:3]

@@ -16,9 +16,7 @@ def job_of(options: Any) -> Job:
     """The job that the options of the command describe. Raises ValueError with what would do."""
     cards = re.fullmatch(r"([1-9]\d*)[x×*](.+)", options.gpus)
     if not cards:
-        raise ValueError(
-            f"--gpus {options.gpus!r} is not understood. Write how many of which, for example 64xh100."
-        )
+        raise ValueError(f"--gpus {options.gpus!r} is not understood. Write how many of which, for example 64xh100.")
     chip = chips.find(cards[2])
     if options.network:
         chip = replace(chip, network=options.network * 1e9)
@@ -31,9 +29,7 @@ def batch_of(said: str, seq: int) -> int:
     """Sequences per step: "512", or tokens as in "4M-tokens" (M is 2^20, k 2^10). Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)(-tokens)?", said, flags=re.I)
     if not found:
-        raise ValueError(
-            f"--batch {said!r} is not understood. Write 4M-tokens, or 512 for so many sequences."
-        )
+        raise ValueError(f"--batch {said!r} is not understood. Write 4M-tokens, or 512 for so many sequences.")
     count = float(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] / (seq if found[3] else 1)
     if count < 1 or count != int(count):
         near = max(1, round(count))

@@ -69,9 +69,7 @@ EFFICIENCY: dict[str, dict[str, float]] = _FITTED["efficiency"]
 ERRORS: dict[str, Any] = _FITTED["errors"]
 
 
-def efficiency(
-    chip: Any, number_format: str, fitted: Mapping[str, Mapping[str, float]] = EFFICIENCY
-) -> float:
+def efficiency(chip: Any, number_format: str, fitted: Mapping[str, Mapping[str, float]] = EFFICIENCY) -> float:
     """The share of the peak that large matrix products reach in training, one number per GPU and format.
 
     Fitted where published runs are at hand; else, for 16 bits, 88 % of the best matrix product that anybody

@@ -84,9 +84,7 @@ class Grader:
         walled: whether sessions run behind bubblewrap.
     """
 
-    def __init__(
-        self, course: Path, lessons: Sequence[Lesson], *, seconds: float, jobs: int, walled: bool
-    ) -> None:
+    def __init__(self, course: Path, lessons: Sequence[Lesson], *, seconds: float, jobs: int, walled: bool) -> None:
         self._course, self._lessons = course, {lesson.name: lesson for lesson in lessons}
         self._seconds, self._jobs, self._walled = seconds, jobs, walled
         self._stopped = threading.Event()
@@ -175,7 +173,5 @@ def lessons_of(folder: Path) -> list[Lesson]:
         raise GradeError(str(error)) from None
     found = [lesson for lesson in found if lesson.exercises]
     if not found:
-        raise GradeError(
-            f"{folder} holds no lesson with solutions. --course names the course's own notebooks."
-        )
+        raise GradeError(f"{folder} holds no lesson with solutions. --course names the course's own notebooks.")
     return found

@@ -51,9 +51,7 @@ def table(judgements: Sequence[Judgement]) -> str:
         same = [j for j in judgements if (j.lesson, j.exercise) == (lesson, exercise)]
         tried = sum(j.status in (PASSED, FAILED) for j in same)
         said = Counter(j.feedback for j in same if j.status == FAILED).most_common(1)[0][0]
-        lines.append(
-            f"  {lesson}, {exercise}: {count} of {tried}. Most often: {textwrap.shorten(said, _WIDTH)}"
-        )
+        lines.append(f"  {lesson}, {exercise}: {count} of {tried}. Most often: {textwrap.shorten(said, _WIDTH)}")
     return "\n".join(lines)
 
 
