@@ -28,13 +28,12 @@ GROUPS = {
         *("draw.streams", "draw.svg"),
     ],
     "Strategies": [
-        *("parallel.ddp", "parallel.zero", "parallel.fsdp", "parallel.tensor", "parallel.vocabulary"),
+        *("parallel.ddp", "parallel.tensor", "parallel.vocabulary"),
         *(
             "parallel.transformer",
             "parallel.pipeline",
             "parallel.context",
             "parallel.experts",
-            "parallel.mesh",
         ),
     ],
     "Arithmetic": ["costs", "schedules"],

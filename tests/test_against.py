@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.distributed.device_mesh import init_device_mesh
 import rankcell
 from rankcell.models import GPT, MLP, Llama, generator
-from rankcell.parallel import context, ddp, fsdp, mesh, pipeline, transformer, zero
+from rankcell.parallel import context, ddp, pipeline, transformer
 from rankcell.schedules import interleaved
 
 x, y = (torch.randint(0, 49, (8, 8), generator=generator(0, name)) for name in "xy")
@@ -60,25 +60,12 @@ def compared(four, source, one=None, steps=1, **options):
 
 
 RIGHT = {
-    "ShardedOptimizer": (
-        "model, backward = ddp.DDP(gpt()), own\n"
-        "adam = lambda: zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)",
-        "gpt()",
-        None,
-    ),
     "interleaved": (
         "stages = pipeline.split_gpt(gpt(n_layers=8), 8)\n"
         "model = pipeline.Pipeline(stages, interleaved(4, 4, 2), cross_entropy, between=(8, 32))\n"
         "backward = lambda: model.step(x, y)",
         "gpt(n_layers=8)",
         None,
-    ),
-    "mesh, sharded": (
-        "axes = init_device_mesh('cpu', (1, 2, 2), mesh_dim_names=('pp', 'dp', 'tp'))\n"
-        "model = mesh.MeshParallel(gpt(), axes, zero=True, sequence_parallel=True)\n"
-        "backward = lambda: model.step(x.chunk(2)[rank // 2], y.chunk(2)[rank // 2])",
-        "gpt()",
-        {"pp": 1, "dp": 2, "tp": 2},
     ),
     "torch's own": (
         "from torch.distributed.fsdp import fully_shard\n"

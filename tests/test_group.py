@@ -33,25 +33,3 @@ def test_tensors_of_one_dtype_travel_together(four):
         assert value == ([[6.0] * 6, [6], [60.0] * 6], [source] * 2, source)
     ops = sorted((e.op, e.dtype) for e in run.ranks[0].events)
     assert ops == [("all_reduce", "float32"), ("all_reduce", "int64"), ("broadcast", "float32")]
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_norm_over_two_groups_equals_one_process(four, max_norm):
-    """A vector of eight in four parts, over pairs and then across them; a number that all hold counts once."""
-
-    def run(max_norm):
-        rank, whole = dist.get_rank(), torch.nn.Parameter(torch.zeros(9))
-        whole.grad = torch.arange(9.0) - 3
-        mine, shared = whole.grad[2 * rank : 2 * rank + 2].clone(), whole.grad[8:].clone()
-        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        how = {
-            "counted": [mine, shared][: 2 - min(rank, 1)],
-            "process_groups": [pair, across],
-            "device": "cpu",
-        }
-        norm = group.clip_grad_norm_([mine, shared], max_norm, **how)
-        torch.testing.assert_close(norm.float(), torch.nn.utils.clip_grad_norm_([whole], max_norm))
-        torch.testing.assert_close(torch.cat([mine, shared]), whole.grad[[2 * rank, 2 * rank + 1, 8]])
-
-    four.run(run, args=(max_norm,))

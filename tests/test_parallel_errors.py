@@ -8,7 +8,6 @@ pytestmark = pytest.mark.slow
 
 PRELUDE = """
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from rankcell import models, schedules
@@ -16,16 +15,12 @@ from rankcell.parallel import context, experts, tensor as tp
 from rankcell.parallel.context import ContextParallel, positions, ring_attention, split
 from rankcell.parallel.ddp import DDP
 from rankcell.parallel.experts import ExpertParallel, Mixture, route
-from rankcell.parallel.fsdp import FSDP
-from rankcell.parallel.mesh import MeshParallel
 from rankcell.parallel.pipeline import Pipeline, split_gpt
 from rankcell.parallel.transformer import tensor_parallel
 from rankcell.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy as entropy
-from rankcell.parallel.zero import ShardedOptimizer
 
 trio, p, ones, zero = dist.new_group([0, 1, 2]), nn.Parameter(torch.ones(4, 4)), torch.ones, torch.tensor([0])
 heads, z, tokens = ones(1, 3, 3, 2), ones(1, 12, 2, 2), ones(4, 4).long()
-sgd = ShardedOptimizer([p], torch.optim.SGD, lr=0.1)
 def gpt(**options): return models.GPT(9, 8, context=8, n_layers=4, **options)
 def wrapped():
     module = nn.Sequential(nn.Embedding(2, 3), nn.Linear(3, 3))
@@ -35,22 +30,16 @@ def wrapped():
 def pipe(stages=None, plan=schedules.gpipe(4, 4), between=(4, 8)):
     return Pipeline(split_gpt(gpt(), 4) if stages is None else stages, plan, models.cross_entropy, between=between)
 def mixture(n): return Mixture(nn.Linear(4, n), [nn.Linear(4, 4) for _ in range(n)])
-def mesh(**axes): return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 """
 
 # A line that ends in a backslash goes on.
 ERRORS = r"""
 tp.Group(trio) if rank > 2 else 1 / 0 -> Rank 3 is not in the process group of this layer. Only its members build it.
 DDP(nn.Linear(1, 1), process_group=trio) if rank > 2 else 1 / 0 -> of DDP. Only its members wrap the module.
-FSDP(nn.Linear(1, 1), process_group=trio) if rank > 2 else 1 / 0 -> of FSDP. Only its members use it.
-ShardedOptimizer([p], torch.optim.SGD, process_group=trio) if rank > 2 else 1 / 0 -> of ShardedOptimizer. Only its
 ring_attention(z, z, z, process_group=trio) if rank > 2 else 1 / 0 -> of this context parallelism. Only its members call
 ExpertParallel(mixture(4), process_group=trio) if rank > 2 else 1 / 0 -> of these experts. Only its members call them.
 
 wrapped() -> A gradient was complete twice in one backward. Checkpoint with use_reentrant=False.
-
-sgd.state_dict() -> ShardedOptimizer saves no states: each rank has a part.
-p.data = p.data.double(); p.grad = None; sgd.step() -> Move or cast the model first, then make the ShardedOptimizer.
 
 tp.ColumnParallelLinear.from_linear(nn.Linear(4, 5)) -> 5 (output features of a column-parallel layer) cannot be \
 shared evenly by 4 ranks. Choose a multiple of 4, or a group whose size divides 5.
@@ -105,13 +94,6 @@ route(ones(3, 4), 5, alone=True) -> A token cannot choose 5 of 4 experts. Choose
 route(ones(3, 4), 0, alone=True) -> A token cannot choose 0 of 4 experts. Choose k from 1 to 4.
 route(ones(3, 4), 1, capacity_factor=0.0, alone=True) -> A capacity factor of 0 lets no token in. Give one above 0.
 ExpertParallel(mixture(6)) -> 6 experts cannot be shared equally by 4 ranks.
-MeshParallel(gpt(), mesh(dp=2, ep=2)) -> MeshParallel knows the axes pp, dp, tp, not ep. Name the mesh's axes with \
-`mesh_dim_names`.
-MeshParallel(gpt(), init_device_mesh("cpu", (4,))) -> MeshParallel knows the axes pp, dp, tp, not axes without names.
-MeshParallel(gpt(), mesh(dp=4), zero=True).load_full_state_dict({}) -> A model that `zero` shards takes no state. Load \
-it into another layout.
-MeshParallel(gpt(), mesh(pp=2, dp=2), zero=True) -> ZeRO stage 3 would gather each stage once per micro-batch. With a \
-pipeline use zero=False, and ShardedOptimizer (stage 1) over the group of the dp axis.
 """
 
 

@@ -3,7 +3,7 @@
 Nothing here knows a model. It does not make groups: `dist.new_group` or a device mesh does.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -54,29 +54,3 @@ def _together(tensors: Iterable[Tensor], send: Callable[[Tensor], object]) -> No
         send(flat)
         for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    gradients: Iterable[Tensor],
-    max_norm: float,
-    *,
-    counted: Iterable[Tensor],
-    process_groups: Sequence[dist.ProcessGroup | None],
-    device: torch.device,
-) -> Tensor:
-    """The norm of all gradients of a divided model, a float64 number that is the same on all ranks.
-
-    If it is above `max_norm`, `gradients` (all that this rank holds) are scaled down in place. The squares of
-    `counted` are summed over the ranks of each group in turn: what several ranks hold is counted by one of them.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in counted:
-        total += gradient.double().square().sum()
-    for group in process_groups:
-        dist.all_reduce(total, group=group)
-    norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
-    return norm
