@@ -282,11 +282,13 @@ try:
 except RuntimeError as error:
     said = str(error)
 assert "got mixed torch.Tensor and DTensor" in said
+losses
 
 # after: with-a-plan
 assert sum(e.op == "all_reduce" and e.nbytes == 65536 for e in _three.ranks[3].events) == 36, (
     "three copies: 12 a step"
 )
+check.close_to([of[2] for of in _three.values], [3.34063] * 4, rtol=1e-5, name="the same numbers")
 
 # after: with-a-plan
 # %%ranks 4
