@@ -72,14 +72,6 @@ def backward(n, compute, use, buffers):
         work.wait()
         use(k, buffers[k % 2])
 
-# wrong: ex1-solution: one after the other | no `wait()` for layer 0 before layer 1 is computed
-# %%ranks 2 --device cpu
-def backward(n, compute, use, buffers):
-    for k in range(n):
-        compute(k, buffers[0])
-        dist.all_reduce(buffers[0], async_op=True).wait()
-        use(k, buffers[0])
-
 # wrong: ex1-solution: never waits | `use` gets (layer, smallest, largest number)
 # %%ranks 2 --device cpu
 def backward(n, compute, use, buffers):
@@ -89,6 +81,16 @@ def backward(n, compute, use, buffers):
             dist.all_reduce(buffers[k % 2], async_op=True)
         if k > 0:
             use(k - 1, buffers[(k - 1) % 2])
+
+# wrong: ex1-solution: asks until it is done, before the next layer | `use` comes when the next layer is computed
+# %%ranks 2 --device cpu
+def backward(n, compute, use, buffers):
+    for k in range(n):
+        compute(k, buffers[k % 2])
+        work = dist.all_reduce(buffers[k % 2], async_op=True)
+        while not work.is_completed():
+            pass
+        use(k, buffers[k % 2])
 
 # right: ex1-solution: waits when the next all-reduce is on its way
 # %%ranks 2 --device cpu
