@@ -25,7 +25,6 @@ TABLE = {
     "rankcell.trace": "compare.trace:of",
     "rankcell run": "jobs.command:add_command",  # with explain
     "rankcell export": "cluster.export:add_command",
-    "rankcell plan": "planner.command:add_command",
     "rankcell doctor": "doctor:add_command",
     "rankcell grade": "teaching.command:add_command",
 }
