@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import fit_planner
 from planner_rows import RowError, chip_called, format_called, model_called, parse, predict
-from rankcell import command, costs, schedules
+from rankcell import costs, schedules
 from rankcell.planner import chips, communication, memory, seconds, shapes, stacks
 from rankcell.planner.layout import FULL, GPIPE, ONE_F_ONE_B, SELECTIVE, ZB_2P, ZB_V, ZERO_BUBBLE, Job, Layout
 from rankcell.planner.search import layouts, search
@@ -255,7 +255,7 @@ def test_a_pipeline_stalls_where_it_crosses_nodes():
     assert float(memory.in_flight(job(), Layout(pp=4, dp=1, schedule=ZB_2P), 1)) == 2 * 3 - 1
 
 
-# Search and command
+# Search
 
 
 def test_every_layout_is_possible_or_has_a_reason():
@@ -304,30 +304,8 @@ def test_a_rejected_layout_says_what_is_wrong(model, layout, number, says):
     assert found.verdict[0] == number and says in found.reason(0) and found.counts() == {number: 1}
 
 
-LLAMA = ("--model", "llama3-8b", "--gpus")
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [((*LLAMA, "64xh100", "--sequence", "8192"), 0,
-      "512 sequences of 8192|\n1. dp 64, micro-batch 1, ZeRO-1|\n5. |tokens/s/GPU|MFU|Error to expect: half of|"
-      "memory: weights"),
-     ((*LLAMA, "8xh100", "--batch", "2k"), 0, "2048 sequences of 4096"),
-     (("--model", "llama3-405b", "--gpus", "8xh100"), 1, "None is possible|Rejected, with an example|it needs"),
-     (("--model", "lama3-9b", "--gpus", "8xh100"), 1, "nearest names are llama3-8b"),
-     ((*LLAMA, "8xh900"), 1, "no GPU called 'h900'|nearest are H200"), ((*LLAMA, "h100"), 1, "for example 64xh100"),
-     ((*LLAMA, "0xh100"), 1, "64xh100"), ((*LLAMA, "8xh100", "--batch", "many"), 1, "4M-tokens"),
-     ((*LLAMA, "8xh100", "--batch", "4.1M-tokens"), 1, "nearest batch is 1050")],
-)  # fmt: skip
-def test_the_command_plans_or_says_what_would_do(capsys, words, code, says):
-    assert command.main(["plan", *words]) == code
-    said = capsys.readouterr()
-    assert [part for part in says.split("|") if part not in said.out + said.err] == []
-    assert said.err == "" or said.err.startswith("rankcell plan: ")
-
-
 def test_planning_needs_no_torch():
-    code = "import sys, rankcell.planner.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, rankcell.planner.search; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

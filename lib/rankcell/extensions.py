@@ -21,7 +21,6 @@ TABLE = {
     "rankcell.spans": "observers.spans:spans",
     "rankcell.trace": "compare.trace:of",
     "rankcell run": "jobs.command:add_command",  # with explain
-    "rankcell plan": "planner.command:add_command",
     "rankcell doctor": "doctor:add_command",
     "rankcell grade": "teaching.command:add_command",
 }

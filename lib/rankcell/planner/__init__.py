@@ -8,7 +8,6 @@
     communication  bytes and seconds of each kind of communication
     seconds        the time of a step, by what it is spent on
     search         all layouts: which are possible, which is fastest, why not the others: `search.search(job)`
-    command        `rankcell plan`
 
 Models and GPUs stand in models.csv and chips.csv, fitted numbers in fitted.json, which tools/fit_planner.py writes;
 tools/planner_rows.py reads published runs. Each module uses those above it. Fields of jobs and layouts may be NumPy

@@ -60,7 +60,7 @@ STACKS = {name: Stack(name=name, **numbers) for name, numbers in _FITTED["stacks
 # keeps 2), and both norms of a layer so 6 copies of 2 bytes; attention's result is copied into the order of the
 # tokens; silu keeps what it gives; queries and keys have a table of cosines and one of sines each. The loss: the
 # log-softmax of the logits, its gradient and theirs, 2 bytes each. No workspace is counted.
-# It is about bytes: its times are those of any stack, so `rankcell plan` does not offer it.
+# It is about bytes: its times are those of any stack.
 EAGER = Stack(
     name="eager", norm_copies=6, attention_copies=1, gate_copies=1, angles=4, end_bytes=10, logit_bytes=6,
     reduce_bytes=4, overlap_tp=0, workspace=0, sequence_parallel=False,
