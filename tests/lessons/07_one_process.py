@@ -21,30 +21,6 @@ flat = models.MLP(6, 32, 3, activation="none")
 w1, w2 = flat.up.weight.T, flat.down.weight.T
 assert torch.allclose(some_x @ (w1 @ w2) + (flat.up.bias @ w2 + flat.down.bias), flat(some_x), atol=1e-5)
 
-# after: zero-grad
-net = models.MLP(6, 32, 3)
-first = mse_loss(net(x), y)
-first.backward()
-with torch.no_grad():
-    for p in net.parameters():
-        p -= 0.1 * p.grad
-right, wrong = curves.values()
-check.close_to([right[0], right[1], wrong[1]], [first.item(), *[mse_loss(net(x), y).item()] * 2], rtol=1e-5)
-assert 0 < sum(w < r for w, r in zip(wrong, right, strict=True)) < 30, (
-    "for a few steps the wrong curve is lower"
-)
-assert max(wrong[-20:]) > 2 * right[-1], "in the end it is twice as high"
-zeros = torch.nn.Linear(2, 2)
-optimizer = torch.optim.AdamW(zeros.parameters(), lr=0.1)
-zeros(torch.ones(1, 2)).sum().backward()
-optimizer.step()
-for set_to_none, moves in ((True, False), (False, True)):
-    optimizer.zero_grad(set_to_none=set_to_none)
-    before = zeros.weight.detach().clone()
-    optimizer.step()
-    assert torch.equal(before, zeros.weight) != moves, "zeros still move a parameter, nothing does not"
-    zeros(torch.ones(1, 2)).sum().backward()
-
 # after: gpt
 assert len(models.text().split("\n\n")) == 2 * 22, "titles and fables"
 assert len(models.vocabulary()) == 49 and abs(_ - 3.89) < 0.1, "near ln 49"
@@ -119,14 +95,29 @@ check.close_to(
 # after: autocast-run
 assert "19.5 MiB" in exact and "12.4 MiB" in mixed and exact[:9] == mixed[:9], "not half, and the same loss"
 
-# after: gpu-record
-kind = {"d_model": 1024, "n_layers": 12, "n_heads": 16}
-check.close_to(
-    states, 6 * models.gpt_parameters(32_000, context=1024, **kind) / 1e9, rtol=0.01, name="GB of states"
+# after: zero-grad
+net = models.MLP(6, 32, 3)
+first = mse_loss(net(x), y)
+first.backward()
+with torch.no_grad():
+    for p in net.parameters():
+        p -= 0.1 * p.grad
+right, wrong = curves.values()
+check.close_to([right[0], right[1], wrong[1]], [first.item(), *[mse_loss(net(x), y).item()] * 2], rtol=1e-5)
+assert 0 < sum(w < r for w, r in zip(wrong, right, strict=True)) < 30, (
+    "for a few steps the wrong curve is lower"
 )
-assert 3 * states < recorded["peak memory"] and 0.6 < kept / recorded["peak memory"] < 0.9, (
-    "most is activations"
-)
+assert max(wrong[-20:]) > 2 * right[-1], "in the end it is twice as high"
+zeros = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(zeros.parameters(), lr=0.1)
+zeros(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+for set_to_none, moves in ((True, False), (False, True)):
+    optimizer.zero_grad(set_to_none=set_to_none)
+    before = zeros.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(before, zeros.weight) != moves, "zeros still move a parameter, nothing does not"
+    zeros(torch.ones(1, 2)).sum().backward()
 
 
 # wrong: backward: asks autograd | the gradients come from formulas
