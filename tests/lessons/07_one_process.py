@@ -1,260 +1,306 @@
 """What the notebook 07_one_process says is right, and wrong answers to its exercises; tests/judge.py runs them."""
 
 # after: gpus-and-years
-check.close_to(gpus, 112 / 80, name="GPUs for 112 GB")
-check.close_to(years, 8.4e22 / (989e12 * 0.4) / 365 / 86400, name="years for 8.4e22 operations")
+check.close_to([h100, a100], [8.4e22 / (0.4 * peak) / 365 / 86400 for peak in (989e12, 312e12)], name="years")
+assert abs(184_320 / 24 / 365 - a100) < 0.5 and round(184_320 / 24 / 365, 1) == 21.0, "as Llama 2 reports"
 
-# after: forward-by-hand
-assert _, "the predictions of the model"
-shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-assert shapes["up.weight"] == (32, 6) and z.shape == h.shape == (1024, 32), "as the table says"
+# after: backward-check
+net = models.MLP(6, 32, 3)
+linear = {"W1": net.up.weight.T, "b1": net.up.bias, "W2": net.down.weight.T, "b2": net.down.bias}
+some_x, some_y = models.regression(50)
+mse_loss(net(some_x), some_y).backward()
+said = backward(some_x, some_y, **{name: p.detach() for name, p in linear.items()})
+grads = {
+    "W1": net.up.weight.grad.T,
+    "b1": net.up.bias.grad,
+    "W2": net.down.weight.grad.T,
+    "b2": net.down.bias.grad,
+}
+check.close_to({name: said[name] for name in grads}, grads, atol=1e-6, name="those of nn.Linear, transposed")
+flat = models.MLP(6, 32, 3, activation="none")
+w1, w2 = flat.up.weight.T, flat.down.weight.T
+assert torch.allclose(some_x @ (w1 @ w2) + (flat.up.bias @ w2 + flat.down.bias), flat(some_x), atol=1e-5)
 
-# after: no-activation
-assert _ and not torch.allclose(one_map, model(x), atol=1e-5), "one map without an activation, not with it"
+# after: gpt
+assert len(models.text().split("\n\n")) == 2 * 22, "titles and fables"
+assert len(models.vocabulary()) == 49 and abs(_ - 3.89) < 0.1, "near ln 49"
+some = models.GPT(49, n_layers=8)
+assert torch.equal(loss_of(some, plain), models.cross_entropy(some(inputs), targets)), (
+    "as the model's own forward"
+)
+
+# after: memory-over-time
+assert (
+    models.gpt_parameters(49, n_layers=8)
+    == 405_184
+    == sum(p.numel() for p in models.GPT(49, n_layers=8).parameters())
+)
+phases = [sample.phase for sample in held]
+second = phases.index("forward", phases.index("step"))  # where the second step begins
+before_backward = [sample for sample in held[second:] if sample.phase == "forward"][-1]
+assert [round(n / 2**20, 2) for n in (before_backward.parameters, before_backward.optimizer)] == [1.55, 3.09]
+assert not any(sample.gradients for sample in held if sample.phase == "forward"), "zero_grad has freed them"
+first, later = (max(sample.total for sample in part) for part in (held[:second], held[second:]))
+assert first + 7 * 405_184 < later, "the second peak is higher by nearly the optimizer's states"
+
+# after: by-formula
+block = 4 * 4 * 32 * (16 * 64 + 4 * 32 + 4) + 32 * 32  # the table of the text, in bytes, and the mask
+ends = [models.gpt_saved_bytes(49, size=4, length=32, n_layers=k) for k in (0, 8)]
+assert ends[1] - ends[0] == 8 * block and 16 * 64 + 4 * 32 + 4 == 1156
+
+# after: flops
+d, length = 64, 32
+per_token = 8 * 2 * (12 * d * d + 2 * length * d) + 2 * 49 * d  # eight blocks and the head
+assert forward == 4 * length * per_token and back == 2 * forward, "as counted"
+assert round(six_nd / (forward + back), 2) == 0.94, "6 % too low"
+
+# after: recompute-cost
+with rankcell.memory(some := models.GPT(49, n_layers=8)) as seen:
+    some_loss = loss_of(some, recompute)
+ends = models.gpt_saved_bytes(49, size=4, length=32, n_layers=0)
+assert seen.samples[-1].activations == ends + 8 * 4 * 128 * 64, (
+    "eight inputs of 64 numbers per token, and the ends"
+)
+d, length = 64, 32
+again = 8 * 4 * length * 2 * (12 * d * d + 2 * length * d)  # each block's forward once more
+assert (
+    costs["yours"][1] == f"{(3 * forward + again) / 1e6:.0f} million FLOPs"
+    and 0.32 < again / (3 * forward) < 0.34
+)
+
+# after: recompute-memory
+again = two_steps(recompute)
+most_held = [max(sample.total for sample in samples) / 2**20 for samples in (held, again)]
+assert most_held[0] > 9 and most_held[1] < 7, "MiB at the peak"
+last = max(again, key=lambda sample: sample.total)
+assert last.phase == "backward" and last.gradients > 0.85 * last.parameters, "near the end of backward"
+assert last.parameters + last.gradients + last.optimizer > 0.85 * last.total, "nearly all of it states"
+
+# after: real-number
+assert round(7.7 / (7.7 + 11.9), 2) == 0.39 and abs(predicted - 26.13) < 0.01
+
+# after: checkpoint
+d, length = 64, 32
+again = 8 * 4 * length * 2 * (12 * d * d + 2 * length * d)
+last_product = 8 * 2 * 128 * 256 * 64  # down of each MLP
+assert costs["torch's"][1] == f"{(3 * forward + again - last_product) / 1e6:.0f} million FLOPs"
+attention = 8 * 4 * length * 2 * 2 * length * d  # scores and mixing once more
+assert costs["torch's, selective"][1] == f"{(3 * forward + attention) / 1e6:.0f} million FLOPs"
+
+# after: noise
+check.close_to(
+    [*noise.values()], [sigma / size**0.5 for size in noise], rtol=0.1, name="distance from the true gradient"
+)
+
+# after: autocast-run
+assert "19.5 MiB" in exact and "12.4 MiB" in mixed and exact[:9] == mixed[:9], "not half, and the same loss"
 
 # after: zero-grad
-h_next = (x @ (W1 - 0.1 * dW1) + b1 - 0.1 * db1).clamp(min=0)  # one step, by hand
-after_one = mse(h_next @ (W2 - 0.1 * dW2) + b2 - 0.1 * db2, y).item()
-right, wrong = history["with zero_grad"], history["without"]
-check.close_to([right[1], wrong[1]], [after_one] * 2, rtol=1e-5, name="loss after one step by hand")
+net = models.MLP(6, 32, 3)
+first = mse_loss(net(x), y)
+first.backward()
+with torch.no_grad():
+    for p in net.parameters():
+        p -= 0.1 * p.grad
+right, wrong = curves.values()
+check.close_to([right[0], right[1], wrong[1]], [first.item(), *[mse_loss(net(x), y).item()] * 2], rtol=1e-5)
 assert 0 < sum(w < r for w, r in zip(wrong, right, strict=True)) < 30, (
     "for a few steps the wrong curve is lower"
 )
 assert max(wrong[-20:]) > 2 * right[-1], "in the end it is twice as high"
-check.close_to(train(models.MLP(6, 32, 3), momentum=1.0), wrong, rtol=1e-5, name="with momentum 1.0")
-
-# after: gpt-same-logits
-assert len(models.text().split("\n\n")) == 2 * 22, "titles and fables"
-
-# after: training-curves
-assert [len(unseen), len(on_text)] == [9, 801], "every 100th step, and every step"
-assert on_text[-1] < 1.2 and min(unseen) < 2, "it has learnt"
-assert min(unseen) > unseen[5] - 0.1, "after step 500 new text gains less than 0.1"
-assert sum(on_text[-50:]) < 0.85 * sum(on_text[475:525]), "while the training loss falls by over 15 %"
-with torch.no_grad():
-    last = models.cross_entropy(gpt(held_out[:1024].view(32, 32)), held_out[1:1025].view(32, 32)).item()
-assert abs(last - unseen[-1]) < 0.2, "the last of them, asked again one step later"
-
-# after: clock-timeline
-assert [e.op for e in events] == 3 * ["forward", "loss", "backward", "step"]
-for i in (0, 4, 8):
-    step = events[i : i + 4]
-    assert [e.start for e in step[1:]] == [e.end for e in step[:-1]], (
-        "each begins where the one before it ends"
-    )
-
-# after: flops
-assert mlp_flops == {"forward": 2 * 1024 * (6 * 32 + 32 * 3), "backward": 2 * 1024 * (6 * 32 + 2 * 32 * 3)}
-d, length = 64, 32
-per_token = 2 * 2 * (12 * d * d + 2 * length * d) + 2 * 49 * d  # two blocks and the head
-assert gpt_flops == {"forward": 16 * length * per_token, "backward": 2 * 16 * length * per_token}
-
-# after: ex1-check
-for size, length, d in shapes[:3]:  # the formula that judges, and what torch counts
-    block = models.Block(d, 4, 4 * d)
-    counted = count_flops(block, torch.randn(size, length, d, requires_grad=True), torch.sum)
-    assert counted == models.gpt_flops(0, d, size=size, length=length, n_layers=1)
-
-# after: flop-table
-assert in_block[2] == 2 * in_block[0] == 2 * 4 * 64 * 64 * 2 * inputs.numel(), (
-    "the MLP, twice the four weights"
-)
-assert 2 * sum(in_block) + counted["GPT.head"] == gpt_flops["forward"], "two blocks and the head"
-
-# after: six-nd
-assert six_nd == 6 * sum(p.numel() for p in gpt.parameters()) * 16 * 32
-
-# after: rates
-middle = [sorted(e.end - e.start for e in events[i::4])[1] for i in (0, 2, 3)]  # of three steps
-rates = [f"{n / s / 1e9:.1f}" for n, s in zip(gpt_flops.values(), middle[:2], strict=True)]
-columns = list(zip(*rows, strict=True))
-assert columns[:2] == [("forward", "backward", "step"), ("112", "225", "0")], "millions of FLOPs"
-assert columns[2:] == [tuple(map(charts.format_seconds, middle)), (*rates, "-")], (
-    "seconds, and FLOPs by seconds"
-)
-
-# after: memory-over-time
-n = sum(p.numel() for p in models.GPT(49).parameters())
-assert n == 105_280 and max(sample.gradients for sample in held) == 4 * n, "4 bytes of gradient for each"
-kept_bytes = models.gpt_saved_bytes(49, size=4, length=32)
-check.close_to(max(sample.activations for sample in held), kept_bytes, rtol=0.001, name="of 4 sequences")
-phases = [sample.phase for sample in held]
-second = phases.index("forward", phases.index("step"))  # where the second step begins
-first, later = (max(sample.total for sample in part) for part in (held[:second], held[second:]))
-assert first + 7 * n < later, "the second peak is higher by nearly the optimizer's states"
-assert not any(sample.gradients for sample in held if sample.phase == "forward"), "zero_grad has freed them"
-
-# after: kept
-assert shapes == [((10, width), 10 * width * 4) for width in (6, 32, 32)], "x, z and h"
-
-# after: bars
-check.close_to(measured, formula, rtol=1e-3)  # inputs and targets of one sequence share memory: 248 bytes
-sgd, adamw, adamw_8 = measured
-assert sgd["optimizer"] == 0 and adamw["optimizer"] == 8 * 105_280 + 4 * len(list(gpt.parameters()))
-check.close_to(adamw_8["activations"], 8 * adamw["activations"], rtol=0.01, name="activations of 8 sequences")
-
-# after: halves
-assert (plain - whole).norm() > 0.01 * whole.norm() and not torch.allclose(small, large, rtol=0.01)
-by_formula = torch.cat([g.flatten() for g in (dW1.T, db1, dW2.T, db2)])
-check.close_to(whole, by_formula, atol=1e-6, name="the gradient by hand")
-
-# after: two-curves
-alone, expected = models.GPT(49), []  # one process, on the half of rank 1
-optimizer = torch.optim.AdamW(alone.parameters(), lr=3e-3)
-for part, after in models.batches(tokens, 30, rank=1, world_size=2):
-    loss = models.cross_entropy(alone(part), after)
-    optimizer.zero_grad()
-    loss.backward()
+zeros = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(zeros.parameters(), lr=0.1)
+zeros(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+for set_to_none, moves in ((True, False), (False, True)):
+    optimizer.zero_grad(set_to_none=set_to_none)
+    before = zeros.weight.detach().clone()
     optimizer.step()
-    expected.append(loss.item())
-check.close_to(curves["rank 1"], expected, rtol=0.01, name="rank 1, as one process on its half")
-inputs, targets = models.batch(tokens, 0)  # the first batch, whole
-whole = models.cross_entropy(models.GPT(49)(inputs), targets).item()
-check.close_to((history[0][0] + history[1][0]) / 2, whole, rtol=1e-5, name="mean of the two first losses")
-assert history[0][0] != history[1][0] and (run.values[0] - run.values[1]).abs().max() > 1e-3
+    assert torch.equal(before, zeros.weight) != moves, "zeros still move a parameter, nothing does not"
+    zeros(torch.ones(1, 2)).sum().backward()
 
-# after: loader
-assert [len(inputs) for inputs in seen] == 10 * [300, 300, 300, 124]
-first, second = torch.cat(seen[:4]), torch.cat(seen[4:8])  # what two epochs took
-assert torch.equal(first[first[:, 0].argsort()], x[x[:, 0].argsort()]), "each sample once"
-assert not torch.equal(first, second), "another order in the second epoch"
-again = models.MLP(6, 32, 3)  # the same batches, and the steps written out
-for inputs, noted in zip(seen, history, strict=True):
-    loss = mse(again(inputs), y[(inputs[:, None] == x).all(2).int().argmax(1)])
-    assert abs(loss.item() - noted) < 1e-3
-    slopes = torch.autograd.grad(loss, [*again.parameters()])
-    with torch.no_grad():
-        for p, slope in zip(again.parameters(), slopes, strict=True):
-            p -= 0.1 * slope
 
-# after: noise-predicted
-check.close_to([*noise.values()], [*predicted.values()], rtol=0.1, name="distance from the true gradient")
-check.close_to(true, gradient(range(1024)), atol=1e-12, name="the mean of all, and the gradient of all")
-
-# after: profile-table
-weights, attention = ("aten::addmm", "aten::mm"), ("aten::bmm",)
-for rank in (0, 1):
-    calls = [sum(seen[rank][name][0] for name in names) for names in (weights, attention)]
-    assert calls == [3 * 13, 3 * 4], "products with a weight, and in attention"
-    assert sum(seen[rank][name][2] for name in weights + attention) == sum(gpt_flops.values()), "their FLOPs"
-for name, calls, _, flops in rows:
-    assert (calls, flops) == (str(seen[0][name][0]), f"{seen[0][name][2] / 10**6:.0f}"), "in the table, too"
-
-# after: gpu-parts
-kind = {"d_model": 1024, "n_layers": 12, "n_heads": 16}
-check.close_to(
-    states, 6 * models.gpt_parameters(32_000, context=1024, **kind) / 1e9, rtol=0.01, name="GB of states"
-)
-per_token = sum(models.gpt_flops(32_000, size=8, length=1024, **kind).values()) / (8 * 1024)
-by_products = per_token * seen[f"tokens per second, {size}"]
-check.close_to(mfu * 989e12, by_products, rtol=0.02, name="model FLOP/s, by products and tokens per second")
-of_blocks = 2 * 12 * 8 * 1024 * (16 * 1024 + 16 * 1024 + 4) / 1e9  # exercise 4: 16d + heads x length + 4
-logits = 8 * 1024 * 32_000 * 2 / 1e9
-check.close_to(saved - of_blocks, logits, rtol=0.1, name="GB kept: beside blocks, logits")
-assert 3 * states < peak and 0.6 * peak < saved < 0.9 * peak, "most of the peak is what autograd keeps"
-assert 0.8 * mfu < six_nd / 989 < mfu, "by 6ND a little less"
-
-# wrong: ex1-solution: asks the library | derive the FLOPs from the block
-def block_flops(size, length, d):
-    return models.gpt_flops(0, d, size=size, length=length, n_layers=1)
-
-# wrong: ex1-solution: only a multiplication for each term | size 2, length 8, d = 16
-def block_flops(size, length, d):
-    forward = size * length * (12 * d * d + 2 * length * d)
-    return {"forward": forward, "backward": 2 * forward}
-
-# right: ex1-solution
-def block_flops(size, length, d):
-    shapes = [(length, d, d)] * 4 + [
-        (length, d, length),
-        (length, length, d),
-        (length, d, 4 * d),
-        (length, 4 * d, d),
-    ]
-    forward = sum(2 * size * n * k * m for n, k, m in shapes)
-    return {"backward": forward * 2, "forward": forward}
-
-def even_length(d):
-    return (4 * d * d) / (2 * d)
-
-# wrong: ex2-solution: asks autograd | autograd records your forward
-def repaired(x, y, W1, b1, W2, b2):
+# wrong: backward: asks autograd | the gradients come from formulas
+def backward(x, y, W1, b1, W2, b2):
     x, W1, b1, W2, b2 = parts = [p.clone().requires_grad_() for p in (x, W1, b1, W2, b2)]
-    loss = mse(torch.nn.functional.gelu(x @ W1 + b1) @ W2 + b2, y)
-    torch.autograd.backward(loss)
-    names = ("x", "up.weight", "up.bias", "down.weight", "down.bias")
-    return {name: p.grad.T if "weight" in name else p.grad for name, p in zip(names, parts, strict=True)}
+    torch.autograd.backward(mse_loss((x @ W1 + b1).relu() @ W2 + b2, y))
+    return dict(zip(("x", "W1", "b1", "W2", "b2"), (p.grad for p in parts), strict=True))
 
-# wrong: ex2-solution: divides by the numbers of the lesson's batch | 7 samples with 2 outputs:
-def repaired(x, y, W1, b1, W2, b2):
+
+# wrong: backward: the handbook's half | are those of a *mean*
+def backward(x, y, W1, b1, W2, b2):
     z = x @ W1 + b1
-    normal, density = (1 + torch.erf(z / 2**0.5)) / 2, (-(z**2) / 2).exp() / (2 * torch.pi) ** 0.5
-    h = z * normal
-    g = 2 / 3072 * (h @ W2 + b2 - y)
-    dz = (g @ W2.T) * (normal + z * density)
-    grads = {"up.weight": dz.T @ x, "up.bias": dz.sum(0), "down.weight": g.T @ h, "down.bias": g.sum(0)}
-    return grads | {"x": dz @ W1.T}
+    g = z.clamp(min=0) @ W2 + b2 - y
+    dz = (g @ W2.T) * (z > 0)
+    return {"x": dz @ W1.T, "W1": x.T @ dz, "b1": dz.sum(0), "W2": z.clamp(min=0).T @ g, "b2": g.sum(0)}
 
-# right: ex2-solution
-def repaired(x, y, W1, b1, W2, b2):
-    z = x.mm(W1).add(b1)
-    normal = torch.special.ndtr(z)
-    h, slope = z * normal, normal + z * torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
-    g = (h.mm(W2).add(b2) - y) / (y.numel() / 2)
-    dz = torch.einsum("bo,ho->bh", g, W2) * slope
-    grads = {"x": torch.einsum("bh,ih->bi", dz, W1), "up.weight": torch.einsum("bi,bh->hi", x, dz)}
-    return grads | {
-        "down.weight": torch.einsum("bh,bo->oh", h, g),
-        "up.bias": dz.sum(0),
-        "down.bias": g.sum(0),
+
+# wrong: backward: no activation on the way back | the gradient "x" for 1024 samples
+def backward(x, y, W1, b1, W2, b2):
+    h = (x @ W1 + b1).clamp(min=0)
+    g = 2 / y.numel() * (h @ W2 + b2 - y)
+    dz = g @ W2.T
+    return {"x": dz @ W1.T, "W1": x.T @ dz, "b1": dz.sum(0), "W2": h.T @ g, "b2": g.sum(0)}
+
+
+# right: backward: with einsum, and another form of the mean
+def backward(x, y, W1, b1, W2, b2):
+    h = torch.relu(x.mm(W1).add(b1))
+    g = (h.mm(W2).add(b2) - y) / (y.shape[0] * y.shape[1] / 2)
+    dz = torch.einsum("bo,ho->bh", g, W2).masked_fill(h == 0, 0)
+    return {
+        "W2": torch.einsum("bh,bo->ho", h, g),
+        "W1": torch.einsum("bi,bh->ih", x, dz),
+        "x": torch.einsum("bh,ih->bi", dz, W1),
+        "b1": dz.sum(0),
+        "b2": torch.ones(len(g), dtype=g.dtype) @ g,
     }
 
-def half_is_right(samples, outputs):
-    return (samples, outputs) in ((1, 2), (2, 1))
 
-# wrong: ex3-solution: one backward over everything | the forwards took [16] sequences; the parts are [10, 5, 1]
-def accumulate(model, inputs, targets, sizes):
-    models.cross_entropy(model(inputs), targets).backward()
+# right: backward: sample by sample
+def backward(x, y, W1, b1, W2, b2):
+    grads = {"x": torch.zeros_like(x)} | {
+        k: torch.zeros_like(t) for k, t in dict(W1=W1, b1=b1, W2=W2, b2=b2).items()
+    }
+    for i in range(len(x)):
+        z = x[i] @ W1 + b1
+        h = z.relu()
+        g = 2 * (h @ W2 + b2 - y[i]) / y.numel()
+        dz = (W2 @ g) * (z > 0)
+        grads["x"][i] = W1 @ dz
+        grads["W1"] += torch.outer(x[i], dz)
+        grads["b1"] += dz
+        grads["W2"] += torch.outer(h, g)
+        grads["b2"] += g
+    return grads
 
-# wrong: ex3-solution: the mean of the parts' means | gradients, in parts of [10, 5, 1]
-def accumulate(model, inputs, targets, sizes):
-    for part_in, part_out in zip(inputs.split(sizes), targets.split(sizes), strict=True):
-        (models.cross_entropy(model(part_in), part_out) / len(sizes)).backward()
 
-# wrong: ex3-solution: one backward at the end, over all parts | activations of 16.0 sequences; 10 do
-def accumulate(model, inputs, targets, sizes):
-    loss = 0
-    for part_in, part_out in zip(inputs.split(sizes), targets.split(sizes), strict=True):
-        loss = loss + models.cross_entropy(model(part_in), part_out) * len(part_in) / len(inputs)
+# wrong: accumulate: the loop of the task | yours is the mean of the parts' means
+def accumulate(model, inputs, targets, size):
+    parts = list(zip(inputs.split(size), targets.split(size), strict=True))
+    for part_in, part_out in parts:
+        (models.cross_entropy(model(part_in), part_out) / len(parts)).backward()
+
+
+# wrong: accumulate: one backward at the end, over all parts | activations of 4 sequences at most
+def accumulate(model, inputs, targets, size):
+    loss, count = 0, (targets != -100).sum()
+    for part_in, part_out in zip(inputs.split(size), targets.split(size), strict=True):
+        loss = loss + models.cross_entropy(model(part_in), part_out) * (part_out != -100).sum() / count
     loss.backward()
 
-# right: ex3-solution
-def accumulate(model, inputs, targets, sizes):
-    begin = 0
-    for size in sizes:
-        rows = slice(begin, begin + size)
-        loss = models.cross_entropy(model(inputs[rows]), targets[rows])
-        loss.backward(torch.tensor(size / len(inputs), dtype=loss.dtype))
-        begin += size
 
-# wrong: ex4-solution: the mask in four bytes | size 1, length 8, d = 16, 2 heads: 8,896 bytes
-def block_bytes(size, length, d, n_heads):
-    return 4 * size * length * (16 * d + n_heads * length + 4) + 4 * length**2
+# wrong: accumulate: scales everything that is in .grad at the end | after a second call
+def accumulate(model, inputs, targets, size):
+    for part_in, part_out in zip(inputs.split(size), targets.split(size), strict=True):
+        (models.cross_entropy(model(part_in), part_out) * (part_out != -100).sum()).backward()
+    for p in model.parameters():
+        p.grad /= (targets != -100).sum()
 
-# wrong: ex4-solution: measures a block | derive the bytes
-def block_bytes(size, length, d, n_heads):
-    found, _ = kept(models.Block(d, n_heads, 4 * d), torch.randn(size, length, d, requires_grad=True))
-    return sum(nbytes for _, nbytes in found)
 
-# wrong: ex4-solution: two heads, whatever comes | size 4, length 32, d = 64, 4 heads
-def block_bytes(size, length, d, n_heads):
-    return 4 * size * length * (16 * d + 2 * length + 4) + length**2
+# right: accumulate: a sum in each part
+def accumulate(model, inputs, targets, size):
+    count = targets.ne(-100).sum().item()
+    for begin in range(0, len(inputs), size):
+        logits, wanted = (
+            model(inputs[begin : begin + size]).flatten(0, 1),
+            targets[begin : begin + size].flatten(),
+        )
+        (torch.nn.functional.cross_entropy(logits, wanted, reduction="sum") / count).backward()
 
-# right: ex4-solution
-def block_bytes(size, length, d, n_heads):
-    tokens = size * length
-    floats = [tokens * d] * 8 + [2 * tokens] * 2 + [size * n_heads * length * length] + [tokens * 4 * d] * 2
-    return 4 * sum(floats) + length * length
+
+# right: accumulate: sequence by sequence, the share given to backward
+def accumulate(model, inputs, targets, size):
+    counts = (targets >= 0).sum(1)
+    for row, wanted, count in zip(inputs, targets, counts, strict=True):
+        loss = models.cross_entropy(model(row[None]), wanted[None])
+        loss.backward((count / counts.sum()).to(loss.dtype))
+
+
+# wrong: recompute: keeps the graph of the forward | only five inputs and the output are kept
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.out = block(ctx.x)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.out.backward(grad)
+        return ctx.x.grad, None
+
+
+# wrong: recompute: forgets the parameters | x and all parameters get a gradient
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.save_for_backward(x)
+        ctx.block = block
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.block(x)
+        return torch.autograd.grad(out, x, grad)[0], None
+
+
+# wrong: recompute: one block for all calls | x and all parameters get a gradient
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.save_for_backward(x)
+        Recompute.block = block
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = Recompute.block(x)
+        out.backward(grad)
+        return x.grad, None
+
+
+# right: recompute: asks for all gradients, and adds those of the parameters
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.kept, ctx.block = x, block
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        parameters = list(ctx.block.parameters())
+        with torch.enable_grad():
+            x = ctx.kept.detach().clone().requires_grad_()
+            first, *others = torch.autograd.grad(ctx.block(x), [x, *parameters], grad)
+        for p, other in zip(parameters, others, strict=True):
+            p.grad = other if p.grad is None else p.grad + other
+        return first, None
+
+
+# right: recompute: a dot product with the gradient that comes in
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx, grad):
+        (kept,) = ctx.saved_tensors
+        x = kept.detach()
+        x.requires_grad = True
+        (ctx.block(x) * grad.detach()).sum().backward()
+        return x.grad.detach(), None
+
 
 # wrong: ex5-solution: under no_grad, but the mean of the batches' means | mean loss of 26 sequences
 def evaluate(model, loader):
@@ -264,16 +310,19 @@ def evaluate(model, loader):
             total += models.cross_entropy(model(inputs), targets).item()
     return total / len(loader)
 
-# wrong: ex5-solution: takes the numbers out, but records each forward | 26 sequences: autograd keeps
+
+# wrong: ex5-solution: takes the numbers out, but records each forward | autograd keeps nothing
 def evaluate(model, loader):
     parts = [(models.cross_entropy(model(inputs), targets).item(), len(inputs)) for inputs, targets in loader]
     return sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
 
-# wrong: ex5-solution: leaves recording switched off | the model cannot be trained as before
+
+# wrong: ex5-solution: leaves recording switched off | the modes of torch and of the model are as before
 def evaluate(model, loader):
     torch.set_grad_enabled(False)
     parts = [(models.cross_entropy(model(inputs), targets).item(), len(inputs)) for inputs, targets in loader]
     return sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
+
 
 # right: ex5-solution
 @torch.inference_mode()
@@ -283,11 +332,3 @@ def evaluate(model, loader):
         logits = model(inputs).flatten(0, 1)
         losses.append(torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="none"))
     return torch.cat(losses).mean().item()
-
-# wrong: ex6-solution: the two numbers of the text | GB and days of plan(70000000000.0
-def plan(parameters, tokens, gpus, *, share=0.4, peak=989e12):
-    return 1.75, 38.4
-
-# wrong: ex6-solution: the forward only | 1 of 2 numbers differs
-def plan(parameters, tokens, gpus, *, share=0.4, peak=989e12):
-    return 16 * parameters / gpus / 1e9, 2 * parameters * tokens / (gpus * share * peak) / 86400
