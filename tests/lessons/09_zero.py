@@ -321,14 +321,15 @@ for step in range(3):
 wholes = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
 theirs = torch.stack([whole.detach().flatten() for whole in wholes])
 
-# wrong: fully-shard: no units: one all-gather of everything | as every layer is a unit
+# wrong: fully-shard: forgets the model itself: every layer is a root of its own | is `fully_shard(model)` there
 # %%ranks 4 --pull theirs,rows -o run_torch
 from torch.distributed.fsdp import fully_shard
 
 model = torch.nn.Sequential(*[Layer(flat) for flat in fresh()]).to(device)
 rows = []
 model.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
-fully_shard(model)
+for unit in model:
+    fully_shard(unit)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(3):
     x, y = batch(step, rank, world_size, device)

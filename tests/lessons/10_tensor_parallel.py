@@ -1,7 +1,7 @@
 """What the notebook 10_tensor_parallel says is right, and wrong answers to its exercises; tests/judge.py runs them."""
 
 # after: numbers
-check.close_to([layer, computing, sending], [29e9, 7.03, 0.783], rtol=3e-3)
+check.close_to([block, computing, sending], [29e9, 7.03, 0.783], rtol=3e-3)
 assert 8 < computing / sending < 10, "nine to one"
 
 # after: two-cuts
