@@ -1,4 +1,6 @@
-"""Layers that take time without computing: for lessons about overlap, where the cores of a laptop also send."""
+"""Stand-ins for what a laptop lacks: layers that take time without computing, where the cores also send, and a rule
+for the CPU's kernel in torch's `context_parallel`.
+"""
 
 import time
 import weakref
@@ -69,3 +71,17 @@ class TimedStage(nn.Module):
         self.outputs.append(weakref.ref(out))
         self.held = max(self.held, sum(ref() is not None for ref in self.outputs))
         return out
+
+
+def lend_cpu_rule() -> None:
+    """Let torch's `context_parallel` run on the CPU: torch 2.13 has rules for the attention kernels of GPUs only."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental._context_parallel import _attention as private
+
+    def on_the_cpu(op, args, kwargs):
+        mesh, (query, key, value) = args[0].device_mesh, [x.to_local() for x in args[:3]]
+        group = mesh.get_group()
+        results = private._templated_ring_attention(group, 2, op, query, key, value, is_causal=args[4])
+        return [DTensor.from_local(x, mesh, args[0].placements) for x in results[:2]]
+
+    private.custom_ops[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default] = on_the_cpu

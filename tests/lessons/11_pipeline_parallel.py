@@ -13,6 +13,8 @@ assert all(name.startswith("blocks.1.") for name in gradients[1]), "rank 1 has o
 
 # after: gpipe-plan
 check.close_to(schedules.idle_share(schedules.predict(gpipe)), 3 / 11, name="idle share as drawn")
+lengths = [schedules.length(schedules.predict(of)) for of in (gpipe, schedules.naive(4))]
+assert lengths == [33, 12] and round(33 / 8, 1) == 4.1, "as the text says"
 for p in (4, 16):
     for m in (1, 3, 8, 40):
         for make in (schedules.gpipe, schedules.one_f_one_b):
@@ -197,7 +199,49 @@ for events in (run.events, predicted):
 check.close_to(schedules.length(predicted), 11 * 0.09, name="seconds of the step as predicted")
 for action, e in schedules.actions_of(run.events):
     assert e.seconds >= (0.0299 if action.kind == "F" else 0.0599), "30 ms forward, 60 ms backward"
-assert [value[2] for value in run.values] == [4, 3, 2, 1], "micro-batches held"
+assert [value[2] for value in result] == [4, 3, 2, 1], "micro-batches held"
+
+# after: hang
+# Forms that wait for each send before the next one: with blocking receives they hang alike, with early ones they do not.
+form = """
+def step_of(stage, inputs, loss_of, like, send):
+    m, last, pairs, way, total = len(inputs), world_size - 1, [], {}, 0.0
+    here = [torch.empty_like(like) for _ in inputs]
+    coming = [dist.irecv(x, src=rank - 1) for x in here] if rank and early else []
+    for turn in range(m + min(last - rank, m)):
+        if turn < m:
+            x = inputs[turn]
+            if rank:
+                x = here[turn]
+                coming[turn].wait() if early else dist.recv(x, src=rank - 1)
+                x.requires_grad_()
+            out = stage(x)
+            if rank < last:
+                way.pop(rank + 1).wait() if rank + 1 in way else None
+                way[rank + 1] = send(out.detach(), rank + 1)
+            else:
+                out = loss_of(out, turn)
+            pairs.append((x, out))
+        if turn >= min(last - rank, m):
+            (x, out), grad = pairs.pop(0), None
+            if rank < last:
+                dist.recv(grad := torch.empty_like(like), src=rank + 1)
+            out.backward(grad)
+            if rank:
+                way.pop(rank - 1).wait() if rank - 1 in way else None
+                way[rank - 1] = send(x.grad, rank - 1)
+    [work.wait() for work in way.values()]
+
+import types
+_ = types.FunctionType(one_step.__code__, {**globals(), "one_f_one_b": step_of})(8, 0.001, blocking)
+"""
+for early in (True, False):
+    try:
+        get_ipython().run_cell_magic("ranks", "4 --device cpu -o _other", f"early = {early}\n" + form)
+    except Exception as error:
+        assert not early and "ranks 2, 3 all send first" in str(error), str(error)
+    else:
+        assert early, "waits for ever with blocking receives"
 
 # after: published-step
 assert abs(loss - loss_4) < 1e-12, "the reported loss is right"
@@ -364,6 +408,7 @@ assert schedules.peak_in_flight(thin) == [4] * 4 and schedules.length(schedules.
 
 # after: overlap-table
 check.close_to([*lengths(gpipe), *lengths(plan)], [33, 33 + 6 * 0.8, 33, 45.8], name="as the text says")
+assert [row[1:] for row in rows] == [("33.0", "37.8"), ("33.0", "45.8")], "as the table shows"
 
 # after: two-devices-model
 assert TwoDevices()(torch.ones(4, 6)).shape == (4, 3)
