@@ -3,6 +3,8 @@
 # after: gpus-and-years
 check.close_to([h100, a100], [8.4e22 / (0.4 * peak) / 365 / 86400 for peak in (989e12, 312e12)], name="years")
 assert abs(184_320 / 24 / 365 - a100) < 0.5 and round(184_320 / 24 / 365, 1) == 21.0, "as Llama 2 reports"
+assert round(6 * 6.74e9 * 2e12 / (184_320 * 3600 * 312e12), 2) == 0.39, "about 40 % of the peak"
+assert round(h100, 1) == 6.7 and 16 * 7 == 112, "as the folded answer says"
 
 # after: backward-check
 net = models.MLP(6, 32, 3)
@@ -53,6 +55,7 @@ d, length = 64, 32
 per_token = 8 * 2 * (12 * d * d + 2 * length * d) + 2 * 49 * d  # eight blocks and the head
 assert forward == 4 * length * per_token and back == 2 * forward, "as counted"
 assert round(six_nd / (forward + back), 2) == 0.94, "6 % too low"
+assert 3 * 2 * 2 * d * d / (6 * 12 * d * d) == 1 / 6, "attention, where length = d"
 
 # after: recompute-cost
 with rankcell.memory(some := models.GPT(49, n_layers=8)) as seen:
@@ -77,7 +80,8 @@ assert last.phase == "backward" and last.gradients > 0.85 * last.parameters, "ne
 assert last.parameters + last.gradients + last.optimizer > 0.85 * last.total, "nearly all of it states"
 
 # after: real-number
-assert round(7.7 / (7.7 + 11.9), 2) == 0.39 and abs(predicted - 26.13) < 0.01
+assert round(7.7 / (7.7 + 11.9), 2) == 0.39 and abs(predicted["by FLOPs"] - 26.13) < 0.01
+assert round(predicted["by time"] / measured - 1, 3) == 0.004, "forward once more"
 
 # after: checkpoint
 d, length = 64, 32
@@ -190,7 +194,7 @@ def accumulate(model, inputs, targets, size):
     loss.backward()
 
 
-# wrong: accumulate: scales everything that is in .grad at the end | after a second call
+# wrong: accumulate: scales everything that is in .grad at the end | is what was in .grad before scaled
 def accumulate(model, inputs, targets, size):
     for part_in, part_out in zip(inputs.split(size), targets.split(size), strict=True):
         (models.cross_entropy(model(part_in), part_out) * (part_out != -100).sum()).backward()
@@ -302,7 +306,7 @@ class Recompute(torch.autograd.Function):
         return x.grad.detach(), None
 
 
-# wrong: ex5-solution: under no_grad, but the mean of the batches' means | mean loss of 26 sequences
+# wrong: held-out: under no_grad, but the mean of the batches' means | mean loss of 26 sequences
 def evaluate(model, loader):
     total = 0.0
     with torch.no_grad():
@@ -311,20 +315,20 @@ def evaluate(model, loader):
     return total / len(loader)
 
 
-# wrong: ex5-solution: takes the numbers out, but records each forward | autograd keeps nothing
+# wrong: held-out: takes the numbers out, but records each forward | autograd keeps nothing
 def evaluate(model, loader):
     parts = [(models.cross_entropy(model(inputs), targets).item(), len(inputs)) for inputs, targets in loader]
     return sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
 
 
-# wrong: ex5-solution: leaves recording switched off | the modes of torch and of the model are as before
+# wrong: held-out: leaves recording switched off | the modes of torch and of the model are as before
 def evaluate(model, loader):
     torch.set_grad_enabled(False)
     parts = [(models.cross_entropy(model(inputs), targets).item(), len(inputs)) for inputs, targets in loader]
     return sum(loss * n for loss, n in parts) / sum(n for _, n in parts)
 
 
-# right: ex5-solution
+# right: held-out
 @torch.inference_mode()
 def evaluate(model, loader):
     losses = []

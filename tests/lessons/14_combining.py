@@ -11,9 +11,22 @@ assert round(sent["tp"] / sent["dp"]) == 17, "times as many for tp as for dp"
 ms = {axis: (1e3 * n / 450e9, 1e3 * n / 50e9) for axis, n in by_hand.items()}
 usual_order, other_order = (ms["tp"][0], ms["dp"][1]), (ms["tp"][1], ms["dp"][0])
 assert [round(x) for x in (*usual_order, *other_order)] == [167, 88, 1503, 10], "ms, as the text has them"
+degrees = {"pp": 4, "dp": 2, "tp": 8}
+for order, axis, n_nodes in (
+    ("pp dp tp", "tp", 1),
+    ("tp pp dp", "tp", 8),
+    ("tp pp dp", "dp", 1),
+    ("pp tp dp", "tp", 2),
+):
+    names = order.split()
+    grid = torch.arange(64).view([degrees[name] for name in names]).movedim(names.index(axis), -1)
+    for group in grid.reshape(-1, degrees[axis]).tolist():
+        assert len({rank // 8 for rank in group}) == n_nodes, f"nodes of a {axis} group in the order {order}"
+assert round(ms["tp"][1] / 4) == 376, "in two nodes a ring leaves through four cards"
 
 # after: mesh-check
 assert divmod(13, 8) == (1, 5) and (0 * 2 + 1) * 8 + 5 == 13, "rank 13: stage 0, copy 1, place 5 on tp"
+
 
 # wrong: mesh: lets the first axis run fastest | the coordinates of rank 1 on
 # %%ranks 4 --device cpu
@@ -40,24 +53,8 @@ def make_groups(mesh):
                 mine[axis] = group
     return mine
 
-# wrong: mesh: takes neighbours on every axis | the members of rank
-# %%ranks 4 --device cpu
-def coordinates(rank, mesh):
-    place = {}
-    for axis in reversed(mesh):
-        rank, place[axis] = divmod(rank, mesh[axis])
-    return place
 
-
-def members(rank, axis, mesh):
-    first = rank - rank % mesh[axis]
-    return [first + i for i in range(mesh[axis])]
-
-
-def make_groups(mesh):
-    return {axis: dist.new_group(members(rank, axis, mesh), use_local_synchronization=True) for axis in mesh}
-
-# wrong: mesh: keeps the last group that it made, whoever is in it | the process group that rank
+# wrong: mesh: keeps the last group that it made, also as a rank outside it | gives -100 to a rank that is not in the group
 # %%ranks 4 --device cpu
 def coordinates(rank, mesh):
     place = {}
@@ -77,10 +74,29 @@ def make_groups(mesh):
     mine = {}
     for axis in mesh:
         for ranks in sorted({tuple(members(r, axis, mesh)) for r in range(world_size)}):
-            group = dist.new_group(list(ranks))
-            if rank in ranks or axis == "tp":
-                mine[axis] = dist.group.WORLD if axis == "tp" else group
+            mine[axis] = dist.new_group(list(ranks))
     return mine
+
+
+# wrong: mesh: each rank makes only its own groups | must call new_group for every group, with the same list
+# %%ranks 4 --device cpu
+def coordinates(rank, mesh):
+    place = {}
+    for axis in reversed(mesh):
+        rank, place[axis] = divmod(rank, mesh[axis])
+    return place
+
+
+def members(rank, axis, mesh):
+    here, n = coordinates(rank, mesh), 1
+    for degree in mesh.values():
+        n *= degree
+    return [r for r in range(n) if coordinates(r, mesh) | {axis: here[axis]} == here]
+
+
+def make_groups(mesh):
+    return {axis: dist.new_group(members(rank, axis, mesh)) for axis in mesh}
+
 
 # right: mesh: strides, and only the members make a group
 # %%ranks 4 --device cpu
@@ -102,7 +118,10 @@ def members(rank, axis, mesh):
 
 
 def make_groups(mesh):
-    return {axis: dist.new_group([*members(rank, axis, mesh)], use_local_synchronization=True) for axis in mesh}
+    return {
+        axis: dist.new_group([*members(rank, axis, mesh)], use_local_synchronization=True) for axis in mesh
+    }
+
 
 # right: mesh: a tensor of ranks, and torch's list of groups
 # %%ranks 4 --device cpu
@@ -128,18 +147,19 @@ def members(rank, axis, mesh):
 def make_groups(mesh):
     return {axis: dist.new_subgroups_by_enumeration(lines(axis, mesh))[0] for axis in mesh}
 
+
 # after: sum-along-axes
 for r, values in enumerate(sums.values):
     assert values == (sum(10**i for i in range(4) if i // 2 == r // 2), 1111), "first over tp, then over all"
 
-# wrong: one-step: averages over all ranks, as plain data parallelism | numbers differ
+# wrong: one-step: averages over all ranks, as plain data parallelism | over which ranks are gradients averaged
 # %%ranks 4 --device cpu --push batch
 from rankcell.parallel.tensor import full_state_dict
 from rankcell.parallel.transformer import tensor_parallel
 
 
 def one_step(model, step, groups):
-    loss = model(*batch(step, dist.get_rank(groups["dp"]), 2))
+    loss = model(*batch(step, dist.get_rank(groups["dp"]), dist.get_world_size(groups["dp"])))
     loss.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)
@@ -148,7 +168,8 @@ def one_step(model, step, groups):
     dist.all_reduce(mean)
     return mean.item() / world_size
 
-# wrong: one-step: takes rows by rank, which is right in one order only | axes tp, dp: losses on rank
+
+# wrong: one-step: takes rows by rank, which is right in one order only | axes tp, dp: the first loss on rank
 # %%ranks 4 --device cpu --push batch
 from rankcell.parallel.tensor import full_state_dict
 from rankcell.parallel.transformer import tensor_parallel
@@ -164,20 +185,24 @@ def one_step(model, step, groups):
     dist.all_reduce(mean, group=groups["dp"])
     return mean.item()
 
-# wrong: one-step: adds up and does not divide | numbers differ
+
+# wrong: one-step: halves the gradients, whatever the mesh | dp 4, tp 1: the gradients are right
 # %%ranks 4 --device cpu --push batch
 from rankcell.parallel.tensor import full_state_dict
 from rankcell.parallel.transformer import tensor_parallel
 
 
 def one_step(model, step, groups):
-    loss = model(*batch(step, dist.get_rank(groups["dp"]), 2))
+    copies = dist.get_world_size(groups["dp"])
+    loss = model(*batch(step, dist.get_rank(groups["dp"]), copies))
     loss.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad, group=groups["dp"])
-    mean = loss.detach() / 2
+        p.grad /= 2
+    mean = loss.detach() / copies
     dist.all_reduce(mean, group=groups["dp"])
     return mean.item()
+
 
 # right: one-step: all gradients in one flat tensor, the loss scaled before the backward
 # %%ranks 4 --device cpu --push batch
@@ -197,15 +222,42 @@ def one_step(model, step, groups):
         part.copy_(whole.view_as(part))
     return flat[-1].item()
 
+
+# right: one-step: each second row, and every copy's gradients gathered
+# %%ranks 4 --device cpu --push batch
+from rankcell.parallel.tensor import full_state_dict
+from rankcell.parallel.transformer import tensor_parallel
+
+
+def mean_over(group, x):
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, x, group=group)
+    return torch.stack(every).mean(0)
+
+
+def one_step(model, step, groups):
+    place, copies = dist.get_rank(groups["dp"]), dist.get_world_size(groups["dp"])
+    x, y = (t[place::copies] for t in batch(step))
+    loss = model(x, y)
+    loss.backward()
+    for p in model.parameters():
+        p.grad = mean_over(groups["dp"], p.grad)
+    return mean_over(groups["dp"], loss.detach()).item()
+
+
 # after: crossing
-check.close_to(list(map(crossing, orders.values())), [0.25, 0.75], rtol=0, atol=0.03, name="what crosses nodes")
+check.close_to(
+    list(map(crossing, orders.values())), [0.25, 0.75], rtol=0, atol=0.03, name="what crosses nodes"
+)
 sent_along = [sum(e.nbytes for e in usual.ranks[0].events if e.op == "all_reduce" and 2 in e.ranks)]
 sent_along += [sum(e.nbytes for e in usual.ranks[0].events if e.op == "all_reduce" and 1 in e.ranks)]
 assert 2.7 < sent_along[1] / sent_along[0] < 3.1, "three times as many along tp"
 
 # after: right-axis
 for losses in broken.values:
-    assert losses[-1] < losses[0] - 0.2 and losses[-1] > five[-1] + 0.05, "it falls, but not as in one process"
+    assert losses[-1] < losses[0] - 0.2 and losses[-1] > five[-1] + 0.05, (
+        "it falls, but not as in one process"
+    )
 assert broken.values[0] == broken.values[1] != broken.values[2] == broken.values[3], "two models"
 assert not any(e.ranks in ((0, 2), (1, 3)) for e in broken.events), "the copies never hear of each other"
 
@@ -216,10 +268,12 @@ check.close_to(c, [2**0.5 * norm for norm in b], rtol=1e-3, name="dp holds copie
 norm = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()]).item()
 assert min(b) > norm + 0.004 and max(a) < norm - 0.01, "(b) and (c) are too large, (a) is too small"
 
+
 # wrong: total-norm: looks at its own part only, without communicating | axes dp, tp: the norm, by rank
 # %%ranks 4 --device cpu
 def total_norm(model, dims, groups):
     return sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+
 
 # wrong: total-norm: guesses from names what is held whole | made up, a divided: the norm, by rank
 # %%ranks 4 --device cpu
@@ -230,6 +284,7 @@ def total_norm(model, dims, groups):
     dist.all_reduce(divided, group=groups["tp"])
     return (divided + sum(p.grad.square().sum() for p in model.parameters() if id(p) in whole)).sqrt()
 
+
 # wrong: total-norm: sums over all ranks and divides by the copies | makes one all-reduce per norm, in its tp group
 # %%ranks 4 --device cpu
 def total_norm(model, dims, groups):
@@ -238,6 +293,7 @@ def total_norm(model, dims, groups):
         total = total + p.grad.square().sum() / (tp if dims[name] is None else 1)
     dist.all_reduce(total)
     return (total * tp / world_size).sqrt()
+
 
 # right: total-norm: counts what all hold by its share
 # %%ranks 4 --device cpu
@@ -248,6 +304,7 @@ def total_norm(model, dims, groups):
     dist.all_reduce(total, group=groups["tp"])
     return total.sqrt().item()
 
+
 # right: total-norm: the first rank of the group counts what all hold
 # %%ranks 4 --device cpu
 def total_norm(model, dims, groups):
@@ -256,6 +313,7 @@ def total_norm(model, dims, groups):
     squares = torch.cat(mine).square().sum().reshape(1)
     dist.all_reduce(squares, group=groups["tp"])
     return squares.sqrt()[0]
+
 
 # after: real-number
 seconds = [256 * 4096 / 16 / tokens for tokens in (11803.07, 6308.15)]  # of a step
@@ -283,7 +341,9 @@ assert "must have the same mesh" in said, said
 by_mesh = {}
 for p in model.parameters():
     by_mesh.setdefault(p.device_mesh, []).append(p)
-joined = torch.stack([get_total_norm([p.grad for p in part]).full_tensor() for part in by_mesh.values()]).norm()
+joined = torch.stack(
+    [get_total_norm([p.grad for p in part]).full_tensor() for part in by_mesh.values()]
+).norm()
 for part in by_mesh.values():
     clip_grads_with_norm_(part, 0.1, joined)
 left = torch.stack([get_total_norm([p.grad for p in part]).full_tensor() for part in by_mesh.values()]).norm()
