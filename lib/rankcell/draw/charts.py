@@ -1,7 +1,7 @@
 """Charts from numbers: a ladder of rates or times, lines on linear or log axes, tables.
 
 Pure functions from numbers to a `Figure` (or a `Table`). Measured marks are solid, published or predicted
-ones are outlined. Nothing here measures; what the ranks did is drawn elsewhere in this package.
+ones are outlined. Nothing here measures.
 """
 
 import html
@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..hardware import EACH_WAY, Speed
 from . import parts
-from .parts import EDGE, WIDTH, Axis, Swatch, text_width
+from .parts import EDGE, ROW, WIDTH, Axis, text_width
 from .svg import (
     COLOURS,
     LINE,
@@ -31,6 +32,7 @@ from .svg import (
 __all__ = [
     "Rung", "Series", "Table", "format_bytes", "format_rate", "format_seconds", "ladder", "lines", "shares", "speeds"
 ]  # fmt: skip
+_HEIGHT = 440  # px of a picture with lines
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -101,13 +103,11 @@ def shares(pairs: Iterable[tuple[Speed, Speed]]) -> Table:
     return Table(("", *numbers), tuple(rows), right=numbers)
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One rung of a ladder, `value` in its unit. `measured` is solid, published or predicted is outlined."""
+class Rung(NamedTuple):
+    """One rung of a ladder, `value` in its unit."""
 
     name: str
     value: float
-    measured: bool = False
 
 
 def ladder(
@@ -129,9 +129,7 @@ def ladder(
     right, top, row, colour = WIDTH - EDGE - 6, 44, 54, COLOURS["all_reduce"]
     bottom = top + row * len(rungs)
     x = Axis(10.0**low, 10.0**high, EDGE, right, log=True)
-    kinds = sorted({r.measured for r in rungs}, reverse=True)
-    entries = [("measured here" if measured else outlined, _dot(colour, measured)) for measured in kinds]
-    marks, _ = parts.key(entries, 10, left=EDGE, gap=26)
+    marks = [parts.point(0, EDGE + 9, 21, colour, False, ""), label(EDGE + 26, 27, outlined, fill=MUTED)]
     powers = [10.0**p for p in range(low, math.floor(high) + 1)]
     marks += parts.ticks_below(((x(p), format_value(p)) for p in powers), top, bottom + 4, bottom + 24)
     places = [(x(rung.value), top + row * k + 36) for k, rung in enumerate(rungs)]
@@ -143,15 +141,10 @@ def ladder(
         at = EDGE + text_width(rung.name) + 14
         if factor and at + text_width(factor) + 10 < right - text_width(shown):
             marks.append(label(at, y, factor, fill=MUTED))
-        marks.append(parts.point(0, *place, colour, rung.measured, f"{rung.name}: {shown}"))
+        marks.append(parts.point(0, *place, colour, False, f"{rung.name}: {shown}"))
     foot = f"{unit}; each line is 10 times the last"
     marks.append(label(WIDTH / 2, bottom + 50, foot, anchor="middle", fill=MUTED))
     return drawing(WIDTH, bottom + 62, *marks, alt=alt)
-
-
-def _dot(colour: str, filled: bool) -> Swatch:
-    """The mark of a key's entry for points."""
-    return lambda x, y: parts.point(0, x + 9, y + 11, colour, filled, "")
 
 
 def _factor(before: float, value: float) -> str:
@@ -163,8 +156,7 @@ def _factor(before: float, value: float) -> str:
     return "" if text == "1" else f"{'÷' if value < before else '×'} {text}"
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """Points of one line. `measured` is solid, published or predicted is dashed with hollow marks."""
 
     name: str
@@ -183,14 +175,12 @@ def lines(
     x_base: int = 10,
     x_format: Callable[[float], str] = "{:g}".format,
     y_format: Callable[[float], str] = "{:g}".format,
-    x_ticks: Sequence[float] = (),
     y_ticks: Sequence[float] = (),
     marks: Sequence[tuple[float, str]] = (),
-    height: float = 440,
 ) -> Figure:
     """Lines with marks on linear or log axes; `marks` are dotted upright lines with a word on top.
 
-    Ticks that are not given are powers of 10 (of `x_base` along x) on a log axis and round numbers on a linear one.
+    Ticks are powers of 10 (of `x_base` along x) on a log axis and round numbers on a linear one; `y_ticks` are others.
     """
     xs, ys = ([point[i] for s in series for point in s.points] for i in (0, 1))
     if not xs:
@@ -198,16 +188,14 @@ def lines(
     for name, values, log in (("x", xs, x_log), ("y", ys, y_log)):
         if log and min(values) <= 0:
             raise ValueError(f"A log axis has no place for {name} = {min(values):g}. Use {name}_log=False.")
-    x_range = parts.bounds([*xs, *x_ticks], x_log, 0.03)
+    x_range = parts.bounds(xs, x_log, 0.03)
     y_range = parts.bounds([*ys, *y_ticks], y_log, 0.06)
-    if not x_ticks:
-        log_ticks = partial(parts.log_ticks, base=x_base)
-        x_ticks = (log_ticks if x_log else parts.round_ticks)(*x_range, most=5)
+    x_ticks = (partial(parts.log_ticks, base=x_base) if x_log else parts.round_ticks)(*x_range, most=5)
     y_ticks = tuple(y_ticks) or (parts.log_ticks if y_log else parts.round_ticks)(*y_range, most=6)
-    places = parts.key_of_lines([s.name for s in series])
+    places = _places_in_key([s.name for s in series])
     left = EDGE + max(text_width(y_format(t)) for t in y_ticks) + 8
     right, top = WIDTH - EDGE - 8, 12 + 28 * (places[-1][1] + 1) + 28 + (26 if marks else 0)
-    bottom = height - 66
+    bottom = _HEIGHT - 66
     px, py = Axis(*x_range, left, right, log=x_log), Axis(*y_range, bottom, top, log=y_log)
     grid, names = parts.ticks_beside(((py(t), y_format(t)) for t in y_ticks), left, right)
     out = [mark for pair in zip(grid, names, strict=True) for mark in pair]
@@ -222,12 +210,26 @@ def lines(
             out.append(label(x, top - 10, word, anchor="middle", fill=MUTED))
             last = x + half + 6
     out.append(label(EDGE, top - (36 if marks else 10), y_label, fill=MUTED))
-    out.append(label((left + right) / 2, height - 12, x_label, anchor="middle", fill=MUTED))
+    out.append(label((left + right) / 2, _HEIGHT - 12, x_label, anchor="middle", fill=MUTED))
     for k, s in enumerate(series):
         colour, dash = RANK_COLOURS[k % len(RANK_COLOURS)], "" if s.measured else "7 5"
         points = [(px(x), py(y)) for x, y in s.points]
         out += [line(*a, *b, stroke=colour, width=3, dash=dash) for a, b in pairwise(points)]
         for at, (x, y) in zip(points, s.points, strict=True):
             out.append(parts.point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
-        out += parts.line_in_key(k, places[k], s.name, colour, width=3, measured=s.measured)
-    return drawing(WIDTH, height, *out, alt=alt)
+        x, y = places[k][0], 20 + ROW * places[k][1]
+        out.append(line(x, y, x + 30, y, stroke=colour, width=3, dash=dash))
+        out += [parts.point(k, x + 15, y, colour, s.measured, s.name), label(x + 38, y + 6, s.name)]
+    return drawing(WIDTH, _HEIGHT, *out, alt=alt)
+
+
+def _places_in_key(names: Sequence[str]) -> list[tuple[float, int]]:
+    """Where each entry of the key begins, with 38 px for its line: px from the left, and its row."""
+    places, at, row = [], float(EDGE), 0
+    for name in names:
+        width = 38 + text_width(name)
+        if at > EDGE and at + width > WIDTH - EDGE:
+            at, row = float(EDGE), row + 1
+        places.append((at, row))
+        at += width + 22
+    return places

@@ -20,11 +20,8 @@ _REST = "all ranks"  # events in a group that is no axis of the mesh
 _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
 
 
-def groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
-    """The groups of ranks along each axis of a mesh {name: degree}; the last axis runs fastest, as in torch.
-
-    groups({"dp": 2, "tp": 2})  # {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}
-    """
+def _groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of ranks along each axis of a mesh {name: degree}; the last axis runs fastest, as in torch."""
     found: dict[str, list[tuple[int, ...]]] = {}
     places = list(itertools.product(*map(range, mesh.values())))
     for i, name in enumerate(mesh):
@@ -33,21 +30,6 @@ def groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
             members.setdefault((*place[:i], *place[i + 1 :]), []).append(rank)
         found[name] = [tuple(m) for m in members.values()]
     return found
-
-
-def bytes_by_axis(matrix: Sequence[Sequence[float]], mesh: Mapping[str, int]) -> dict[str, float]:
-    """Bytes that moved between ranks that differ in one axis only, by axis, from `run.wire`.
-
-    What moved between ranks that differ in several axes belongs to none and is left out.
-
-    Raises:
-        ValueError: the matrix has another number of ranks than the mesh.
-    """
-    _check(len(matrix), mesh)
-    found = groups(mesh)
-    return {
-        name: sum(matrix[i][j] for members in found[name] for i in members for j in members if i != j) for name in mesh
-    }
 
 
 def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = "") -> Figure:
@@ -59,9 +41,10 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
     Raises:
         ValueError: the run has another number of ranks than the mesh.
     """
-    if isinstance(run, Run):
-        _check(run.world_size, mesh)
-    n, found = math.prod(mesh.values()), groups(mesh)
+    n, found = math.prod(mesh.values()), _groups(mesh)
+    if isinstance(run, Run) and n != run.world_size:
+        sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
+        raise ValueError(f"{sides} = {n}, but there are {run.world_size} ranks. Give the mesh of that run.")
     calls = _calls(run.events if isinstance(run, Run) else run, found, n)
     panels = [(name, found[name], calls.get(name, [])) for name in mesh]
     if calls.get(_REST):
@@ -71,12 +54,6 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
         for name, members, lines in panels
     ]
     return _draw(panels, mesh, title, " ".join([f"{title}."] * bool(title) + said))
-
-
-def _check(n_ranks: int, mesh: Mapping[str, int]) -> None:
-    if (product := math.prod(mesh.values())) != n_ranks:
-        sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
-        raise ValueError(f"{sides} = {product}, but there are {n_ranks} ranks. Give the mesh of that run.")
 
 
 def _headline(name: str, members: Sequence[tuple[int, ...]]) -> str:

@@ -86,31 +86,6 @@ def key(
     return marks, y + 32
 
 
-def key_of_lines(names: Sequence[str]) -> list[tuple[float, int]]:
-    """Where each entry of a key of lines begins, with 38 px for its line: px from the left, and its row."""
-    places, at, row = [], float(EDGE), 0
-    for name in names:
-        width = 38 + text_width(name)
-        if at > EDGE and at + width > WIDTH - EDGE:
-            at, row = float(EDGE), row + 1
-        places.append((at, row))
-        at += width + 22
-    return places
-
-
-def line_in_key(
-    kind: int, place: tuple[float, int], name: str, colour: str, *, width: float, measured: bool = True
-) -> list[str]:
-    """The entry of series number `kind` in a key of lines: its line, its point, its name."""
-    x, row = place
-    y = 20 + ROW * row
-    return [
-        line(x, y, x + 30, y, stroke=colour, width=width, dash="" if measured else "7 5"),
-        point(kind, x + 15, y, colour, measured, name),
-        label(x + 38, y + 6, name),
-    ]
-
-
 def point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
     """A point of series number `kind`: circle, square, diamond or a triangle, so that colour is never alone.
 
@@ -148,9 +123,9 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
 
-def bounds(values: Sequence[float], log: bool, pad: float, above: float = 0) -> tuple[float, float]:
-    """The ends of an axis of `values`, with a share `pad` of their spread left free (`above` at the upper end of a
-    linear one). A linear axis begins at 0 where the least value is under half of the largest.
+def bounds(values: Sequence[float], log: bool, pad: float) -> tuple[float, float]:
+    """The ends of an axis of `values`, with a share `pad` of their spread left free. A linear axis begins at 0 where
+    the least value is under half of the largest.
     """
     low, high = min(values), max(values)
     if log:
@@ -158,7 +133,7 @@ def bounds(values: Sequence[float], log: bool, pad: float, above: float = 0) -> 
         return low * math.exp(-pad * spread), high * math.exp(pad * spread)
     low = min(low, 0.0) if low < 0.5 * high else low
     spread = (high - low) or abs(high) or 1.0
-    return (low if low == 0 else low - pad * spread), high + (above or pad) * spread
+    return (low if low == 0 else low - pad * spread), high + pad * spread
 
 
 def round_ticks(low: float, high: float, *, most: int) -> tuple[float, ...]:
@@ -169,10 +144,10 @@ def round_ticks(low: float, high: float, *, most: int) -> tuple[float, ...]:
     return tuple(k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1))
 
 
-def log_ticks(low: float, high: float, *, most: int, base: int = 10, least: int = 2) -> tuple[float, ...]:
-    """At most `most` powers of `base` from `low` to `high`; where there are fewer than `least`, round numbers."""
+def log_ticks(low: float, high: float, *, most: int, base: int = 10) -> tuple[float, ...]:
+    """At most `most` powers of `base` from `low` to `high`; where there are fewer than two, round numbers."""
     first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
-    if last - first + 1 >= least:
+    if last > first:
         step = max(1, math.ceil((last - first + 1) / most))
         return tuple(float(base) ** k for k in range(first, last + 1, step))
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

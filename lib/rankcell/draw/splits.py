@@ -1,4 +1,4 @@
-"""Who holds what: matrices under several splits, side by side; one row of numbers cut in several ways.
+"""Who holds what: matrices under several splits, side by side.
 
 A matrix is an outline; the part that a rank holds is filled, or hatched where its numbers are only its share
 of a sum. Between the ranks stands what they must tell each other. It draws what it is given (which part of
@@ -6,41 +6,28 @@ which matrix) and computes no model.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from .parts import WIDTH, pale, rank_colour, text_width
+from .parts import WIDTH, rank_colour
 from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
-_EDGE, _STRIP = 10, 40  # px beside and across a strip
 _FINEST = 5  # px for one number, below which lines between them would hide it
 _EQUAL = 1e-6  # how far the numbers of a part may be from those of the whole: rounding
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """One way to split a computation over ranks.
 
     `held` is per rank the part of each matrix that it holds (`None`: nothing of it); `exchange` says in a few
-    short lines what the ranks tell each other, and how often. `partial` names the matrices of which a rank
-    holds partial sums only.
+    short lines what the ranks tell each other. `partial` names the matrices of which a rank holds partial sums only.
     """
 
     name: str
     held: Sequence[Mapping[str, Part | None]]
-    exchange: Sequence[str] = ()
-    partial: Sequence[str] = ()
-
-
-def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
-    """A part of a matrix of shape `of`, from slices: `part(slice(0, 4), slice(None), of=(8, 4))`."""
-
-    def ends(chosen: slice | int, length: int) -> tuple[int, int]:
-        return (chosen, chosen + 1) if isinstance(chosen, int) else chosen.indices(length)[:2]
-
-    return ends(rows, of[0]), ends(columns, of[1])
+    exchange: Sequence[str]
+    partial: Sequence[str]
 
 
 def located(
@@ -73,7 +60,7 @@ def located(
                     )
                 held[rank][matrix] = (0, rows), (0, columns)
                 partial.add(matrix)
-    return Split(name, held, exchange, partial=tuple(matrix for matrix in whole if matrix in partial))
+    return Split(name, held, exchange, tuple(matrix for matrix in whole if matrix in partial))
 
 
 def _place(part: Any, whole: Any) -> Part | None:
@@ -108,8 +95,7 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
                 at = top - between + 26 * (i + 1)
-                size = min(20.0, 20 * (panel - 4) / max(text_width(words), 1))
-                marks.append(label(x0 + panel / 2, at, words, anchor="middle", size=size))
+                marks.append(label(x0 + panel / 2, at, words, anchor="middle"))
     bottom = tops[-1] + box + 8
     if hatched:
         swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)
@@ -127,38 +113,6 @@ def _hatches(n_ranks: int) -> str:
         for r in range(n_ranks)
     )
     return f"<defs>{''.join(patterns)}</defs>"
-
-
-def strips(cuts: Mapping[str, Sequence[tuple[str, float]]], *, alt: str) -> Figure:
-    """One long row of numbers, drawn once for every way to cut it, all to the same scale.
-
-        strips({"3 layers": [("layer 0", 961), ...], "4 shards": [("rank 0", 721), ...]})
-
-    A piece is its name and its length in numbers; a piece called "rank 2" has the colour of that rank. The cuts of
-    each strip go on, dashed, through the ones above, so that one sees what they cross.
-    """
-    scale = (WIDTH - 2 * _EDGE) / max(sum(length for _, length in pieces) for pieces in cuts.values())
-    marks, dashed, names, y = [], [], [], 8.0
-    first_top = y + 34
-    for name, pieces in cuts.items():
-        if y > 8:  # paper under the name, where cuts go through its row
-            names.append(rect(_EDGE, y + 5, min(1.1 * text_width(name), WIDTH - 2 * _EDGE), 22, fill=PAPER))
-        names.append(label(_EDGE, y + 22, name, bold=True))
-        top, x = y + 34, float(_EDGE)
-        for index, (words, length) in enumerate(pieces):
-            kind, _, number = words.partition(" ")
-            fill = pale(MUTED, 0.15 if index % 2 else 0.35)
-            if kind == "rank":
-                fill = pale(rank_colour(int(number)), 0.6)
-            tip = f"{words}: {length:,.0f} numbers"
-            marks.append(rect(x, top, length * scale, _STRIP, fill=fill, stroke=INK, title=tip))
-            if text_width(words) + 6 < length * scale:
-                marks.append(label(x + length * scale / 2, top + 27, words, anchor="middle"))
-            x += length * scale
-            if index < len(pieces) - 1 and top > first_top:
-                dashed.append(line(x, first_top, x, top, stroke=INK, dash="5 4"))
-        y = top + _STRIP + 8
-    return drawing(WIDTH, y + 4, *marks, *dashed, *names, alt=alt)
 
 
 def _matrices(

@@ -1,10 +1,9 @@
-"""What several queues did: the host and the streams of a device, or the tasks of a job; time from left to right.
+"""What several queues do by arithmetic: the host and the streams of a device; time from left to right.
 
 It draws the events of `rankcell.simulate`, and any others whose `group` names their row: a bar is a kernel, a
-copy or a communication, in the colour that the timeline of ranks uses too. Predicted ones have an outline and
-a pale inside, measured ones are solid. Thin dark bars in the host's row are launches, a dashed light bar is
-the host standing still. An arrow leads from a stream to another one that waited for it. It reads events and
-measures nothing.
+copy or a communication, in the colour that the timeline of ranks uses too. Thin dark bars in the host's row are
+launches, a dashed light bar is the host standing still. An arrow leads from a stream to another one that waited
+for it. It reads events and measures nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,6 @@ from .parts import (
     key,
     outlined_swatch,
     pale,
-    swatch,
     text_width,
     time_axis,
     union_length,
@@ -28,13 +26,13 @@ from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, form
 
 _RIGHT, _BAR, _GAP = 14, 34, 14
 _COPY = "#e69f00"  # as a send: bytes that move from one place to another
-_PREDICTED = 0.3  # share of the colour inside a predicted bar, so that dark text reads on it
+_INSIDE = 0.3  # share of the colour inside a bar, so that dark text reads on it
 _MAX_LAUNCH_LINES = 8
 _WORK = ("compute", "copy", "comm")
 
 
 def streams(events: Iterable[Event], *, title: str = "") -> Figure:
-    """One row for each `group` of the events, in the order of their ranks; time in ms, or in s where it is long."""
+    """One row for each `group` of the events, in the order of their ranks; time in ms."""
     return _draws({title: events})[0]
 
 
@@ -68,8 +66,7 @@ def _finding(events: Sequence[Event], end: float) -> str:
     # all work, less the time in which at least one job ran
     together = sum(e.seconds for e in work) - union_length((e.start, e.end) for e in work)
     stood = sum(e.seconds for e in events if e.kind == "wait")
-    what = "Simulated" if all(e.predicted for e in events) else "Measured"
-    text = f"{what}: done after {_ms(end)}"
+    text = f"Simulated: done after {_ms(end)}"
     text += f"; {_ms(together)} of work overlap" if together > 1e-9 else "; nothing overlaps"
     if not any(e.group == "host" for e in events):
         return f"{text}."
@@ -86,18 +83,16 @@ def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: 
     alt = f"{title}. {finding}" if title else finding
     left = max(text_width(names[r]) for r in rows) + 24
     x = Axis(0, end, left, WIDTH - _RIGHT)
-    simulated = "simulated: " if title and all(e.predicted for e in events) else ""
-    marks, top = heading(simulated + title)
+    marks, top = heading(title and f"simulated: {title}")
     explained, top = key(_entries(events), top)
     marks += explained
     y = {row: top + 6 + i * (_BAR + _GAP) for i, row in enumerate(rows)}
     bottom = y[rows[-1]] + _BAR + 6
-    factor, unit = (1.0, "s") if end >= 2 else (1e3, "ms")
-    marks += time_axis(x, top, bottom, f"time in {unit}", factor)
+    marks += time_axis(x, top, bottom, "time in ms", 1e3)
     for row in rows:
         marks.append(label(12, y[row] + _BAR / 2 + 7, names[row]))
         marks.append(line(left, y[row] + _BAR, WIDTH - _RIGHT, y[row] + _BAR))
-    launched = [e for e in events if e.kind in _WORK and e.predicted]
+    launched = [e for e in events if e.kind in _WORK]
     for e in launched if 0 in y and len(launched) <= _MAX_LAUNCH_LINES else ():
         ends = x(e.issued), y[0] + _BAR, x(e.start) + 1, y[e.rank]
         marks.append(line(*ends, stroke=MUTED, width=1, dash="2 3"))
@@ -127,11 +122,11 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
         bar = rect(start + 1, y + 6, width - 2, _BAR - 8, fill="#f4f4f4", stroke=MUTED, dash="4 3", title=tip)
     elif e.kind == "host" and e.op.startswith("launch "):
         return rect(start, y, width, _BAR, fill=INK, stroke=PAPER if width > 4 else "none", title=tip)
-    elif e.predicted and width > 6:
-        look: dict[str, Any] = {"fill": pale(colour, _PREDICTED), "stroke": colour, "stroke_width": 2}
+    elif width > 6:
+        look: dict[str, Any] = {"fill": pale(colour, _INSIDE), "stroke": colour, "stroke_width": 2}
         bar = rect(start + 1, y + 1, width - 2, _BAR - 2, **look, title=tip)
     else:
-        bar = rect(start, y, width, _BAR, fill=colour, stroke=PAPER if width > 6 else "none", title=tip)
+        bar = rect(start, y, width, _BAR, fill=colour, title=tip)
     text = "waits" if e.kind == "wait" else e.op
     if text_width(text) + 4 <= width:
         bar += label((start + stop) / 2, y + _BAR / 2 + 7, text, anchor="middle")
@@ -154,8 +149,7 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
     entries: list[tuple[str, Swatch | None]] = []
     for name in names:
         colour = _COPY if name == "copy" else COLOURS.get(name, COLOURS["barrier"])
-        predicted = outlined_swatch(pale(colour, _PREDICTED), colour, stroke_width=2)
-        entries.append((name, predicted if any(e.predicted for e in events) else swatch(colour)))
+        entries.append((name, outlined_swatch(pale(colour, _INSIDE), colour, stroke_width=2)))
     if any(launches):
         entries.append(("launch", lambda x, y: rect(x + 6, y + 2, 5, 16, fill=INK)))
     if "wait" in kinds:

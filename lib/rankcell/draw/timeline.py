@@ -39,11 +39,11 @@ class _Bar:
         return COLOURS["compute"] if self.kind != "comm" else COLOURS.get(self.op, COLOURS["barrier"])
 
 
-def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True) -> Figure:
+def timeline(run: Run | Iterable[Event], *, title: str = "") -> Figure:
     """What each rank computed and sent, and when: bars by rank, zero where the first of them begins.
 
-    Give a `Run`, or any of its events: `timeline(e for e in run.events if e.line > 3)`. `arrows=False` leaves
-    out the arrows from sends to receives; more than 60 are never drawn.
+    Give a `Run`, or any of its events: `timeline(e for e in run.events if e.line > 3)`. More than 60 arrows from
+    sends to receives are not drawn.
 
     Raises:
         ValueError: there are no events.
@@ -54,7 +54,7 @@ def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
     ready = _ready(events)
     rows = {rank: _bars([e for e in events if e.rank == rank], ready) for rank in ranks}
-    found = pairs(events) if arrows else []
+    found = pairs(events)
     x = Axis(events[0].start, max(max(e.end for e in events), events[0].start + 1e-6), _NAMES, WIDTH - _RIGHT)
     finding = _finding(rows, x.high - x.low)
     alt = f"{title}. {finding}" if title else finding
