@@ -48,7 +48,11 @@ def test_a_slider_stores_every_mark_once():
     one, two = (Figure(f"<svg><a/><b n='{n}'/></svg>", f"finding </{n}>") for n in (1, 2))
     page = Frames((one, two), ("first", "second"), still=1)._repr_html_()
     assert page.count("<a/>") == 1 and '"frames": [[0, 1, 2, 3], [0, 1, 4, 3]]' in page
-    assert f'alt="finding &lt;/2&gt;" src="{two.data_uri()}"' in page and '"finding <\\/1>"' in page
+    assert (
+        page.startswith(two._repr_html_()[: -len("</figure>")])
+        and 'alt="finding &lt;/2&gt;" src="data:' in page
+        and '"finding <\\/1>"' in page
+    )
     assert repr(Frames((one, two), ("a", "b"))) == "[a] finding </1>\n[b] finding </2>"
     assert Column((one, two))._repr_html_() == f"{one._repr_html_()}\n{two._repr_html_()}"
 

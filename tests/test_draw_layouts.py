@@ -47,20 +47,20 @@ def test_parts_are_located_by_their_numbers():
     split = located("rows", mine, whole=whole, exchange=("all-reduce",))
     assert split.name == "rows" and split.exchange == ("all-reduce",) and split.partial == ("y",)
     assert split.held[1] == {"x": ((0, 4), (2, 4)), "A": ((2, 4), (0, 8)), "y": ((0, 4), (0, 8))}
-    blocks = [{"x": x[r : r + 1], "A": None, "y": y[r : r + 1, 2 * r : 2 * r + 2] + 1e-7} for r in range(4)]
+    blocks = [{"x": x[r : r + 1], "y": y[r : r + 1, 2 * r : 2 * r + 2] + 1e-7} for r in range(4)]
     split = located("blocks", blocks, whole=whole)
-    assert split.held[3] == {"x": ((3, 4), (0, 8)), "A": None, "y": ((3, 4), (6, 8))} and split.partial == ()
+    assert split.held[3] == {"x": ((3, 4), (0, 8)), "y": ((3, 4), (6, 8))} and split.partial == ()
     assert located("done", [{"y": y}, {"y": torch.zeros(4, 8)}], whole=whole).partial == ("y",)
 
 
 def test_splits_say_who_holds_what():
-    mine = [{"A": ((0, 2), (0, 4)), "B": None}, {"A": ((2, 4), (0, 4)), "B": ((0, 4), (0, 2))}]
+    mine = [{"A": ((0, 2), (0, 4)), "B": ((0, 4), (1, 2))}, {"A": ((2, 4), (0, 4)), "B": ((0, 4), (0, 2))}]
     figure = side_by_side(
         [Split("rows", mine, ("one message",), ("A",))], {"A": (4, 4), "B": (4, 2)}, alt="Rows."
     )
     fills = [r.get("fill") for r in marks(figure, "rect")]
     shares = [fills.count(colour) for colour in (*RANK_COLOURS[:2], "url(#partial1)")]
-    assert shares == [1, 2, 1], "one stripe of each; rank 1 has all of B, and a share of A"
+    assert shares == [2, 2, 1], "one stripe and one part of B each; rank 1 has a share of A"
     nine = Split("rows", [{"x": ((rank, rank + 1), (0, 2))} for rank in range(9)], (), ())
     colours = [r.get("fill") for r in marks(side_by_side([nine], {"x": (9, 2)}, alt="Nine."), "rect")]
     assert colours.count(RANK_COLOURS[0]) == 2, "they begin again"

@@ -147,7 +147,7 @@ def layouts():
     """Parts, nothing, a partial sum; layouts of tensors."""
     shapes = {"A": (2, 2), "C": (2, 1)}
     rows = [{"A": ((r, r + 1), (0, 2)), "C": ((0, 2), (0, 1))} for r in range(2)]
-    whole = {"A": ((0, 2), (0, 2)), "C": None}
+    whole = {"A": ((0, 2), (0, 2)), "C": ((0, 1), (0, 1))}
     found = [row("up", "output", "sharded on dim 2"), row("down", "output", "partial over 0-1", "partial")]
     found += [row("up", "grad", "4 times it", "scaled"), row("down", "grad", "others (3% off)", "none")]
     split = Split("rows", rows, ("all-reduce",), ("C",))
@@ -259,7 +259,7 @@ REFUSED = {
     "holds no send that was received": lambda: messages.steps([]),
     "No array was watched": lambda: messages.steps([replace(e, watched=None) for e in TREE]),
     "9 numbers, a picture has room for 8": lambda: messages.steps(message(0, 1, 0, LONG, LONG, (0, 1), (0, 1))),
-    "Which collective? This run holds: all_reduce (2x), all_to_all (1x). Name one": lambda: collectives.steps(CALLS),
+    "Which collective? This run holds: all_reduce, all_to_all. Name one": lambda: collectives.steps(CALLS),
     "Which collective? This run holds: none.": lambda: collectives.steps([]),
     "holds no all_gather. Its collectives: all_": lambda: collectives.steps(CALLS, "all_gather"),
     "were not recorded. Run its cell with `--values`: `%%ranks 4 --values`.": lambda: collectives.steps(BARE),

@@ -15,18 +15,7 @@ from typing import NamedTuple
 from ..hardware import EACH_WAY, Speed
 from . import parts
 from .parts import EDGE, ROW, WIDTH, Axis, text_width
-from .svg import (
-    COLOURS,
-    LINE,
-    MUTED,
-    RANK_COLOURS,
-    Figure,
-    drawing,
-    format_bytes,
-    format_seconds,
-    label,
-    line,
-)
+from .svg import COLOURS, LINE, MUTED, RANK_COLOURS, Figure, drawing, format_bytes, format_seconds, label, line
 
 # what notebooks import from here, the units of an axis included
 __all__ = [

@@ -86,16 +86,14 @@ def steps(run: Run | Iterable[Event], op: str = "") -> Frames:
 def _select(run: Run | Iterable[Event], op: str) -> list[Event]:
     """The event of each rank for the first `op`, complete groups only."""
     events = [e for e in (run.events if isinstance(run, Run) else run) if e.kind == "comm" and e.op in _KNOWN]
-    calls: dict[str, dict[int, list[Event]]] = {}
+    first: dict[str, dict[int, Event]] = {}
     for event in events:
-        calls.setdefault(event.op, {}).setdefault(event.rank, []).append(event)
-    counts = (f"{o} ({max(map(len, by_rank.values()))}x)" for o, by_rank in sorted(calls.items()))
-    held = ", ".join(counts) or "none"
-    if not op and len(calls) != 1:
+        first.setdefault(event.op, {}).setdefault(event.rank, event)
+    held = ", ".join(sorted(first)) or "none"
+    if not op and len(first) != 1:
         raise ValueError(f"Which collective? This run holds: {held}. Name one: steps(run, 'all_reduce').")
-    op = op or next(iter(calls))
-    chosen = {rank: own[0] for rank, own in calls.get(op, {}).items()}
-    if not chosen:
+    op = op or next(iter(first))
+    if not (chosen := first.get(op, {})):
         raise ValueError(f"This run holds no {op}. Its collectives: {held}.")
     for rank, event in chosen.items():
         missing = [r for r in event.ranks if r not in chosen or chosen[r].ranks != event.ranks]
@@ -197,10 +195,7 @@ def _sentences(scene: _Scene) -> tuple[str, str]:
         "gather": (f"{every} sends its tensor to {root}", f"{root} holds one tensor per rank, in rank order"),
         "reduce": (f"{every} sends its tensor to {root}", f"only {root}'s tensor has a meaning"),
         "all_reduce": (f"the tensor of {every} goes to all of them", ""),
-        "all_gather": (
-            f"{every} sends its tensor to all of them",
-            f"{every} holds one tensor per rank, in rank order",
-        ),
+        "all_gather": (f"{every} sends its tensor to all of them", f"{every} holds one tensor per rank, in rank order"),
         "reduce_scatter": (f"part i of {every} goes to rank i", ""),
         "all_to_all": (f"part i of {every} goes to rank i", "part j of the output came from rank j"),
     }

@@ -5,9 +5,10 @@ one colour are one group of that axis. Beside them stands what the ranks really 
 the events of a run.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
 
 from ..results import Event, Run
 from .parts import WIDE, pale, rank_colour, text_width
@@ -22,14 +23,9 @@ _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
 
 def _groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
     """The groups of ranks along each axis of a mesh {name: degree}; the last axis runs fastest, as in torch."""
-    found: dict[str, list[tuple[int, ...]]] = {}
-    places = list(itertools.product(*map(range, mesh.values())))
-    for i, name in enumerate(mesh):
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(places):
-            members.setdefault((*place[:i], *place[i + 1 :]), []).append(rank)
-        found[name] = [tuple(m) for m in members.values()]
-    return found
+    ranks = torch.arange(math.prod(mesh.values())).view(*mesh.values())
+    along = {name: ranks.movedim(i, -1).reshape(-1, mesh[name]).tolist() for i, name in enumerate(mesh)}
+    return {name: [tuple(members) for members in rows] for name, rows in along.items()}
 
 
 def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = "") -> Figure:

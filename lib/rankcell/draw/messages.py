@@ -40,8 +40,7 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
     receiver had received before; what could travel together is in one step. Numbers that changed are striped
     in the colours of all ranks that took part in them.
     """
-    events = [e for e in (run.events if isinstance(run, Run) else run) if e.op in ("send", "recv")]
-    found = _in_steps(pairs(events))
+    found = _in_steps(pairs(list(run.events if isinstance(run, Run) else run)))
     if not found:
         raise ValueError("This run holds no send that was received. Collectives: draw.collectives.steps.")
     longest = max(len(_watched(e).before) for m in found for e in (m.sent, m.came))

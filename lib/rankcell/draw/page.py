@@ -100,11 +100,7 @@ def shorten(text: str) -> str:
         lines.pop()
     if len(lines) > HEAD + TAIL + 5:
         left_out = len(lines) - HEAD - TAIL
-        lines = [
-            *lines[:HEAD],
-            f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...",
-            *lines[-TAIL:],
-        ]
+        lines = [*lines[:HEAD], f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...", *lines[-TAIL:]]
     lines = [
         line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}... ({len(line) - MAX_LINE:,} more characters)"
         for line in lines

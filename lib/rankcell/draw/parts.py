@@ -61,12 +61,7 @@ def outlined_swatch(fill: str, stroke: str, *, stroke_width: float = 1, dash: st
 
 
 def key(
-    entries: Iterable[tuple[str, Swatch | None]],
-    top: float,
-    *,
-    left: float = 12,
-    gap: float = 18,
-    ink: str = MUTED,
+    entries: Iterable[tuple[str, Swatch | None]], top: float, *, left: float = 12, gap: float = 18, ink: str = MUTED
 ) -> tuple[list[str], float]:
     """What the colours of a picture mean, in as many rows as it takes, and where the picture goes on below.
 

@@ -1,8 +1,7 @@
 """Who holds what: matrices under several splits, side by side.
 
 A matrix is an outline; the part that a rank holds is filled, or hatched where its numbers are only its share
-of a sum. Between the ranks stands what they must tell each other. It draws what it is given (which part of
-which matrix) and computes no model.
+of a sum. Between the ranks stands what they must tell each other. It computes no model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,22 +19,18 @@ Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, t
 class Split(NamedTuple):
     """One way to split a computation over ranks.
 
-    `held` is per rank the part of each matrix that it holds (`None`: nothing of it); `exchange` says in a few
-    short lines what the ranks tell each other. `partial` names the matrices of which a rank holds partial sums only.
+    `held` is per rank the part of each matrix that it holds; `exchange` says in a few short lines what the ranks tell
+    each other. `partial` names the matrices of which a rank holds partial sums only.
     """
 
     name: str
-    held: Sequence[Mapping[str, Part | None]]
+    held: Sequence[Mapping[str, Part]]
     exchange: Sequence[str]
     partial: Sequence[str]
 
 
 def located(
-    name: str,
-    parts: Sequence[Mapping[str, Any | None]],
-    *,
-    whole: Mapping[str, Any],
-    exchange: Sequence[str] = (),
+    name: str, parts: Sequence[Mapping[str, Any]], *, whole: Mapping[str, Any], exchange: Sequence[str] = ()
 ) -> Split:
     """The split in which every rank holds its `parts`, each found by its numbers in the whole matrix of its name.
 
@@ -43,23 +38,23 @@ def located(
         located("columns", [{"A": part} for part in A.chunk(4, 1)], whole={"A": A})
         # parts of (8, 2), held as ((0, 8), (0, 2)), ((0, 8), (2, 4)), ...
 
-    `parts` are per rank its matrices by name, `(rows, columns)`, or None for nothing. A part is looked for at
-    multiples of its own shape, to within 1e-6. What has the shape of the whole and other numbers is `partial`.
+    `parts` are per rank its matrices by name, `(rows, columns)`. A part is looked for at multiples of its own shape,
+    to within 1e-6. What has the shape of the whole and other numbers is `partial`.
     """
-    held: list[dict[str, Part | None]] = [{} for _ in parts]
+    held: list[dict[str, Part]] = [{} for _ in parts]
     partial = set()
     for rank, own in enumerate(parts):
         for matrix, mine in own.items():
-            held[rank][matrix] = None if mine is None else _place(mine, whole[matrix])
-            if mine is not None and held[rank][matrix] is None:
-                (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
-                if (rows, columns) != of:
-                    raise ValueError(
-                        f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
-                        f"and the part is nowhere in it. A partial sum would have the shape of the whole."
-                    )
-                held[rank][matrix] = (0, rows), (0, columns)
+            (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
+            place = _place(mine, whole[matrix])
+            if place is None and (rows, columns) != of:
+                raise ValueError(
+                    f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
+                    f"and the part is nowhere in it. A partial sum would have the shape of the whole."
+                )
+            if place is None:
                 partial.add(matrix)
+            held[rank][matrix] = place or ((0, rows), (0, columns))
     return Split(name, held, exchange, tuple(matrix for matrix in whole if matrix in partial))
 
 
@@ -125,11 +120,10 @@ def _matrices(
     for name, (rows, columns) in shapes.items():
         y = top + _HEAD + 4 + (tall - rows * unit) / 2
         marks.append(label(x + columns * unit / 2, y - 6, name, anchor="middle", fill=INK))
-        if (mine := split.held[rank].get(name)) is not None:
-            (r0, r1), (c0, c1) = mine
-            fill = f"url(#partial{rank})" if name in split.partial else rank_colour(rank)
-            at = x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit
-            marks.append(rect(*at, fill=fill, radius=0))
+        (r0, r1), (c0, c1) = split.held[rank][name]
+        fill = f"url(#partial{rank})" if name in split.partial else rank_colour(rank)
+        at = x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit
+        marks.append(rect(*at, fill=fill, radius=0))
         grid = unit >= _FINEST  # lines between the numbers
         for i in range(1, rows if grid else 0):
             marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))

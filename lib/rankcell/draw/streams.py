@@ -10,22 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..results import Event
-from .parts import (
-    WIDTH,
-    Axis,
-    Swatch,
-    heading,
-    key,
-    outlined_swatch,
-    pale,
-    text_width,
-    time_axis,
-    union_length,
-)
+from .parts import WIDTH, Axis, Swatch, heading, key, outlined_swatch, pale, text_width, time_axis, union_length
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _RIGHT, _BAR, _GAP = 14, 34, 14
-_COPY = "#e69f00"  # as a send: bytes that move from one place to another
+_COLOURS = COLOURS | {"copy": COLOURS["send"]}  # bytes that move from one place to another
 _INSIDE = 0.3  # share of the colour inside a bar, so that dark text reads on it
 _MAX_LAUNCH_LINES = 8
 _WORK = ("compute", "copy", "comm")
@@ -116,7 +105,7 @@ def _let_go(done: float, start: float, y_from: float, y_to: float) -> list[str]:
 def _mark(e: Event, start: float, stop: float, y: float) -> str:
     """The bar of an event, with its name where it has room."""
     width = max(stop - start, 2.0)
-    colour = _colour(e)
+    colour = _colour(e.op if e.kind == "comm" else e.kind)
     tip = f"{e.op}, {_ms(e.start)} to {_ms(e.end)}" + (f", {format_bytes(e.nbytes)}" if e.nbytes else "")
     if e.kind == "wait":
         bar = rect(start + 1, y + 6, width - 2, _BAR - 8, fill="#f4f4f4", stroke=MUTED, dash="4 3", title=tip)
@@ -133,10 +122,9 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
     return bar
 
 
-def _colour(e: Event) -> str:
-    if e.kind == "copy":
-        return _COPY
-    return COLOURS.get(e.op, COLOURS["barrier"]) if e.kind == "comm" else COLOURS["compute"]
+def _colour(name: str) -> str:
+    """The colour of an operation, or of a kind of work; what the host does has that of computing."""
+    return _COLOURS["compute"] if name == "host" else _COLOURS.get(name, _COLOURS["barrier"])
 
 
 def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
@@ -148,8 +136,7 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
     names += sorted({e.op for e in events if e.kind == "comm"})
     entries: list[tuple[str, Swatch | None]] = []
     for name in names:
-        colour = _COPY if name == "copy" else COLOURS.get(name, COLOURS["barrier"])
-        entries.append((name, outlined_swatch(pale(colour, _INSIDE), colour, stroke_width=2)))
+        entries.append((name, outlined_swatch(pale(_colour(name), _INSIDE), _colour(name), stroke_width=2)))
     if any(launches):
         entries.append(("launch", lambda x, y: rect(x + 6, y + 2, 5, 16, fill=INK)))
     if "wait" in kinds:

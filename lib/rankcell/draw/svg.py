@@ -51,14 +51,11 @@ class Figure:
     def __repr__(self) -> str:
         return self.alt
 
-    def data_uri(self) -> str:
-        """The picture as the address of an `<img>`."""
-        return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode()
-
     def _repr_html_(self, beside: str = "") -> str:
+        code = base64.b64encode(self.svg.encode()).decode()
         return (
             f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(self.alt)}" '
-            f'src="{self.data_uri()}" style="max-width:100%">{beside}</figure>'
+            f'src="data:image/svg+xml;base64,{code}" style="max-width:100%">{beside}</figure>'
         )
 
 
@@ -120,10 +117,7 @@ def rect(
     radius: float = 2,
     dash: str = "",
 ) -> str:
-    """A bar. `title` is what a mouse over it shows.
-
-    An outline without fill means predicted, a filled bar measured.
-    """
+    """A bar. `title` is what a mouse over it shows."""
     tip = f"<title>{escape(title)}</title>" if title else ""
     thick = f' stroke-width="{stroke_width:g}"' if stroke_width != 1 else ""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
@@ -134,14 +128,7 @@ def rect(
 
 
 def label(
-    x: float,
-    y: float,
-    text: object,
-    *,
-    size: float = 20,
-    anchor: str = "start",
-    fill: str = INK,
-    bold: bool = False,
+    x: float, y: float, text: object, *, size: float = 20, anchor: str = "start", fill: str = INK, bold: bool = False
 ) -> str:
     """Text with its baseline at `y`. `anchor` is start, middle or end."""
     weight = ' font-weight="600"' if bold else ""

@@ -54,25 +54,18 @@ def timeline(run: Run | Iterable[Event], *, title: str = "") -> Figure:
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
     ready = _ready(events)
     rows = {rank: _bars([e for e in events if e.rank == rank], ready) for rank in ranks}
-    found = pairs(events)
+    arrows = pairs(events)
     x = Axis(events[0].start, max(max(e.end for e in events), events[0].start + 1e-6), _NAMES, WIDTH - _RIGHT)
     finding = _finding(rows, x.high - x.low)
     alt = f"{title}. {finding}" if title else finding
-    return _draw(rows, x, found if len(found) <= _MAX_ARROWS else [], title, alt)
-
-
-def _message(e: Event) -> tuple | None:
-    """What a send and its receive have in common; None where the sender is not known."""
-    if e.op not in ("send", "recv") or e.peer is None:
-        return None
-    source, target = (e.rank, e.peer) if e.op == "send" else (e.peer, e.rank)
-    return (e.group, source, target, e.tag, e.seq)
+    return _draw(rows, x, arrows if len(arrows) <= _MAX_ARROWS else [], title, alt)
 
 
 def _meeting(e: Event) -> tuple | None:
-    """What the events of one operation have in common on all its ranks."""
+    """What the events of one operation have in common on all its ranks, where that is known."""
     if e.op in ("send", "recv"):
-        return _message(e)
+        ends = (e.rank, e.peer) if e.op == "send" else (e.peer, e.rank)
+        return None if e.peer is None else (e.group, *ends, e.tag, e.seq)
     return (e.group, e.ranks, e.op, e.seq) if e.kind == "comm" and e.seq else None
 
 
@@ -87,8 +80,8 @@ def _ready(events: Iterable[Event]) -> dict[tuple, float]:
 
 def pairs(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     """The sends with the receives that took them: same ranks, tag and count."""
-    sends = {_message(e): e for e in events if e.op == "send" and e.peer is not None}
-    return [(sends[_message(e)], e) for e in events if e.op == "recv" and _message(e) in sends]
+    sends = {_meeting(e): e for e in events if e.op == "send" and e.peer is not None}
+    return [(sends[_meeting(e)], e) for e in events if e.op == "recv" and _meeting(e) in sends]
 
 
 def _is_async(e: Event) -> bool:

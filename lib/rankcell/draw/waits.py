@@ -59,23 +59,15 @@ def waits(run: Run) -> Figure:
     return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.")
 
 
-def _cycles(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
-    """The sets of ranks that wait for one another, directly or through others; none is alone."""
-    reach: dict[int, set[int]] = {}
-    for rank in edges:
-        found, todo = set(), list(edges[rank])
-        while todo:
-            peer = todo.pop()
-            if peer not in found:
-                found.add(peer)
-                todo += edges.get(peer, ())
-        reach[rank] = found
-    cycles: list[set[int]] = []
-    for rank in sorted(edges):
-        together = {peer for peer in reach[rank] if rank in reach.get(peer, ())}
-        if together and not any(rank in cycle for cycle in cycles):
-            cycles.append(together | {rank})
-    return cycles
+def _cycles(edges: Mapping[int, Sequence[int]]) -> list[Set[int]]:
+    """The sets of ranks that wait for one another, directly or through others."""
+    reach = {rank: set(peers) for rank, peers in edges.items()}
+    for middle in edges:
+        for found in reach.values():
+            if middle in found:
+                found |= reach[middle]
+    cycles = {frozenset(p for p in found if rank in reach.get(p, ())) for rank, found in reach.items()}
+    return sorted(filter(None, cycles), key=min)
 
 
 def _finding(by_rank: Mapping[int, Standing], cycles: Sequence[Set[int]]) -> str:
@@ -178,12 +170,7 @@ def _node(x: float, y: float, radius: float, standing: Standing) -> str:
 
 
 def _arrow(
-    start: tuple[float, float],
-    end: tuple[float, float],
-    radius: float,
-    standing: Standing,
-    both: bool,
-    thick: bool,
+    start: tuple[float, float], end: tuple[float, float], radius: float, standing: Standing, both: bool, thick: bool
 ) -> str:
     """From circle to circle; two ranks that wait for each other have two arrows side by side."""
     (x1, y1), (x2, y2) = start, end
