@@ -268,8 +268,6 @@ REFUSED = {
     "Part 1 of rank 0's output is not part 0 of rank 1's input: ": lambda: collectives.steps(MIXED),
     "no room for all the numbers: draw all_gather with smaller": lambda: collectives.steps(FAR),
     "Only the first 64 of 100 numbers were recorded. ": lambda: collectives.steps(CUT),
-    "0 rows have lengths none": lambda: traffic.traffic([]),
-    "2 rows have lengths 2, 1": lambda: traffic.traffic([[0, 1], [0]]),
     "pp(2) * dp(2) * tp(2) = 8, but there are 4 ranks": lambda: mesh.axes(FOUR, CUBE),
     "A is 5 x 4, the whole is 4 x 4, and": lambda: part_of(A=torch.ones(5, 4)),
     "There is nothing to draw:": lambda: held.held({"a run": Comparison((), None)}),

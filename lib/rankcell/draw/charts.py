@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..hardware import EACH_WAY, Speed
 from . import parts
 from .parts import EDGE, ROW, WIDTH, Axis, text_width
-from .svg import COLOURS, LINE, MUTED, RANK_COLOURS, Figure, drawing, format_bytes, format_seconds, label, line
+from .svg import COLOURS, LINE, MUTED, PAPER, RANK_COLOURS, Figure, drawing, format_bytes, format_seconds, label, line
 
 # what notebooks import from here, the units of an axis included
 __all__ = [
@@ -118,7 +118,7 @@ def ladder(
     right, top, row, colour = WIDTH - EDGE - 6, 44, 54, COLOURS["all_reduce"]
     bottom = top + row * len(rungs)
     x = Axis(10.0**low, 10.0**high, EDGE, right, log=True)
-    marks = [parts.point(0, EDGE + 9, 21, colour, False, ""), label(EDGE + 26, 27, outlined, fill=MUTED)]
+    marks = [_point(0, EDGE + 9, 21, colour, False, ""), label(EDGE + 26, 27, outlined, fill=MUTED)]
     powers = [10.0**p for p in range(low, math.floor(high) + 1)]
     marks += parts.ticks_below(((x(p), format_value(p)) for p in powers), top, bottom + 4, bottom + 24)
     places = [(x(rung.value), top + row * k + 36) for k, rung in enumerate(rungs)]
@@ -130,7 +130,7 @@ def ladder(
         at = EDGE + text_width(rung.name) + 14
         if factor and at + text_width(factor) + 10 < right - text_width(shown):
             marks.append(label(at, y, factor, fill=MUTED))
-        marks.append(parts.point(0, *place, colour, False, f"{rung.name}: {shown}"))
+        marks.append(_point(0, *place, colour, False, f"{rung.name}: {shown}"))
     foot = f"{unit}; each line is 10 times the last"
     marks.append(label(WIDTH / 2, bottom + 50, foot, anchor="middle", fill=MUTED))
     return drawing(WIDTH, bottom + 62, *marks, alt=alt)
@@ -177,10 +177,10 @@ def lines(
     for name, values, log in (("x", xs, x_log), ("y", ys, y_log)):
         if log and min(values) <= 0:
             raise ValueError(f"A log axis has no place for {name} = {min(values):g}. Use {name}_log=False.")
-    x_range = parts.bounds(xs, x_log, 0.03)
-    y_range = parts.bounds([*ys, *y_ticks], y_log, 0.06)
-    x_ticks = (partial(parts.log_ticks, base=x_base) if x_log else parts.round_ticks)(*x_range, most=5)
-    y_ticks = tuple(y_ticks) or (parts.log_ticks if y_log else parts.round_ticks)(*y_range, most=6)
+    x_range = _bounds(xs, x_log, 0.03)
+    y_range = _bounds([*ys, *y_ticks], y_log, 0.06)
+    x_ticks = (partial(_log_ticks, base=x_base) if x_log else parts.round_ticks)(*x_range, most=5)
+    y_ticks = tuple(y_ticks) or (_log_ticks if y_log else parts.round_ticks)(*y_range, most=6)
     places = _places_in_key([s.name for s in series])
     left = EDGE + max(text_width(y_format(t)) for t in y_ticks) + 8
     right, top = WIDTH - EDGE - 8, 12 + 28 * (places[-1][1] + 1) + 28 + (26 if marks else 0)
@@ -205,10 +205,10 @@ def lines(
         points = [(px(x), py(y)) for x, y in s.points]
         out += [line(*a, *b, stroke=colour, width=3, dash=dash) for a, b in pairwise(points)]
         for at, (x, y) in zip(points, s.points, strict=True):
-            out.append(parts.point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
+            out.append(_point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
         x, y = places[k][0], 20 + ROW * places[k][1]
         out.append(line(x, y, x + 30, y, stroke=colour, width=3, dash=dash))
-        out += [parts.point(k, x + 15, y, colour, s.measured, s.name), label(x + 38, y + 6, s.name)]
+        out += [_point(k, x + 15, y, colour, s.measured, s.name), label(x + 38, y + 6, s.name)]
     return drawing(WIDTH, _HEIGHT, *out, alt=alt)
 
 
@@ -222,3 +222,46 @@ def _places_in_key(names: Sequence[str]) -> list[tuple[float, int]]:
         places.append((at, row))
         at += width + 22
     return places
+
+
+def _point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
+    """A point of series number `kind`: circle, square, diamond or a triangle, so that colour is never alone.
+
+    Five kinds: with the eight colours no two series are alike in one and nearly so in the other.
+    """
+    tip = f"<title>{html.escape(title)}</title>"
+    style = f'fill="{colour if filled else PAPER}" stroke="{colour}" stroke-width="2.5"'
+    if kind % 5 == 0:
+        return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="6" {style}>{tip}</circle>'
+    corners = (
+        ((-5.5, -5.5), (5.5, -5.5), (5.5, 5.5), (-5.5, 5.5)),
+        ((0, -7.5), (7.5, 0), (0, 7.5), (-7.5, 0)),
+        ((0, -7), (7, 6), (-7, 6)),
+        ((0, 7), (7, -6), (-7, -6)),
+    )[kind % 5 - 1]
+    points = " ".join(f"{x + dx:.2f},{y + dy:.2f}" for dx, dy in corners)
+    return f'<polygon points="{points}" {style}>{tip}</polygon>'
+
+
+def _bounds(values: Sequence[float], log: bool, pad: float) -> tuple[float, float]:
+    """The ends of an axis of `values`, with a share `pad` of their spread left free. A linear axis begins at 0 where
+    the least value is under half of the largest.
+    """
+    low, high = min(values), max(values)
+    if log:
+        spread = math.log(high / low) or math.log(10)
+        return low * math.exp(-pad * spread), high * math.exp(pad * spread)
+    low = min(low, 0.0) if low < 0.5 * high else low
+    spread = (high - low) or abs(high) or 1.0
+    return (low if low == 0 else low - pad * spread), high + pad * spread
+
+
+def _log_ticks(low: float, high: float, *, most: int, base: int = 10) -> tuple[float, ...]:
+    """At most `most` powers of `base` from `low` to `high`; where there are fewer than two, round numbers."""
+    first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
+    if last > first:
+        step = max(1, math.ceil((last - first + 1) / most))
+        return tuple(float(base) ** k for k in range(first, last + 1, step))
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = [m * 10.0**power for power in powers for m in (1, 2, 5)]
+    return tuple(t for t in steps if low <= t <= high) or (low, high)

@@ -174,15 +174,10 @@ def _exchange(e: Event, index: int) -> tuple[_Held, list[_Move]]:
     if op in _GETS_PARTS:
         old, new = _parts(e, values.output_before), _parts(e, values.output_after)
         sources = [(s,) for s in group]
-    empty = tuple(map(_blank, new)) if op in _IN_PLACE else tuple(_Block(piece) for piece in old)
+    empty = tuple(_Block((math.nan,) * len(piece) if op in _IN_PLACE else piece) for piece in old)
     after = tuple(_Block(piece, s) for piece, s in zip(new, sources, strict=True))
     part = index if op in _SENDS_PARTS else None
     return _Held(before, empty, after), [_Move(s, e.rank, part, j) for j, s in enumerate(senders) if gets]
-
-
-def _blank(numbers: tuple[float, ...]) -> _Block:
-    """A place for as many numbers, nothing in it yet."""
-    return _Block((math.nan,) * len(numbers))
 
 
 def _sentences(scene: _Scene) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..results import Event
-from .parts import WIDTH, Axis, Swatch, heading, key, outlined_swatch, pale, text_width, time_axis, union_length
+from .parts import WIDTH, Axis, Swatch, heading, key, pale, text_width, time_axis, union_length
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _RIGHT, _BAR, _GAP = 14, 34, 14
@@ -136,9 +136,15 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
     names += sorted({e.op for e in events if e.kind == "comm"})
     entries: list[tuple[str, Swatch | None]] = []
     for name in names:
-        entries.append((name, outlined_swatch(pale(_colour(name), _INSIDE), _colour(name), stroke_width=2)))
+        entries.append((name, _outlined(pale(_colour(name), _INSIDE), _colour(name), stroke_width=2)))
     if any(launches):
         entries.append(("launch", lambda x, y: rect(x + 6, y + 2, 5, 16, fill=INK)))
     if "wait" in kinds:
-        entries.append(("host waits", outlined_swatch("#f4f4f4", MUTED, dash="4 3")))
+        entries.append(("host waits", _outlined("#f4f4f4", MUTED, dash="4 3")))
     return entries
+
+
+def _outlined(fill: str, stroke: str, *, stroke_width: float = 1, dash: str = "") -> Swatch:
+    """The mark of a key's entry whose bars have an outline, such as what is predicted."""
+    look: dict[str, Any] = {"fill": fill, "stroke": stroke, "stroke_width": stroke_width, "dash": dash}
+    return lambda x, y: rect(x + 1, y + 3, 16, 14, **look)

@@ -16,15 +16,9 @@ def traffic(matrix: Sequence[Sequence[float]], *, title: str = "") -> Figure:
     """Bytes from each rank (row) to each rank (column), with the sum that each rank sent.
 
     `matrix[i][j]` is the number of bytes from rank i to rank j.
-
-    Raises:
-        ValueError: the matrix is not square.
     """
     rows = [[float(x) for x in row] for row in matrix]
     n, marks, top = len(rows), [], 12.0
-    if not n or any(len(row) != n for row in rows):
-        lengths = ", ".join(str(len(row)) for row in rows) or "none"
-        raise ValueError(f"Traffic needs one row and one column per rank; {n} rows have lengths {lengths}.")
     if title:
         marks.append(label(EDGE, top + 18, title, bold=True))
         top += 34

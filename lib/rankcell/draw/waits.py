@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 
 from ..results import Run, Standing, name_ranks
-from .parts import EDGE, SIZE, WIDTH, text_width, wrap
+from .parts import EDGE, SIZE, WIDTH, text_width
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, label, line
 
 _RADIUS = 26  # px of a rank's circle
@@ -53,7 +53,7 @@ def waits(run: Run) -> Figure:
     marks += [_node(*place[s.rank], radius, s) for s in standings]
     if len(standings) <= _LABELLED:
         marks += [_words(*place[s.rank], s) for s in standings]
-    for row in wrap(f"{finding[0].upper()}{finding[1:]}.", WIDTH - 2 * EDGE, SIZE * _BOLD):
+    for row in _wrapped(f"{finding[0].upper()}{finding[1:]}.", WIDTH - 2 * EDGE, SIZE * _BOLD):
         marks.append(label(WIDTH / 2, height + 20, row, anchor="middle", bold=True))
         height += _ROW
     return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.")
@@ -188,3 +188,15 @@ def _arrow(
 def _colour(standing: Standing) -> str:
     """The operation's; a yellow arrow would not be seen on white, and new_group has no colour."""
     return "#b8a800" if standing.op == "all_to_all" else COLOURS.get(standing.op, MUTED)
+
+
+def _wrapped(text: str, width: float, size: float) -> list[str]:
+    """`text` in lines that fit `width` px, broken between words; a word that is wider stands alone."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and text_width(longer, size) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
