@@ -1,9 +1,8 @@
 """Pictures of collectives: what each rank held before, who sends what to whom, what each rank holds after.
 
-`steps` draws one collective of a run recorded with `%%ranks 4 --values`: one row per rank, its tensors with
-their literal numbers, in the colour of the rank that a number came from, striped where numbers of several
-ranks were combined. The arrows follow the meaning of the operation, not the route that the bytes took: a ring
-or a tree is another picture (`messages`). Collectives as matrices are in `matrices`.
+One row per rank, its tensors with their literal numbers, in the colour of the rank that a number came from, striped
+where numbers of several ranks were combined. The arrows follow the meaning of the operation, not the route that the
+bytes took: a ring or a tree is another picture (`messages`).
 """
 
 import math
@@ -67,10 +66,9 @@ class _Scene(NamedTuple):
 
 
 def steps(run: Run | Iterable[Event], op: str = "") -> Frames:
-    """The first `op` of a run in three steps: before, who sends what to whom, after.
+    """The first `op` of a run of `%%ranks --values` in three steps: before, who sends what to whom, after.
 
-    `op` may be left out if the run holds one kind of collective. Groups that made the call side by side stand
-    in one picture.
+    `op` may be left out if the run holds one kind of collective. Groups side by side stand in one picture.
 
     Raises:
         ValueError: the run holds no such call, or it was recorded without values.

@@ -17,7 +17,7 @@ from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, format_bytes, label
 _BOX, _GAP, _EDGE, _LINE = 40, 5, 12, 27
 _LIGHT = 0.5  # share of a group's colour, so that none looks like the mark of an operation
 _REST = "all ranks"  # events in a group that is no axis of the mesh
-# An axis: its name, its groups of ranks, and (operation, what each rank called of it).
+# An axis: its headline, its groups of ranks, and (operation, what each rank called of it).
 _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
 
 
@@ -42,20 +42,14 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
         sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
         raise ValueError(f"{sides} = {n}, but there are {run.world_size} ranks. Give the mesh of that run.")
     calls = _calls(run.events if isinstance(run, Run) else run, found, n)
-    panels = [(name, found[name], calls.get(name, [])) for name in mesh]
+    panels = [
+        (f"{name}: {len(of)} group{'s' * (len(of) > 1)} of {len(of[0])}", of, calls.get(name, []))
+        for name, of in found.items()
+    ]
     if calls.get(_REST):
         panels.append((_REST, [tuple(range(n))], calls[_REST]))
-    said = [
-        f"{_headline(name, members)}: " + ("; ".join(text for _, text in lines) or "nothing sent") + "."
-        for name, members, lines in panels
-    ]
+    said = [f"{head}: {'; '.join(text for _, text in lines) or 'nothing sent'}." for head, _, lines in panels]
     return _draw(panels, mesh, title, " ".join([f"{title}."] * bool(title) + said))
-
-
-def _headline(name: str, members: Sequence[tuple[int, ...]]) -> str:
-    if name == _REST:
-        return name
-    return f"{name}: {len(members)} group{'s' * (len(members) > 1)} of {len(members[0])}"
 
 
 def _calls(
@@ -94,7 +88,7 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
     if title:
         marks.append(label(_EDGE, top + 20, title, bold=True))
         top += 38
-    for name, members, lines in panels:
+    for headline, members, lines in panels:
         colours = {rank: pale(rank_colour(i), _LIGHT) for i, m in enumerate(members) for rank in m}
         for rank, fill in colours.items():
             place, column = divmod(rank, columns)
@@ -102,7 +96,7 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
             x, y = _EDGE + number * block + column * (_BOX + _GAP), top + row * (_BOX + _GAP)
             marks.append(rect(x, y, _BOX, _BOX, fill=fill, stroke=INK, title=f"rank {rank}", radius=4))
             marks.append(label(x + _BOX / 2, y + 27, rank, anchor="middle", bold=True))
-        marks.append(label(left, top + 20, _headline(name, members), bold=True))
+        marks.append(label(left, top + 20, headline, bold=True))
         for i, (op, text) in enumerate(lines or [("", "nothing sent")], 1):
             y = top + i * _LINE
             size = 20 if left + 24 + text_width(text, 20) <= WIDE - 4 else 17

@@ -30,9 +30,8 @@ def as_text(run: Run) -> str:
     parts = []
     for group in groups(run):
         body = [text for kind, piece in _pieces(group[0]) if (text := _as_text(piece))]
-        name = _heading(group)
-        said = "\n".join(textwrap.indent(text, "  ", lambda line: True) for text in body)
-        parts.append(f"{name}\n{said}" if body else f"{name}: {_state(group[0])}")
+        said = [_heading(group), *(textwrap.indent(text, "  ", lambda line: True) for text in body)]
+        parts.append("\n".join(said) if body else f"{said[0]}: {_state(group[0])}")
     return "\n".join([*parts, *_dropped(run)])
 
 

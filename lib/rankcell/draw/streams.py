@@ -1,9 +1,8 @@
 """What several queues do by arithmetic: the host and the streams of a device; time from left to right.
 
-It draws the events of `rankcell.simulate`, and any others whose `group` names their row: a bar is a kernel, a
-copy or a communication, in the colour that the timeline of ranks uses too. Thin dark bars in the host's row are
-launches, a dashed light bar is the host standing still. An arrow leads from a stream to another one that waited
-for it. It reads events and measures nothing.
+It draws the events of `rankcell.simulate`, and any others whose `group` names their row. Thin dark bars in the host's
+row are launches, a dashed light bar is the host standing still. An arrow leads from a stream to another one that
+waited for it. It reads events and measures nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,11 +66,11 @@ def _ms(seconds: float) -> str:
 
 
 def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: str) -> Figure:
-    rows, end = list(names), end or 1e-6
+    rows = list(names)
     finding = _finding(events, max(e.end for e in events))
     alt = f"{title}. {finding}" if title else finding
     left = max(text_width(names[r]) for r in rows) + 24
-    x = Axis(0, end, left, WIDTH - _RIGHT)
+    x = Axis(0, end or 1e-6, left, WIDTH - _RIGHT)
     marks, top = heading(title and f"simulated: {title}")
     explained, top = key(_entries(events), top)
     marks += explained

@@ -158,11 +158,9 @@ def _bar(bar: _Bar, x: float, width: float, y: float) -> str:
     if bar.lane is not None:
         return rect(x, y + _BAR + 3 + bar.lane * _LANE, width, _THIN, fill=bar.colour)
     inset = 4 * min(bar.depth, 2)
-    if bar.waiting:
-        return rect(x, y + inset, width, _BAR - inset, fill=pale(bar.colour, _WAITING))
-    # a thin white edge keeps bars that touch apart
-    edge = PAPER if width > 6 else "none"
-    return rect(x, y + inset, width, _BAR - inset, fill=bar.colour, stroke=edge)
+    fill = pale(bar.colour, _WAITING) if bar.waiting else bar.colour
+    edge = PAPER if width > 6 and not bar.waiting else "none"  # keeps bars that touch apart
+    return rect(x, y + inset, width, _BAR - inset, fill=fill, stroke=edge)
 
 
 def _room(bar: _Bar, after: Sequence[_Bar], x: Axis) -> float | None:
@@ -195,10 +193,9 @@ def _entries(bars: Sequence[_Bar]) -> list[tuple[str, Swatch | None]]:
     entries: list[tuple[str, Swatch | None]] = []
     if any(b.kind != "comm" for b in bars):
         entries.append(("compute", swatch(COLOURS["compute"])))
-    both = {"send", "recv"} <= found
+    names = {"send": "send, recv", "recv": ""} if {"send", "recv"} <= found else {}
     for op in ops:
-        if not (both and op == "recv"):
-            name = "send, recv" if both and op == "send" else op
+        if name := names.get(op, op):
             entries.append((name, swatch(COLOURS.get(op, COLOURS["barrier"]))))
     if any(b.waiting for b in bars):
         entries.append(("waits (lighter)", swatch(pale(COLOURS.get(ops[0], MUTED), _WAITING))))
