@@ -263,7 +263,7 @@ REFUSED = {
     "Which collective? This run holds: none.": lambda: collectives.steps([]),
     "holds no all_gather. Its collectives: all_": lambda: collectives.steps(CALLS, "all_gather"),
     "were not recorded. Run its cell with `--values`: `%%ranks 4 --values`.": lambda: collectives.steps(BARE),
-    "rank 0 is one of ranks 0-3, but this run has none of rank 3. Draw": lambda: collectives.steps(all_reduce()[:3]),
+    "rank 0 is one of ranks 0-3, but this run has none of rank 3.": lambda: collectives.steps(all_reduce()[:3]),
     "all_gather on 4 ranks is drawn from 4 tensors, or from one tensor in 4": lambda: collectives.steps(UNEVEN),
     "Part 1 of rank 0's output is not part 0 of rank 1's input: ": lambda: collectives.steps(MIXED),
     "no room for all the numbers: draw all_gather with smaller": lambda: collectives.steps(FAR),

@@ -125,7 +125,7 @@ def ladder(
     marks += [line(*a, *b, stroke=LINE, width=1.5, dash="3 4") for a, b in pairwise(places)]
     for k, (rung, place) in enumerate(zip(rungs, places, strict=True)):
         y = top + row * k + 20
-        shown, factor = format_value(rung.value), _factor(rungs[k - 1].value if k else 0, rung.value)
+        shown, factor = format_value(rung.value), _factor(rungs[k - 1].value, rung.value) if k else ""
         marks += [label(EDGE, y, rung.name), label(right, y, shown, anchor="end", bold=True)]
         at = EDGE + text_width(rung.name) + 14
         if factor and at + text_width(factor) + 10 < right - text_width(shown):
@@ -137,9 +137,7 @@ def ladder(
 
 
 def _factor(before: float, value: float) -> str:
-    """By what `before` is divided or multiplied to give `value`, in two digits; "" where there is no before."""
-    if not before:
-        return ""
+    """By what `before` is divided or multiplied to give `value`, in two digits; "" if they are equal."""
     ratio = max(before / value, value / before)
     text = f"{ratio:.2g}" if ratio < 100 else f"{ratio:,.0f}"
     return "" if text == "1" else f"{'÷' if value < before else '×'} {text}"

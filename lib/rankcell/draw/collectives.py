@@ -46,7 +46,7 @@ class _Held(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """Numbers of one rank that another needs: block `part` of the sender, or all of its tensor if None."""
+    """Numbers that one rank sends to another: block `part` of the sender, or all of its tensor if None."""
 
     source: int
     target: int
@@ -94,13 +94,10 @@ def _select(run: Run | Iterable[Event], op: str) -> list[Event]:
     if not (chosen := first.get(op, {})):
         raise ValueError(f"This run holds no {op}. Its collectives: {held}.")
     for rank, event in chosen.items():
-        missing = [r for r in event.ranks if r not in chosen or chosen[r].ranks != event.ranks]
-        if missing:
-            raise ValueError(
-                f"The first {op} of rank {rank} is one of {name_ranks(event.ranks)}, but this run "
-                f"has none of {name_ranks(missing)}. Draw a call that the whole group made."
-            )
-    return [event for _, event in sorted(chosen.items())]
+        if missing := [r for r in event.ranks if r not in chosen or chosen[r].ranks != event.ranks]:
+            whose, others = name_ranks(event.ranks), name_ranks(missing)
+            raise ValueError(f"The first {op} of rank {rank} is one of {whose}, but this run has none of {others}.")
+    return [chosen[rank] for rank in sorted(chosen)]
 
 
 def _values(event: Event) -> Values:

@@ -1,7 +1,7 @@
 """An algorithm made of sends and receives, step by step: who holds what, and which part goes to whom.
 
-`steps` draws a run whose ranks had their array watched (`with rankcell.watch(x):`): every number, arrow and
-step comes from the messages of that run. Collectives have pictures of their own in `collectives`.
+`steps` draws a run whose ranks had their array watched (`with rankcell.watch(x):`). Collectives have pictures of
+their own in `collectives`.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Parts that several pictures share: sizes, paler colours, keys, axes, ticks.
 
-Each stands here once, so that all pictures look alike. It draws no picture by itself; marks that know nothing
-of the course (a bar, a line, a text) are in `svg`.
+Each stands here once, so that all pictures look alike. Marks that know nothing of the course (a bar, a line, a text)
+are in `svg`.
 """
 
 import math

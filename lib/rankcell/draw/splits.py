@@ -11,7 +11,6 @@ from .parts import WIDTH, rank_colour
 from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
-_FINEST = 5  # px for one number, below which lines between them would hide it
 _EQUAL = 1e-6  # how far the numbers of a part may be from those of the whole: rounding
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
 
@@ -124,10 +123,9 @@ def _matrices(
         fill = f"url(#partial{rank})" if name in split.partial else rank_colour(rank)
         at = x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit
         marks.append(rect(*at, fill=fill, radius=0))
-        grid = unit >= _FINEST  # lines between the numbers
-        for i in range(1, rows if grid else 0):
+        for i in range(1, rows):  # lines between the numbers
             marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))
-        for j in range(1, columns if grid else 0):
+        for j in range(1, columns):
             marks.append(line(x + j * unit, y, x + j * unit, y + rows * unit, stroke=PAPER))
         marks.append(rect(x, y, columns * unit, rows * unit, stroke=INK, radius=0))
         x += columns * unit + _GAP

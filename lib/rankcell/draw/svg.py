@@ -1,8 +1,7 @@
 """What every picture of the course is made of: a figure, a slider over figures, the colours, the marks.
 
-Pure functions from numbers to SVG text. A figure is stored as a picture inside `text/html`, because that is
-the one form that JupyterLab shows in an untrusted notebook, that works from file://, in print and on a phone.
-It does not plot data by itself: the other modules of this package do.
+A figure is stored as a picture inside `text/html`, because that is the one form that JupyterLab shows in an untrusted
+notebook, that works from file://, in print and on a phone. The other modules of this package plot.
 """
 
 import base64
@@ -34,10 +33,9 @@ RANK_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 INK, MUTED, PAPER, LINE = "#1a1a1a", "#5a5a5a", "#ffffff", "#c8c8c8"
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif"
 
-# Turns the still picture into a slider between two buttons; it runs on the static site and in a trusted notebook. It
-# opens on the first picture: the last one is often the answer. On paper the still one stands again. What is beside the
-# slider keeps its width, so that nothing moves under the pointer, and `lmSuppressShortcuts` tells JupyterLab to leave
-# the arrow keys to the slider.
+# Turns the still picture into a slider between two buttons, on the static site and in a trusted notebook. It opens on
+# the first picture: the last one is often the answer. What is beside the slider keeps its width, so that nothing moves
+# under the pointer; `lmSuppressShortcuts` tells JupyterLab to leave the arrow keys to it.
 _SLIDER = resources.files("rankcell").joinpath("data/slider.js").read_text("utf-8").strip()
 
 

@@ -1,9 +1,8 @@
 """The timeline of a run: one row per rank, time from left to right, a bar for all that the rank did.
 
-A bar in an operation's colour means that its data could move; the lighter part before it that the rank stood
-in the call while another had not come yet. An asynchronous operation is a thin bar under the row, from its
-call to its end, and the row itself shows only the wait for it. Arrows lead from a send to its receive. It reads
-events and measures nothing; what was predicted is drawn by `schedule` and `streams`.
+A bar in an operation's colour means that its data could move; the lighter part before it that the rank stood in the
+call while another had not come yet. An asynchronous operation is a thin bar under the row, from its call to its end,
+and the row itself shows only the wait for it. What was predicted is drawn by `schedule` and `streams`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,7 +51,7 @@ def timeline(run: Run | Iterable[Event], *, title: str = "") -> Figure:
     if not events:
         raise ValueError("There is nothing to draw: no rank computed in a span or communicated.")
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
-    ready = _ready(events)
+    ready = {_meeting(e): e.start for e in events}  # of the last rank to call it: before that nobody can finish
     rows = {rank: _bars([e for e in events if e.rank == rank], ready) for rank in ranks}
     arrows = pairs(events)
     x = Axis(events[0].start, max(max(e.end for e in events), events[0].start + 1e-6), _NAMES, WIDTH - _RIGHT)
@@ -69,15 +68,6 @@ def _meeting(e: Event) -> tuple | None:
     return (e.group, e.ranks, e.op, e.seq) if e.kind == "comm" and e.seq else None
 
 
-def _ready(events: Iterable[Event]) -> dict[tuple, float]:
-    """When the last rank had called each operation: before that nobody can finish it."""
-    last: dict[tuple, float] = {}
-    for e in events:
-        if (key := _meeting(e)) is not None:
-            last[key] = max(last.get(key, e.start), e.start)
-    return last
-
-
 def pairs(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     """The sends with the receives that took them: same ranks, tag and count."""
     sends = {_meeting(e): e for e in events if e.op == "send" and e.peer is not None}
@@ -88,7 +78,7 @@ def _is_async(e: Event) -> bool:
     return e.kind == "comm" and (e.is_async or e.via in _ASYNC)
 
 
-def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> list[_Bar]:
+def _bars(events: Sequence[Event], ready: Mapping[tuple | None, float]) -> list[_Bar]:
     """The bars of one rank, in the order in which they are drawn: spans, then what happened inside them."""
     bars: list[_Bar] = []
     spans: list[Event] = []

@@ -35,7 +35,10 @@ def traffic(matrix: Sequence[Sequence[float]], *, title: str = "") -> Figure:
         y = top + i * _ROW
         marks.append(label(_LEFT - 8, y + 30, f"rank {i}", anchor="end"))
         for j, x in enumerate(row):
-            marks.append(_cell(_LEFT + j * cell, y, cell, x / most, diagonal=i == j))
+            stays = i == j and not x
+            look = ("#f4f4f4", "none") if stays else (pale(COLOURS["all_reduce"], x / most), LINE)
+            at = _LEFT + j * cell + 1, y + 1, cell - 2, _ROW - 2
+            marks.append(rect(*at, fill=look[0], stroke=look[1]))
             if fits and texts[i][j]:
                 ink = PAPER if x > 0.6 * most else INK
                 marks.append(label(_LEFT + (j + 0.5) * cell, y + 30, texts[i][j], anchor="middle", fill=ink))
@@ -59,9 +62,3 @@ def _finding(rows: Sequence[Sequence[float]]) -> str:
     if n > 2 and busy == sorted((i, (i + 1) % n) for i in range(n)):
         where = ", all of it to the next rank: a ring"
     return f"Traffic between {n} ranks, {format_bytes(total)} in all: {each}{where}."
-
-
-def _cell(x: float, y: float, width: float, share: float, *, diagonal: bool) -> str:
-    if diagonal and not share:
-        return rect(x + 1, y + 1, width - 2, _ROW - 2, fill="#f4f4f4")
-    return rect(x + 1, y + 1, width - 2, _ROW - 2, fill=pale(COLOURS["all_reduce"], share), stroke=LINE)
