@@ -1,7 +1,4 @@
-"""Bars from zero on a linear axis: how long each is, of what it is made, and a limit that it may cross.
-
-A pure function from numbers to a `Figure`. Lines and ladders are in `charts`.
-"""
+"""Bars from zero on a linear axis: how long each is, of what it is made, and a limit that it may cross."""
 
 import itertools
 from collections.abc import Callable, Mapping

@@ -76,9 +76,8 @@ def speeds(items: Iterable[Speed]) -> Table:
         rates = (s.bytes_per_s, s.both_ways) if links else (s.bytes_per_s,)
         said = f"{s.source.name} ({s.source.date})"
         source: str | tuple[str, str] = (said, s.source.url) if s.source.url else said
-        notes = (s.note,) * noted
         arithmetic = s.arithmetic or "as the source prints it"
-        rows.append((s.name, *map(format_rate, rates), arithmetic, *notes, source))
+        rows.append((s.name, *map(format_rate, rates), arithmetic, *(s.note,) * noted, source))
     numbers = ("each way", "both ways") if links else ("reads and writes",)
     header = ("", *numbers, "arithmetic", *("note",) * noted, "source")
     return Table(header, tuple(rows), right=numbers)
@@ -242,9 +241,7 @@ def _point(kind: int, x: float, y: float, colour: str, filled: bool, title: str)
 
 
 def _bounds(values: Sequence[float], log: bool, pad: float) -> tuple[float, float]:
-    """The ends of an axis of `values`, with a share `pad` of their spread left free. A linear axis begins at 0 where
-    the least value is under half of the largest.
-    """
+    """The ends of an axis, a share `pad` left free; a linear one begins at 0 if the least is under half the most."""
     low, high = min(values), max(values)
     if log:
         spread = math.log(high / low) or math.log(10)

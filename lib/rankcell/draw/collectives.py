@@ -46,11 +46,11 @@ class _Held(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """Numbers that one rank sends to another: block `part` of the sender, or all of its tensor if None."""
+    """Numbers that one rank sends to another."""
 
     source: int
     target: int
-    part: int | None
+    part: int | None  # which block of the sender; all of its tensor if None
     port: int  # which of the senders to this target, in group order
 
 

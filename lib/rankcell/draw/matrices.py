@@ -1,7 +1,4 @@
-"""Collectives as the matrices that they are: zeros and ones, in the colours of the ranks.
-
-A pure function from matrices to a `Figure`. Who sends what in a run is drawn by `collectives`.
-"""
+"""Collectives as the matrices that they are: zeros and ones, in the colours of the ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,7 @@
 """A device mesh: which ranks form a group along each axis, and what they send each other there.
 
-A panel per axis. The boxes are the ranks in the order of the mesh, the last axis from left to right; boxes of
-one colour are one group of that axis. Beside them stands what the ranks really called in those groups, from
-the events of a run.
+A panel per axis. The boxes are the ranks, the last axis from left to right; boxes of one colour are one group of that
+axis. Beside them stands what the ranks really called in those groups, from the events of a run.
 """
 
 import math
@@ -31,8 +30,7 @@ def _groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
 def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = "") -> Figure:
     """The groups of each axis of the mesh {name: degree}, and the calls and bytes of each rank in them.
 
-    Calls and bytes are those of one rank; where ranks differ, the least and the most. Bytes are those of the
-    input tensors.
+    Calls and bytes of input tensors are those of one rank; where ranks differ, the least and the most.
 
     Raises:
         ValueError: the run has another number of ranks than the mesh.

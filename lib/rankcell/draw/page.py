@@ -94,8 +94,7 @@ def apply_carriage_returns(text: str) -> str:
 def shorten(text: str) -> str:
     """Head and tail of a long text, with the number of lines left out between them."""
     lines = text.split("\n")
-    ends_with_newline = lines[-1] == ""
-    if ends_with_newline:
+    if lines[-1] == "":
         lines.pop()
     if len(lines) > HEAD + TAIL + 5:
         left_out = len(lines) - HEAD - TAIL

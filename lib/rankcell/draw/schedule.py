@@ -1,8 +1,7 @@
 """The grid of a pipeline: ranks from top to bottom, time from left to right, a box for each action.
 
-A box holds the number of its micro-batch. Predicted boxes are outlined, measured ones solid; given both, each
-rank has its measured row right under its predicted one. Later chunks of a rank are paler. It reads events and
-schedules and measures nothing.
+A box holds the number of its micro-batch. Predicted boxes are outlined, measured ones solid; given both, each rank has
+its measured row right under its predicted one. Later chunks of a rank are paler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -6,7 +6,6 @@ waited for it. It reads events and measures nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from ..results import Event
 from .parts import WIDTH, Axis, Swatch, heading, key, pale, text_width, time_axis, union_length
@@ -111,8 +110,8 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
     elif e.kind == "host" and e.op.startswith("launch "):
         return rect(start, y, width, _BAR, fill=INK, stroke=PAPER if width > 4 else "none", title=tip)
     elif width > 6:
-        look: dict[str, Any] = {"fill": pale(colour, _INSIDE), "stroke": colour, "stroke_width": 2}
-        bar = rect(start + 1, y + 1, width - 2, _BAR - 2, **look, title=tip)
+        at, fill = (start + 1, y + 1, width - 2, _BAR - 2), pale(colour, _INSIDE)
+        bar = rect(*at, fill=fill, stroke=colour, stroke_width=2, title=tip)
     else:
         bar = rect(start, y, width, _BAR, fill=colour, title=tip)
     text = "waits" if e.kind == "wait" else e.op
@@ -144,6 +143,5 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
 
 
 def _outlined(fill: str, stroke: str, *, stroke_width: float = 1, dash: str = "") -> Swatch:
-    """The mark of a key's entry whose bars have an outline, such as what is predicted."""
-    look: dict[str, Any] = {"fill": fill, "stroke": stroke, "stroke_width": stroke_width, "dash": dash}
-    return lambda x, y: rect(x + 1, y + 3, 16, 14, **look)
+    """The mark of a key's entry whose bars have an outline."""
+    return lambda x, y: rect(x + 1, y + 3, 16, 14, fill=fill, stroke=stroke, stroke_width=stroke_width, dash=dash)

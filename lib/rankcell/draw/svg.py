@@ -61,8 +61,8 @@ class Figure:
 class Frames:
     """Several pictures of one size above a slider, which opens on the first of them.
 
-    `labels` says what each picture shows, `name` what the slider moves through (for example "step"). Where
-    scripts are off, and on paper, the picture number `still` stands alone.
+    `labels` says what each picture shows, `name` what the slider moves through. Where scripts are off, and on paper,
+    the picture number `still` stands alone.
     """
 
     figures: tuple[Figure, ...]

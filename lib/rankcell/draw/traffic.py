@@ -1,7 +1,6 @@
-"""The traffic of a run as a matrix: how many bytes went from each rank to each other rank.
+"""Traffic as a matrix: how many bytes went from each rank to each other rank, counted (`run.wire`) or by a formula.
 
-A row is a sender, a column a receiver, dark is much. It draws a matrix that it is given: what the kernel
-counted (`run.wire`), or what an algorithm sends by its formula.
+A row is a sender, a column a receiver, dark is much.
 """
 
 from collections.abc import Sequence

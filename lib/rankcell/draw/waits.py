@@ -92,10 +92,10 @@ def _finding(by_rank: Mapping[int, Standing], cycles: Sequence[Set[int]]) -> str
             waiters.add(rank)
             peers.add(peer)
     for state, (waiters, peers) in causes.items():
-        said.append(f"{_name(waiters)} {_wait(waiters)} for {_name(peers)}, which {state[len(peers) > 1]}")
+        said.append(f"{_waiters(waiters)} for {_name(peers)}, which {state[len(peers) > 1]}")
         told |= waiters
     if rest := waiting - told:
-        said.append(f"{_name(rest)} {_wait(rest)} behind them")
+        said.append(f"{_waiters(rest)} behind them")
     alone = "; ".join(f"rank {rank} {_state(s)[0]}" for rank, s in by_rank.items())
     return "; ".join(said) or f"{alone}; nobody waits for another"
 
@@ -108,8 +108,8 @@ def _state(standing: Standing | None) -> tuple[str, str]:
     return (f"stands in {op}", f"stand in {op}") if op else ("computes", "compute")
 
 
-def _wait(ranks: Set[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
+def _waiters(ranks: Set[int]) -> str:
+    return f"{_name(ranks)} wait{'s' * (len(ranks) == 1)}"
 
 
 def _name(ranks: Set[int]) -> str:
@@ -117,11 +117,7 @@ def _name(ranks: Set[int]) -> str:
 
 
 def _layout(standings: Sequence[Standing]) -> tuple[dict[int, tuple[float, float]], float, float]:
-    """Where each rank's circle has its centre, the height used, the circles' radius.
-
-    The ranks stand clockwise on an ellipse, so that neighbours in a ring are neighbours in the picture, and
-    rank 0 is at the top left.
-    """
+    """Where each rank's circle has its centre, the height used, the circles' radius: clockwise on an ellipse."""
     n, middle = len(standings), WIDTH / 2
     if n <= _LABELLED:
         radius = float(_RADIUS)
