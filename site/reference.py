@@ -23,7 +23,6 @@ GROUPS = {
             "draw.charts",
             "draw.bars",
             "draw.splits",
-            "draw.losses",
         ),
         *("draw.streams", "draw.svg"),
     ],

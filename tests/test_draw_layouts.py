@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from rankcell.compare.judge import Comparison, Row
@@ -10,24 +9,14 @@ from rankcell.draw import mesh
 from rankcell.draw.held import held, look
 from rankcell.draw.parts import pale, rank_colour
 from rankcell.draw.sketches import sketch
-from rankcell.draw.splits import Split, located, part, side_by_side, strips
+from rankcell.draw.splits import Split, located, side_by_side
 from rankcell.draw.svg import COLOURS, RANK_COLOURS
 from rankcell.results import Event
 from test_draw_charts import marks, number, tipped, words
 
-CUBE = {"pp": 2, "dp": 2, "tp": 2}
-
 
 def comm(rank, op, ranks, nbytes=1024):
     return Event(rank, op, 0.0, 1.0, ranks=ranks, nbytes=nbytes)
-
-
-def test_groups_and_their_bytes_follow_the_axes():
-    groups = {"pp": [(0, 4), (1, 5), (2, 6), (3, 7)], "dp": [(0, 2), (1, 3), (4, 6), (5, 7)]}
-    assert mesh.groups(CUBE) == groups | {"tp": [(0, 1), (2, 3), (4, 5), (6, 7)]}  # as torch's device mesh
-    assert mesh.groups({"a": 3, "b": 1})["b"] == [(0,), (1,), (2,)]
-    matrix = [[0, 1, 10, 100], [1, 0, 100, 10], [10, 100, 0, 1], [100, 10, 1, 0]]
-    assert mesh.bytes_by_axis(matrix, {"dp": 2, "tp": 2}) == {"dp": 40, "tp": 4}
 
 
 def test_each_axis_says_what_its_groups_called():
@@ -44,10 +33,12 @@ def test_each_axis_says_what_its_groups_called():
     at = {tip: (number(box, "x"), number(box, "y")) for tip, box in tipped(figure).items()}
     assert at["rank 0"][0] < at["rank 1"][0] == at["rank 3"][0] and at["rank 0"][1] < at["rank 2"][1]
     assert mesh.axes([], {"dp": 4}).alt == "dp: 1 group of 4: nothing sent."
+    events = [comm(r, "all_gather", pair) for pair in ((0, 2), (1, 3), (4, 6), (5, 7)) for r in pair]
+    cube = mesh.axes(events, {"pp": 2, "dp": 2, "tp": 2}).alt
+    assert "dp: 4 groups of 2: all_gather 1×, 1 KiB." in cube, "the last axis runs fastest, as torch's"
 
 
 def test_parts_are_located_by_their_numbers():
-    assert part(2, slice(4, None), of=(4, 8)) == ((2, 3), (4, 8))
     x, A = torch.randn(4, 8), torch.randn(8, 8)
     y = x @ A
     columns, rows = x.chunk(4, 1), A.chunk(4)
@@ -56,31 +47,23 @@ def test_parts_are_located_by_their_numbers():
     split = located("rows", mine, whole=whole, exchange=("all-reduce",))
     assert split.name == "rows" and split.exchange == ("all-reduce",) and split.partial == ("y",)
     assert split.held[1] == {"x": ((0, 4), (2, 4)), "A": ((2, 4), (0, 8)), "y": ((0, 4), (0, 8))}
-    blocks = [{"x": x[r : r + 1], "A": None, "y": y[r : r + 1, 2 * r : 2 * r + 2] + 1e-7} for r in range(4)]
+    blocks = [{"x": x[r : r + 1], "y": y[r : r + 1, 2 * r : 2 * r + 2] + 1e-7} for r in range(4)]
     split = located("blocks", blocks, whole=whole)
-    assert split.held[3] == {"x": ((3, 4), (0, 8)), "A": None, "y": ((3, 4), (6, 8))} and split.partial == ()
+    assert split.held[3] == {"x": ((3, 4), (0, 8)), "y": ((3, 4), (6, 8))} and split.partial == ()
     assert located("done", [{"y": y}, {"y": torch.zeros(4, 8)}], whole=whole).partial == ("y",)
 
 
 def test_splits_say_who_holds_what():
-    mine = [{"A": ((0, 2), (0, 4)), "B": None}, {"A": ((2, 4), (0, 4)), "B": ((0, 4), (0, 2))}]
+    mine = [{"A": ((0, 2), (0, 4)), "B": ((0, 4), (1, 2))}, {"A": ((2, 4), (0, 4)), "B": ((0, 4), (0, 2))}]
     figure = side_by_side(
-        [Split("rows", mine, ("one message",), partial=("A",))], {"A": (4, 4), "B": (4, 2)}, alt="Rows."
+        [Split("rows", mine, ("one message",), ("A",))], {"A": (4, 4), "B": (4, 2)}, alt="Rows."
     )
     fills = [r.get("fill") for r in marks(figure, "rect")]
     shares = [fills.count(colour) for colour in (*RANK_COLOURS[:2], "url(#partial1)")]
-    assert shares == [1, 2, 1], "one stripe of each; rank 1 has all of B, and a share of A"
-    nine = Split("rows", [{"x": part(rank, slice(None), of=(9, 2))} for rank in range(9)])
+    assert shares == [2, 2, 1], "one stripe and one part of B each; rank 1 has a share of A"
+    nine = Split("rows", [{"x": ((rank, rank + 1), (0, 2))} for rank in range(9)], (), ())
     colours = [r.get("fill") for r in marks(side_by_side([nine], {"x": (9, 2)}, alt="Nine."), "rect")]
     assert colours.count(RANK_COLOURS[0]) == 2, "they begin again"
-
-
-def test_strips_are_to_one_scale():
-    rows = {"2 layers": [("layer 0", 60), ("layer 1", 40)], "2 shards": [("rank 0", 50), ("rank 1", 50)]}
-    figure = strips(rows, alt="Two ways.")
-    assert [number(r, "width") for r in tipped(figure).values()] == pytest.approx([348, 232, 290, 290])
-    (cut,) = (mark for mark in marks(figure, "line") if mark.get("stroke-dasharray"))
-    assert number(cut, "x1") == number(cut, "x2") == pytest.approx(10 + 290)
 
 
 def row(name, kind, layout, status="fits", step=0, **more):

@@ -73,7 +73,6 @@ def test_an_arrow_leads_from_send_to_receive():
     messages = [Event(0, "send", 0.0, 0.004, peer=1, seq=1), Event(1, "recv", 0.002, 0.004, peer=0, seq=1)]
     messages += [Event(1, "send", 5.0, 6.0, peer=0, tag=7), Event(0, "recv", 5.0, 6.0, peer=1, tag=8)]
     assert len(marks(timeline(messages), "polygon")) == 1, "the second receive has another tag"
-    assert not marks(timeline(messages, arrows=False), "polygon")
     alone = timeline(messages[:2]).alt
     assert alone.endswith("rank 0 waits most for the others, 2 ms (50%)."), "a send waits for its receiver"
     alone = timeline([all_reduce(r, 0.0, 0.008) for r in (0, 1)])
@@ -105,8 +104,8 @@ def overlapped():
 def test_streams_say_what_overlaps():
     said = "Simulated: done after 20 ms; 4 ms of work overlap; the host stands for 20 ms."
     assert streams(overlapped(), title="Two streams").alt == f"Two streams. {said}"
-    measured = streams([Event(0, "matmul", 0.0, 0.01, kind="compute", group="host")])
-    assert measured.alt == "Measured: done after 10 ms; nothing overlaps; the host never stands."
+    alone = streams([Event(0, "matmul", 0.0, 0.01, kind="compute", group="host")])
+    assert alone.alt == "Simulated: done after 10 ms; nothing overlaps; the host never stands."
     short = Device(launch=0.0)
     short.matmul(seconds=0.010)
     both = stacked({"long": overlapped(), "short": short.events})
@@ -149,9 +148,9 @@ def test_the_panel_draws_anew_at_each_move():
     controls = {c.description: c for c in shown.children if getattr(c, "description", "")}
     assert list(controls) == ["schedule", "ranks"]
     picture = shown.children[-2]
-    assert planned().data_uri() in picture.value
+    assert picture.value == planned()._repr_html_()
     controls["schedule"].value, controls["ranks"].value = "zero bubble", 3
-    assert planned("zero bubble", 3).data_uri() in picture.value
+    assert picture.value == planned("zero bubble", 3)._repr_html_()
 
     def draw(n):
         if n == 2:
@@ -160,10 +159,3 @@ def test_the_panel_draws_anew_at_each_move():
 
     shown = panel(draw, {"n": [1, 2]}, start={"n": 2})
     assert shown.children[1].value == "<p>2 &lt; 3 is not allowed.</p>"
-
-
-def test_tasks_of_a_job_have_a_row_each():
-    tasks = [Event(n, "run", 2.0 * n, 2.0 * n + 3, kind="compute", group=f"task {n}") for n in range(3)]
-    figure = streams(tasks, title="Sweep")
-    assert figure.alt == "Sweep. Measured: done after 7 s; 2 s of work overlap."
-    assert {"task 0", "task 2", "time in s"} <= {*words(figure)}

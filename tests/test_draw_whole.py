@@ -22,7 +22,6 @@ from rankcell.draw import (
     charts,
     collectives,
     held,
-    losses,
     memory,
     mesh,
     messages,
@@ -37,7 +36,7 @@ from rankcell.draw.parts import text_width
 from rankcell.draw.splits import Split
 from rankcell.draw.svg import format_bytes, format_seconds
 from rankcell.results import Event, RankResult, Run, Standing, Values
-from test_draw_charts import marks, number, one_step, two_ranks
+from test_draw_charts import marks, number, one_step
 from test_draw_collectives import (
     ALL,
     CASES,
@@ -135,7 +134,7 @@ def of_all_kinds():
 
 
 def lengths():
-    rungs = [Rung("a", 4e-6, measured=True), Rung("a rung whose factor has no room", 2.3e-3), Rung("d", 3.0)]
+    rungs = [Rung("a", 4e-6), Rung("a rung whose factor has no room", 2.3e-3), Rung("d", 3.0)]
     named = {"unit": "seconds", "outlined": "by formula", "format_value": format_seconds}
     needs = {"small": {"weights": 2, "optimizer": 12}, "a large model": {"weights": 84}}
     return (
@@ -148,12 +147,12 @@ def layouts():
     """Parts, nothing, a partial sum; layouts of tensors."""
     shapes = {"A": (2, 2), "C": (2, 1)}
     rows = [{"A": ((r, r + 1), (0, 2)), "C": ((0, 2), (0, 1))} for r in range(2)]
-    whole = {"A": ((0, 2), (0, 2)), "C": None}
+    whole = {"A": ((0, 2), (0, 2)), "C": ((0, 1), (0, 1))}
     found = [row("up", "output", "sharded on dim 2"), row("down", "output", "partial over 0-1", "partial")]
     found += [row("up", "grad", "4 times it", "scaled"), row("down", "grad", "others (3% off)", "none")]
-    split = Split("rows", rows, ("all-reduce",), partial=("C",))
+    split = Split("rows", rows, ("all-reduce",), ("C",))
     words = ("activations of this layer,", "once")
-    stages = Split("stages", [whole, rows[1]], words)
+    stages = Split("stages", [whole, rows[1]], words, ())
     return (
         splits.side_by_side([split, stages], shapes, alt="Halves."),
         held.held({"as it was": Comparison(tuple(found), None), "one": Comparison(tuple(found[:1]), None)}),
@@ -170,10 +169,10 @@ PICTURES = {
     "collectives": lambda: collectives.steps(AVERAGE).figures[2],
     "messages": lambda: messages.steps(TREE).figures[1],
     "waits": all_kinds,
-    "traffic": lambda: traffic.traffic(MATRIX, nodes=("north", "north", "south"), title="A step"),
+    "traffic": lambda: traffic.traffic(MATRIX, title="A step"),
     "charts": of_all_kinds,
     "lengths": lengths,
-    "memory": lambda: (one_step(), two_ranks()),
+    "memory": one_step,
     "layouts": layouts,
 }
 
@@ -203,7 +202,6 @@ def test_a_picture_equals_its_golden_file(name):
 
 
 LARGE = {
-    "memory of eight": lambda: memory.by_rank([{k: MIB * (r + 1) for k in memory.COLOURS} for r in range(8)]),
     "sixteen that wait": lambda: picture(*CASES["ranks 0-15 wait in a circle"]),
     "32 micro-batches": lambda: schedule.grid(schedules.interleaved(8, 32, 4)),
     "reduce_scatter": lambda: collectives.steps(EVERY["reduce_scatter"][0]).figures[1],
@@ -238,6 +236,7 @@ CALLS = [e for r in ALL for e in (all_reduce()[r], all_to_all()[r], all_reduce()
 MIXED = [event(0, "all_to_all", [[0, 1, 2, 3]], [[0] * 4], [[0, 20, 10, 30]]), *all_to_all()[1:]]
 FAR = call("all_gather", [[[1.5] * 8]] * 4, [[[0] * 32]] * 4, [[[1.5] * 32]] * 4)
 UNEVEN = call("all_gather", OWN, [[[0] * 3]] * 4, [[[0, 1, 2]]] * 4)
+FOUR = Run("", tuple(map(RankResult, range(4))))
 CUBE, MODEL = {"pp": 2, "dp": 2, "tp": 2}, torch.arange(4.0)[:, None].expand(4, 4).clone()
 
 
@@ -252,10 +251,7 @@ def axis(*points):
 REFUSED = {
     "no place for x = 0. Use x_log=False.": lambda: axis((0, 1.0), (1, 2.0)),
     "every series is empty": axis,
-    "no value is a finite number": lambda: losses.losses({"a": [float("nan")]}),
-    "no place for a loss of 0. Use log=False.": lambda: losses.losses({"a": [1.0, 0.0]}, log=True),
-    "memory was never looked at": lambda: memory.over_time([], {}, x_label="ms"),
-    "no rank was measured": lambda: memory.by_rank([]),
+    "memory was never looked at": lambda: memory.over_time([]),
     "There is nothing to draw: no rank computed in a span or comm": lambda: timeline.timeline([]),
     "nothing was enqueued": lambda: streams.streams([]),
     'no event is named after an action, such as "1F0"': lambda: schedule.grid([span(0, "forward", 0, 1)]),
@@ -263,18 +259,16 @@ REFUSED = {
     "holds no send that was received": lambda: messages.steps([]),
     "No array was watched": lambda: messages.steps([replace(e, watched=None) for e in TREE]),
     "9 numbers, a picture has room for 8": lambda: messages.steps(message(0, 1, 0, LONG, LONG, (0, 1), (0, 1))),
-    "Which collective? This run holds: all_reduce (2x), all_to_all (1x). Name one": lambda: collectives.steps(CALLS),
+    "Which collective? This run holds: all_reduce, all_to_all. Name one": lambda: collectives.steps(CALLS),
     "Which collective? This run holds: none.": lambda: collectives.steps([]),
-    "holds no all_reduce number 9. Its collectives: all_": lambda: collectives.steps(CALLS, "all_reduce", call=9),
+    "holds no all_gather. Its collectives: all_": lambda: collectives.steps(CALLS, "all_gather"),
     "were not recorded. Run its cell with `--values`: `%%ranks 4 --values`.": lambda: collectives.steps(BARE),
-    "0 is one of ranks 0-3, but this run has none of rank 3. Draw": lambda: collectives.steps(all_reduce()[:3]),
+    "rank 0 is one of ranks 0-3, but this run has none of rank 3.": lambda: collectives.steps(all_reduce()[:3]),
     "all_gather on 4 ranks is drawn from 4 tensors, or from one tensor in 4": lambda: collectives.steps(UNEVEN),
     "Part 1 of rank 0's output is not part 0 of rank 1's input: ": lambda: collectives.steps(MIXED),
     "no room for all the numbers: draw all_gather with smaller": lambda: collectives.steps(FAR),
     "Only the first 64 of 100 numbers were recorded. ": lambda: collectives.steps(CUT),
-    "0 rows have lengths none": lambda: traffic.traffic([]),
-    "2 rows have lengths 2, 1": lambda: traffic.traffic([[0, 1], [0]]),
-    "pp(2) * dp(2) * tp(2) = 8, but there are 4 ranks": lambda: mesh.bytes_by_axis([[0] * 4] * 4, CUBE),
+    "pp(2) * dp(2) * tp(2) = 8, but there are 4 ranks": lambda: mesh.axes(FOUR, CUBE),
     "A is 5 x 4, the whole is 4 x 4, and": lambda: part_of(A=torch.ones(5, 4)),
     "There is nothing to draw:": lambda: held.held({"a run": Comparison((), None)}),
 }  # fmt: skip

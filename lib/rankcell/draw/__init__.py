@@ -4,7 +4,7 @@
     collectives, messages, waits    who sends what to whom, step by step; who waits for whom
     traffic, mesh                   bytes from rank to rank; groups of ranks along the axes of a mesh
     splits, held, matrices          who holds what
-    memory, charts, losses, bars    numbers: bytes by kind, lines, loss curves, bars, tables
+    memory, charts, bars            numbers: bytes by kind, lines, ladders, tables, bars
     sketches                        drawings of what no run shows, kept as SVG under data/sketches
     explorer                        sliders above a picture, in a running kernel
     page                            what stands under a rank cell

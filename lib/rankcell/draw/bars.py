@@ -1,16 +1,14 @@
-"""Bars from zero on a linear axis: how long each is, of what it is made, and a limit that it may cross.
+"""Bars from zero on a linear axis: how long each is, of what it is made, and a limit that it may cross."""
 
-Pure functions from numbers to a `Figure`. Bars of bytes by rank, with the formula under each, are in `memory`;
-lines and ladders are in `charts`.
-"""
-
+import itertools
 from collections.abc import Callable, Mapping
 
-from .memory import colour_of
+from .memory import COLOURS as OF_MEMORY
 from .parts import EDGE, WIDTH, key, pale, round_ticks, swatch, ticks_below
-from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, label, line, rect
+from .svg import COLOURS, INK, LINE, MUTED, RANK_COLOURS, Figure, drawing, label, line, rect
 
 _ROW, _BAR = 60, 22  # px
+_OTHERS = tuple(c for c in (*RANK_COLOURS, "#444444") if c not in OF_MEMORY.values())
 
 
 def bars(
@@ -19,23 +17,22 @@ def bars(
     unit: str,
     format_value: Callable[[float], str] = "{:g}".format,
     limit: tuple[str, float] | None = None,
-    measured: bool = False,
     alt: str = "",
 ) -> Figure:
     """Horizontal bars, one per row, from zero, all to one scale; a row may be a pile of named parts.
 
         bars({"7 billion": {"weights": 14, "optimizer": 84}}, unit="GB", limit=("one GPU has", 80))
 
-    `unit` names the axis; `limit` is a name and a value where an upright line stands. Bars that were measured
-    are solid, others pale with an outline.
+    `unit` names the axis; `limit` is a name and a value where an upright line stands.
     """
     parts = {name: row if isinstance(row, Mapping) else {"": row} for name, row in rows.items()}
     totals = {name: sum(row.values()) for name, row in parts.items()}
     most = max([*totals.values(), *([limit[1]] if limit else [])]) or 1.0
     scale = (WIDTH - 2 * EDGE) / most
     kinds = list(dict.fromkeys(kind for row in parts.values() for kind in row if kind))
-    edges = {kind: colour_of(kind, kinds) for kind in kinds} | {"": COLOURS["all_reduce"]}
-    fills = {kind: edge if measured else pale(edge, 0.45) for kind, edge in edges.items()}
+    free = itertools.cycle(_OTHERS)
+    edges = {kind: OF_MEMORY.get(kind) or next(free) for kind in kinds} | {"": COLOURS["all_reduce"]}
+    fills = {kind: pale(edge, 0.45) for kind, edge in edges.items()}
     entries = [(kind, swatch(fills[kind], edges[kind])) for kind in kinds]
     marks, top = key(entries, 8, left=EDGE, gap=26) if kinds else ([], 8)
     if limit:

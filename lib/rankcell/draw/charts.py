@@ -1,7 +1,7 @@
 """Charts from numbers: a ladder of rates or times, lines on linear or log axes, tables.
 
 Pure functions from numbers to a `Figure` (or a `Table`). Measured marks are solid, published or predicted
-ones are outlined. Nothing here measures; what the ranks did is drawn elsewhere in this package.
+ones are outlined. Nothing here measures.
 """
 
 import html
@@ -10,27 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..hardware import EACH_WAY, Speed
 from . import parts
-from .parts import EDGE, WIDTH, Axis, Swatch, text_width
-from .svg import (
-    COLOURS,
-    LINE,
-    MUTED,
-    RANK_COLOURS,
-    Figure,
-    drawing,
-    format_bytes,
-    format_seconds,
-    label,
-    line,
-)
+from .parts import EDGE, ROW, WIDTH, Axis, text_width
+from .svg import COLOURS, LINE, MUTED, PAPER, RANK_COLOURS, Figure, drawing, format_bytes, format_seconds, label, line
 
 # what notebooks import from here, the units of an axis included
 __all__ = [
     "Rung", "Series", "Table", "format_bytes", "format_rate", "format_seconds", "ladder", "lines", "shares", "speeds"
 ]  # fmt: skip
+_HEIGHT = 440  # px of a picture with lines
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -85,9 +76,8 @@ def speeds(items: Iterable[Speed]) -> Table:
         rates = (s.bytes_per_s, s.both_ways) if links else (s.bytes_per_s,)
         said = f"{s.source.name} ({s.source.date})"
         source: str | tuple[str, str] = (said, s.source.url) if s.source.url else said
-        notes = (s.note,) * noted
         arithmetic = s.arithmetic or "as the source prints it"
-        rows.append((s.name, *map(format_rate, rates), arithmetic, *notes, source))
+        rows.append((s.name, *map(format_rate, rates), arithmetic, *(s.note,) * noted, source))
     numbers = ("each way", "both ways") if links else ("reads and writes",)
     header = ("", *numbers, "arithmetic", *("note",) * noted, "source")
     return Table(header, tuple(rows), right=numbers)
@@ -101,13 +91,11 @@ def shares(pairs: Iterable[tuple[Speed, Speed]]) -> Table:
     return Table(("", *numbers), tuple(rows), right=numbers)
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One rung of a ladder, `value` in its unit. `measured` is solid, published or predicted is outlined."""
+class Rung(NamedTuple):
+    """One rung of a ladder, `value` in its unit."""
 
     name: str
     value: float
-    measured: bool = False
 
 
 def ladder(
@@ -129,42 +117,32 @@ def ladder(
     right, top, row, colour = WIDTH - EDGE - 6, 44, 54, COLOURS["all_reduce"]
     bottom = top + row * len(rungs)
     x = Axis(10.0**low, 10.0**high, EDGE, right, log=True)
-    kinds = sorted({r.measured for r in rungs}, reverse=True)
-    entries = [("measured here" if measured else outlined, _dot(colour, measured)) for measured in kinds]
-    marks, _ = parts.key(entries, 10, left=EDGE, gap=26)
+    marks = [_point(0, EDGE + 9, 21, colour, False, ""), label(EDGE + 26, 27, outlined, fill=MUTED)]
     powers = [10.0**p for p in range(low, math.floor(high) + 1)]
     marks += parts.ticks_below(((x(p), format_value(p)) for p in powers), top, bottom + 4, bottom + 24)
     places = [(x(rung.value), top + row * k + 36) for k, rung in enumerate(rungs)]
     marks += [line(*a, *b, stroke=LINE, width=1.5, dash="3 4") for a, b in pairwise(places)]
     for k, (rung, place) in enumerate(zip(rungs, places, strict=True)):
         y = top + row * k + 20
-        shown, factor = format_value(rung.value), _factor(rungs[k - 1].value if k else 0, rung.value)
+        shown, factor = format_value(rung.value), _factor(rungs[k - 1].value, rung.value) if k else ""
         marks += [label(EDGE, y, rung.name), label(right, y, shown, anchor="end", bold=True)]
         at = EDGE + text_width(rung.name) + 14
         if factor and at + text_width(factor) + 10 < right - text_width(shown):
             marks.append(label(at, y, factor, fill=MUTED))
-        marks.append(parts.point(0, *place, colour, rung.measured, f"{rung.name}: {shown}"))
+        marks.append(_point(0, *place, colour, False, f"{rung.name}: {shown}"))
     foot = f"{unit}; each line is 10 times the last"
     marks.append(label(WIDTH / 2, bottom + 50, foot, anchor="middle", fill=MUTED))
     return drawing(WIDTH, bottom + 62, *marks, alt=alt)
 
 
-def _dot(colour: str, filled: bool) -> Swatch:
-    """The mark of a key's entry for points."""
-    return lambda x, y: parts.point(0, x + 9, y + 11, colour, filled, "")
-
-
 def _factor(before: float, value: float) -> str:
-    """By what `before` is divided or multiplied to give `value`, in two digits; "" where there is no before."""
-    if not before:
-        return ""
+    """By what `before` is divided or multiplied to give `value`, in two digits; "" if they are equal."""
     ratio = max(before / value, value / before)
     text = f"{ratio:.2g}" if ratio < 100 else f"{ratio:,.0f}"
     return "" if text == "1" else f"{'÷' if value < before else '×'} {text}"
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """Points of one line. `measured` is solid, published or predicted is dashed with hollow marks."""
 
     name: str
@@ -183,14 +161,12 @@ def lines(
     x_base: int = 10,
     x_format: Callable[[float], str] = "{:g}".format,
     y_format: Callable[[float], str] = "{:g}".format,
-    x_ticks: Sequence[float] = (),
     y_ticks: Sequence[float] = (),
     marks: Sequence[tuple[float, str]] = (),
-    height: float = 440,
 ) -> Figure:
     """Lines with marks on linear or log axes; `marks` are dotted upright lines with a word on top.
 
-    Ticks that are not given are powers of 10 (of `x_base` along x) on a log axis and round numbers on a linear one.
+    Ticks are powers of 10 (of `x_base` along x) on a log axis and round numbers on a linear one; `y_ticks` are others.
     """
     xs, ys = ([point[i] for s in series for point in s.points] for i in (0, 1))
     if not xs:
@@ -198,16 +174,14 @@ def lines(
     for name, values, log in (("x", xs, x_log), ("y", ys, y_log)):
         if log and min(values) <= 0:
             raise ValueError(f"A log axis has no place for {name} = {min(values):g}. Use {name}_log=False.")
-    x_range = parts.bounds([*xs, *x_ticks], x_log, 0.03)
-    y_range = parts.bounds([*ys, *y_ticks], y_log, 0.06)
-    if not x_ticks:
-        log_ticks = partial(parts.log_ticks, base=x_base)
-        x_ticks = (log_ticks if x_log else parts.round_ticks)(*x_range, most=5)
-    y_ticks = tuple(y_ticks) or (parts.log_ticks if y_log else parts.round_ticks)(*y_range, most=6)
-    places = parts.key_of_lines([s.name for s in series])
+    x_range = _bounds(xs, x_log, 0.03)
+    y_range = _bounds([*ys, *y_ticks], y_log, 0.06)
+    x_ticks = (partial(_log_ticks, base=x_base) if x_log else parts.round_ticks)(*x_range, most=5)
+    y_ticks = tuple(y_ticks) or (_log_ticks if y_log else parts.round_ticks)(*y_range, most=6)
+    places = _places_in_key([s.name for s in series])
     left = EDGE + max(text_width(y_format(t)) for t in y_ticks) + 8
     right, top = WIDTH - EDGE - 8, 12 + 28 * (places[-1][1] + 1) + 28 + (26 if marks else 0)
-    bottom = height - 66
+    bottom = _HEIGHT - 66
     px, py = Axis(*x_range, left, right, log=x_log), Axis(*y_range, bottom, top, log=y_log)
     grid, names = parts.ticks_beside(((py(t), y_format(t)) for t in y_ticks), left, right)
     out = [mark for pair in zip(grid, names, strict=True) for mark in pair]
@@ -222,12 +196,67 @@ def lines(
             out.append(label(x, top - 10, word, anchor="middle", fill=MUTED))
             last = x + half + 6
     out.append(label(EDGE, top - (36 if marks else 10), y_label, fill=MUTED))
-    out.append(label((left + right) / 2, height - 12, x_label, anchor="middle", fill=MUTED))
+    out.append(label((left + right) / 2, _HEIGHT - 12, x_label, anchor="middle", fill=MUTED))
     for k, s in enumerate(series):
         colour, dash = RANK_COLOURS[k % len(RANK_COLOURS)], "" if s.measured else "7 5"
         points = [(px(x), py(y)) for x, y in s.points]
         out += [line(*a, *b, stroke=colour, width=3, dash=dash) for a, b in pairwise(points)]
         for at, (x, y) in zip(points, s.points, strict=True):
-            out.append(parts.point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
-        out += parts.line_in_key(k, places[k], s.name, colour, width=3, measured=s.measured)
-    return drawing(WIDTH, height, *out, alt=alt)
+            out.append(_point(k, *at, colour, s.measured, f"{s.name}: {x_format(x)}, {y_format(y)}"))
+        x, y = places[k][0], 20 + ROW * places[k][1]
+        out.append(line(x, y, x + 30, y, stroke=colour, width=3, dash=dash))
+        out += [_point(k, x + 15, y, colour, s.measured, s.name), label(x + 38, y + 6, s.name)]
+    return drawing(WIDTH, _HEIGHT, *out, alt=alt)
+
+
+def _places_in_key(names: Sequence[str]) -> list[tuple[float, int]]:
+    """Where each entry of the key begins, with 38 px for its line: px from the left, and its row."""
+    places, at, row = [], float(EDGE), 0
+    for name in names:
+        width = 38 + text_width(name)
+        if at > EDGE and at + width > WIDTH - EDGE:
+            at, row = float(EDGE), row + 1
+        places.append((at, row))
+        at += width + 22
+    return places
+
+
+def _point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
+    """A point of series number `kind`: circle, square, diamond or a triangle, so that colour is never alone.
+
+    Five kinds: with the eight colours no two series are alike in one and nearly so in the other.
+    """
+    tip = f"<title>{html.escape(title)}</title>"
+    style = f'fill="{colour if filled else PAPER}" stroke="{colour}" stroke-width="2.5"'
+    if kind % 5 == 0:
+        return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="6" {style}>{tip}</circle>'
+    corners = (
+        ((-5.5, -5.5), (5.5, -5.5), (5.5, 5.5), (-5.5, 5.5)),
+        ((0, -7.5), (7.5, 0), (0, 7.5), (-7.5, 0)),
+        ((0, -7), (7, 6), (-7, 6)),
+        ((0, 7), (7, -6), (-7, -6)),
+    )[kind % 5 - 1]
+    points = " ".join(f"{x + dx:.2f},{y + dy:.2f}" for dx, dy in corners)
+    return f'<polygon points="{points}" {style}>{tip}</polygon>'
+
+
+def _bounds(values: Sequence[float], log: bool, pad: float) -> tuple[float, float]:
+    """The ends of an axis, a share `pad` left free; a linear one begins at 0 if the least is under half the most."""
+    low, high = min(values), max(values)
+    if log:
+        spread = math.log(high / low) or math.log(10)
+        return low * math.exp(-pad * spread), high * math.exp(pad * spread)
+    low = min(low, 0.0) if low < 0.5 * high else low
+    spread = (high - low) or abs(high) or 1.0
+    return (low if low == 0 else low - pad * spread), high + pad * spread
+
+
+def _log_ticks(low: float, high: float, *, most: int, base: int = 10) -> tuple[float, ...]:
+    """At most `most` powers of `base` from `low` to `high`; where there are fewer than two, round numbers."""
+    first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
+    if last > first:
+        step = max(1, math.ceil((last - first + 1) / most))
+        return tuple(float(base) ** k for k in range(first, last + 1, step))
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = [m * 10.0**power for power in powers for m in (1, 2, 5)]
+    return tuple(t for t in steps if low <= t <= high) or (low, high)

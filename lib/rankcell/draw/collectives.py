@@ -1,9 +1,8 @@
 """Pictures of collectives: what each rank held before, who sends what to whom, what each rank holds after.
 
-`steps` draws one collective of a run recorded with `%%ranks 4 --values`: one row per rank, its tensors with
-their literal numbers, in the colour of the rank that a number came from, striped where numbers of several
-ranks were combined. The arrows follow the meaning of the operation, not the route that the bytes took: a ring
-or a tree is another picture (`messages`). Collectives as matrices are in `matrices`.
+One row per rank, its tensors with their literal numbers, in the colour of the rank that a number came from, striped
+where numbers of several ranks were combined. The arrows follow the meaning of the operation, not the route that the
+bytes took: a ring or a tree is another picture (`messages`).
 """
 
 import math
@@ -47,11 +46,11 @@ class _Held(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """Numbers of one rank that another needs: block `part` of the sender, or all of its tensor if None."""
+    """Numbers that one rank sends to another."""
 
     source: int
     target: int
-    part: int | None
+    part: int | None  # which block of the sender; all of its tensor if None
     port: int  # which of the senders to this target, in group order
 
 
@@ -66,16 +65,15 @@ class _Scene(NamedTuple):
     moves: Sequence[_Move]
 
 
-def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
-    """The `call`-th `op` of a run in three steps: before, who sends what to whom, after.
+def steps(run: Run | Iterable[Event], op: str = "") -> Frames:
+    """The first `op` of a run of `%%ranks --values` in three steps: before, who sends what to whom, after.
 
-    `op` may be left out if the run holds one kind of collective. Groups that made the call side by side stand
-    in one picture.
+    `op` may be left out if the run holds one kind of collective. Groups side by side stand in one picture.
 
     Raises:
         ValueError: the run holds no such call, or it was recorded without values.
     """
-    scene = _scene(_select(run, op, call))
+    scene = _scene(_select(run, op))
     title = scene.op + (f", {scene.reduce_op}" if scene.reduce_op not in ("", "SUM") else "")
     title += f" on {' and '.join(name_ranks(g) for g in scene.groups)}"
     feet = ("", *_sentences(scene))
@@ -83,28 +81,23 @@ def steps(run: Run | Iterable[Event], op: str = "", *, call: int = 1) -> Frames:
     return Frames(figures, ("before", "who sends what to whom", "after"), still=2)
 
 
-def _select(run: Run | Iterable[Event], op: str, call: int) -> list[Event]:
-    """The event of each rank for the `call`-th `op`, complete groups only."""
+def _select(run: Run | Iterable[Event], op: str) -> list[Event]:
+    """The event of each rank for the first `op`, complete groups only."""
     events = [e for e in (run.events if isinstance(run, Run) else run) if e.kind == "comm" and e.op in _KNOWN]
-    calls: dict[str, dict[int, list[Event]]] = {}
+    first: dict[str, dict[int, Event]] = {}
     for event in events:
-        calls.setdefault(event.op, {}).setdefault(event.rank, []).append(event)
-    counts = (f"{o} ({max(map(len, by_rank.values()))}x)" for o, by_rank in sorted(calls.items()))
-    held = ", ".join(counts) or "none"
-    if not op and len(calls) != 1:
+        first.setdefault(event.op, {}).setdefault(event.rank, event)
+    held = ", ".join(sorted(first)) or "none"
+    if not op and len(first) != 1:
         raise ValueError(f"Which collective? This run holds: {held}. Name one: steps(run, 'all_reduce').")
-    op = op or next(iter(calls))
-    chosen = {rank: own[call - 1] for rank, own in calls.get(op, {}).items() if 1 <= call <= len(own)}
-    if not chosen:
-        raise ValueError(f"This run holds no {op} number {call}. Its collectives: {held}.")
+    op = op or next(iter(first))
+    if not (chosen := first.get(op, {})):
+        raise ValueError(f"This run holds no {op}. Its collectives: {held}.")
     for rank, event in chosen.items():
-        missing = [r for r in event.ranks if r not in chosen or chosen[r].ranks != event.ranks]
-        if missing:
-            raise ValueError(
-                f"{op} number {call} of rank {rank} is one of {name_ranks(event.ranks)}, but this run "
-                f"has none of {name_ranks(missing)}. Draw a call that the whole group made."
-            )
-    return [event for _, event in sorted(chosen.items())]
+        if missing := [r for r in event.ranks if r not in chosen or chosen[r].ranks != event.ranks]:
+            whose, others = name_ranks(event.ranks), name_ranks(missing)
+            raise ValueError(f"The first {op} of rank {rank} is one of {whose}, but this run has none of {others}.")
+    return [chosen[rank] for rank in sorted(chosen)]
 
 
 def _values(event: Event) -> Values:
@@ -146,10 +139,8 @@ def _scene(events: Sequence[Event]) -> _Scene:
     held: dict[int, _Held] = {}
     moves: list[_Move] = []
     for group in groups:
-        of_group = [by_rank[r] for r in group]
-        parts = _unequal(of_group) if first.op == "all_to_all" else {}
-        for i, e in enumerate(of_group):
-            held[e.rank], came = _unequal_exchange(e, parts) if parts else _exchange(e, i)
+        for i, rank in enumerate(group):
+            held[rank], came = _exchange(by_rank[rank], i)
             moves += came
     for m in moves if first.op == "all_to_all" else ():
         sent, got = held[m.source].before[m.part or 0].numbers, held[m.target].after[m.port].numbers
@@ -178,45 +169,10 @@ def _exchange(e: Event, index: int) -> tuple[_Held, list[_Move]]:
     if op in _GETS_PARTS:
         old, new = _parts(e, values.output_before), _parts(e, values.output_after)
         sources = [(s,) for s in group]
-    empty = tuple(map(_blank, new)) if op in _IN_PLACE else tuple(_Block(piece) for piece in old)
+    empty = tuple(_Block((math.nan,) * len(piece) if op in _IN_PLACE else piece) for piece in old)
     after = tuple(_Block(piece, s) for piece, s in zip(new, sources, strict=True))
     part = index if op in _SENDS_PARTS else None
     return _Held(before, empty, after), [_Move(s, e.rank, part, j) for j, s in enumerate(senders) if gets]
-
-
-def _unequal_exchange(e: Event, parts: Mapping[tuple[int, int], tuple[float, ...]]) -> tuple[_Held, list[_Move]]:
-    """The same where `parts` is what each rank sends to each; the moves are those from it."""
-    to = [t for t in e.ranks if parts[e.rank, t]]
-    after = tuple(_Block(parts[s, e.rank], (s,)) for s in e.ranks if parts[s, e.rank])
-    before = tuple(_Block(parts[e.rank, t], (e.rank,)) for t in to)
-    ports = {t: [s for s in e.ranks if parts[s, t]].index(e.rank) for t in to}
-    moves = [_Move(e.rank, t, part, ports[t]) for part, t in enumerate(to)]
-    return _Held(before, tuple(_blank(b.numbers) for b in after), after), moves
-
-
-def _blank(numbers: tuple[float, ...]) -> _Block:
-    """A place for as many numbers, nothing in it yet."""
-    return _Block((math.nan,) * len(numbers))
-
-
-def _unequal(events: Sequence[Event]) -> dict[tuple[int, int], tuple[float, ...]]:
-    """What each rank sent to each in an `all_to_all_single` with unequal parts, told from its numbers.
-
-    Empty where the parts are equal, or where a number occurs twice, so that one cannot tell.
-    """
-    group = events[0].ranks
-    sent = {e.rank: _whole(_values(e).input_before) for e in events}
-    came = {e.rank: _whole(_values(e).output_after) for e in events}
-    home = {x: rank for rank, numbers in sent.items() for x in numbers}
-    if len(home) < sum(map(len, sent.values())):
-        return {}
-    parts = {(s, t): tuple(x for x in came[t] if home.get(x) == s) for s in group for t in group}
-    fits = all(
-        sent[r] == tuple(x for t in group for x in parts[r, t])
-        and came[r] == tuple(x for s in group for x in parts[s, r])
-        for r in group
-    )
-    return parts if fits and len(set(map(len, parts.values()))) > 1 else {}
 
 
 def _sentences(scene: _Scene) -> tuple[str, str]:
@@ -229,17 +185,11 @@ def _sentences(scene: _Scene) -> tuple[str, str]:
         "gather": (f"{every} sends its tensor to {root}", f"{root} holds one tensor per rank, in rank order"),
         "reduce": (f"{every} sends its tensor to {root}", f"only {root}'s tensor has a meaning"),
         "all_reduce": (f"the tensor of {every} goes to all of them", ""),
-        "all_gather": (
-            f"{every} sends its tensor to all of them",
-            f"{every} holds one tensor per rank, in rank order",
-        ),
+        "all_gather": (f"{every} sends its tensor to all of them", f"{every} holds one tensor per rank, in rank order"),
         "reduce_scatter": (f"part i of {every} goes to rank i", ""),
         "all_to_all": (f"part i of {every} goes to rank i", "part j of the output came from rank j"),
     }
     send, found = words[scene.op]
-    if scene.op == "all_to_all" and any(len(scene.held[r].before) < len(g) for g in scene.groups for r in g):
-        send = "each number goes to the rank that it is for"
-        found = "what came stands in the order of the ranks"
     if scene.reduce_op == "SUM":
         found = "; ".join(filter(None, (_sum(scene), found)))
     return send, found

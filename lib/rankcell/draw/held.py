@@ -23,12 +23,11 @@ LOOKS = {
     "something else": ("#d55e00", "something else"),
     "not compared": ("#e3e3e3", "not compared"),
 }
-Row = Any  # a tensor as `check.against` describes it: against.Row, which no picture imports
 _TALL, _STRIP, _GAP = 26, 66, 10  # px of a box, from one strip to the next, between two groups
 
 
-def look(row: Row) -> str:
-    """The kind of layout of one tensor: a key of `LOOKS`."""
+def look(row: Any) -> str:
+    """The kind of layout of one tensor, as a row of `check.against` describes it: a key of `LOOKS`."""
     if row.status in ("skipped", "batch"):
         return "not compared"
     if row.layout == "the same on all":

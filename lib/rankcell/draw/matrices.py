@@ -1,7 +1,4 @@
-"""Collectives as the matrices that they are: zeros and ones, in the colours of the ranks.
-
-A pure function from matrices to a `Figure`. Who sends what in a run is drawn by `collectives`.
-"""
+"""Collectives as the matrices that they are: zeros and ones, in the colours of the ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,26 +14,22 @@ def matrices(
     named: Mapping[str, Any],
     finding: str,
     *,
-    owners: Mapping[str, Sequence[int]] | None = None,
     by_row: bool = False,
     row: str = "a number of the output",
     column: str = "a number of the input",
 ) -> Figure:
     """Matrices of zeros and ones of four ranks, each column in the colour of the rank whose input it reads.
 
-    `finding` says for those who do not see the picture what it shows. `owners` names the rank of each column
-    where the ranks do not have equal shares of them. With `by_row` each row has its rank's colour instead,
-    and `owners` names the rank of each row. `row` and `column` say what one of them is.
+    `finding` says for those who do not see the picture what it shows. With `by_row` each row has its rank's
+    colour instead. `row` and `column` say what one of them is.
     """
     marks, y = [], float(MARGIN)
     items = [(name, [[float(x) for x in row] for row in matrix]) for name, matrix in named.items()]
     for i in range(0, len(items), 2):
         for j, (name, matrix) in enumerate(items[i : i + 2]):
-            coloured = len(matrix) if by_row else len(matrix[0])
-            ranks = (owners or {}).get(name) or [k * _RANKS // coloured for k in range(coloured)]
             x = MARGIN + j * WIDE / 2
             marks.append(label(x, y + 22, name, bold=True))
-            marks += _matrix(x, y + _TOP, matrix, ranks, by_row)
+            marks += _matrix(x, y + _TOP, matrix, by_row)
         y += _TOP + _CELL * max(len(m) for _, m in items[i : i + 2]) + 22
     colour = ", in its rank's colour"
     marks.append(label(MARGIN, y + 12, f"row: {row}{colour if by_row else ''}"))
@@ -49,13 +42,14 @@ def matrices(
     return drawing(WIDE, y + 84, *marks, alt=alt)
 
 
-def _matrix(x: float, y: float, matrix: Sequence[Sequence[float]], ranks: Sequence[int], by_row: bool) -> list[str]:
+def _matrix(x: float, y: float, matrix: Sequence[Sequence[float]], by_row: bool) -> list[str]:
     height, width, marks = len(matrix) * _CELL, len(matrix[0]) * _CELL, []
     for i in range(_RANKS + 1):
         across, down = height * i / _RANKS, width * i / _RANKS
         marks += [line(x, y + across, x + width, y + across), line(x + down, y, x + down, y + height)]
     for i, numbers in enumerate(matrix):
         for j in (j for j, value in enumerate(numbers) if value):
-            at, fill = (x + j * _CELL + 1, y + i * _CELL + 1), rank_colour(ranks[i if by_row else j])
-            marks.append(rect(*at, _CELL - 2, _CELL - 2, fill=fill))
+            rank = i * _RANKS // len(matrix) if by_row else j * _RANKS // len(numbers)
+            at = x + j * _CELL + 1, y + i * _CELL + 1
+            marks.append(rect(*at, _CELL - 2, _CELL - 2, fill=rank_colour(rank)))
     return marks

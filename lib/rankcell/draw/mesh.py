@@ -1,13 +1,13 @@
 """A device mesh: which ranks form a group along each axis, and what they send each other there.
 
-A panel per axis. The boxes are the ranks in the order of the mesh, the last axis from left to right; boxes of
-one colour are one group of that axis. Beside them stands what the ranks really called in those groups, from
-the events of a run.
+A panel per axis. The boxes are the ranks, the last axis from left to right; boxes of one colour are one group of that
+axis. Beside them stands what the ranks really called in those groups, from the events of a run.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
 
 from ..results import Event, Run
 from .parts import WIDE, pale, rank_colour, text_width
@@ -16,73 +16,38 @@ from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, format_bytes, label
 _BOX, _GAP, _EDGE, _LINE = 40, 5, 12, 27
 _LIGHT = 0.5  # share of a group's colour, so that none looks like the mark of an operation
 _REST = "all ranks"  # events in a group that is no axis of the mesh
-# An axis: its name, its groups of ranks, and (operation, what each rank called of it).
+# An axis: its headline, its groups of ranks, and (operation, what each rank called of it).
 _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
 
 
-def groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
-    """The groups of ranks along each axis of a mesh {name: degree}; the last axis runs fastest, as in torch.
-
-    groups({"dp": 2, "tp": 2})  # {"dp": [(0, 2), (1, 3)], "tp": [(0, 1), (2, 3)]}
-    """
-    found: dict[str, list[tuple[int, ...]]] = {}
-    places = list(itertools.product(*map(range, mesh.values())))
-    for i, name in enumerate(mesh):
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(places):
-            members.setdefault((*place[:i], *place[i + 1 :]), []).append(rank)
-        found[name] = [tuple(m) for m in members.values()]
-    return found
-
-
-def bytes_by_axis(matrix: Sequence[Sequence[float]], mesh: Mapping[str, int]) -> dict[str, float]:
-    """Bytes that moved between ranks that differ in one axis only, by axis, from `run.wire`.
-
-    What moved between ranks that differ in several axes belongs to none and is left out.
-
-    Raises:
-        ValueError: the matrix has another number of ranks than the mesh.
-    """
-    _check(len(matrix), mesh)
-    found = groups(mesh)
-    return {
-        name: sum(matrix[i][j] for members in found[name] for i in members for j in members if i != j) for name in mesh
-    }
+def _groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
+    """The groups of ranks along each axis of a mesh {name: degree}; the last axis runs fastest, as in torch."""
+    ranks = torch.arange(math.prod(mesh.values())).view(*mesh.values())
+    along = {name: ranks.movedim(i, -1).reshape(-1, mesh[name]).tolist() for i, name in enumerate(mesh)}
+    return {name: [tuple(members) for members in rows] for name, rows in along.items()}
 
 
 def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = "") -> Figure:
     """The groups of each axis of the mesh {name: degree}, and the calls and bytes of each rank in them.
 
-    Calls and bytes are those of one rank; where ranks differ, the least and the most. Bytes are those of the
-    input tensors.
+    Calls and bytes of input tensors are those of one rank; where ranks differ, the least and the most.
 
     Raises:
         ValueError: the run has another number of ranks than the mesh.
     """
-    if isinstance(run, Run):
-        _check(run.world_size, mesh)
-    n, found = math.prod(mesh.values()), groups(mesh)
+    n, found = math.prod(mesh.values()), _groups(mesh)
+    if isinstance(run, Run) and n != run.world_size:
+        sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
+        raise ValueError(f"{sides} = {n}, but there are {run.world_size} ranks. Give the mesh of that run.")
     calls = _calls(run.events if isinstance(run, Run) else run, found, n)
-    panels = [(name, found[name], calls.get(name, [])) for name in mesh]
+    panels = [
+        (f"{name}: {len(of)} group{'s' * (len(of) > 1)} of {len(of[0])}", of, calls.get(name, []))
+        for name, of in found.items()
+    ]
     if calls.get(_REST):
         panels.append((_REST, [tuple(range(n))], calls[_REST]))
-    said = [
-        f"{_headline(name, members)}: " + ("; ".join(text for _, text in lines) or "nothing sent") + "."
-        for name, members, lines in panels
-    ]
+    said = [f"{head}: {'; '.join(text for _, text in lines) or 'nothing sent'}." for head, _, lines in panels]
     return _draw(panels, mesh, title, " ".join([f"{title}."] * bool(title) + said))
-
-
-def _check(n_ranks: int, mesh: Mapping[str, int]) -> None:
-    if (product := math.prod(mesh.values())) != n_ranks:
-        sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
-        raise ValueError(f"{sides} = {product}, but there are {n_ranks} ranks. Give the mesh of that run.")
-
-
-def _headline(name: str, members: Sequence[tuple[int, ...]]) -> str:
-    if name == _REST:
-        return name
-    return f"{name}: {len(members)} group{'s' * (len(members) > 1)} of {len(members[0])}"
 
 
 def _calls(
@@ -121,7 +86,7 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
     if title:
         marks.append(label(_EDGE, top + 20, title, bold=True))
         top += 38
-    for name, members, lines in panels:
+    for headline, members, lines in panels:
         colours = {rank: pale(rank_colour(i), _LIGHT) for i, m in enumerate(members) for rank in m}
         for rank, fill in colours.items():
             place, column = divmod(rank, columns)
@@ -129,7 +94,7 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
             x, y = _EDGE + number * block + column * (_BOX + _GAP), top + row * (_BOX + _GAP)
             marks.append(rect(x, y, _BOX, _BOX, fill=fill, stroke=INK, title=f"rank {rank}", radius=4))
             marks.append(label(x + _BOX / 2, y + 27, rank, anchor="middle", bold=True))
-        marks.append(label(left, top + 20, _headline(name, members), bold=True))
+        marks.append(label(left, top + 20, headline, bold=True))
         for i, (op, text) in enumerate(lines or [("", "nothing sent")], 1):
             y = top + i * _LINE
             size = 20 if left + 24 + text_width(text, 20) <= WIDE - 4 else 17

@@ -1,7 +1,7 @@
 """An algorithm made of sends and receives, step by step: who holds what, and which part goes to whom.
 
-`steps` draws a run whose ranks had their array watched (`with rankcell.watch(x):`): every number, arrow and
-step comes from the messages of that run. Collectives have pictures of their own in `collectives`.
+`steps` draws a run whose ranks had their array watched (`with rankcell.watch(x):`). Collectives have pictures of
+their own in `collectives`.
 """
 
 import math
@@ -36,12 +36,10 @@ class _Array(NamedTuple):
 def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
     """One picture per step of messages: the arrays before it, what each rank sends, the arrays after it.
 
-    A message comes in a later step than those its sender had sent and received before, and those its
-    receiver had received before; what could travel together is in one step. Numbers that changed are striped
-    in the colours of all ranks that took part in them.
+    What could travel together is in one step: a message comes later than those its sender had sent and received
+    before, and those its receiver had received. Numbers that changed are striped in the colours of their ranks.
     """
-    events = [e for e in (run.events if isinstance(run, Run) else run) if e.op in ("send", "recv")]
-    found = _in_steps(pairs(events))
+    found = _in_steps(pairs(list(run.events if isinstance(run, Run) else run)))
     if not found:
         raise ValueError("This run holds no send that was received. Collectives: draw.collectives.steps.")
     longest = max(len(_watched(e).before) for m in found for e in (m.sent, m.came))
@@ -87,7 +85,8 @@ def _states(found: Sequence[_Delivery]) -> list[dict[int, _Array]]:
     states = [{rank: _Array(numbers, ((rank,),) * len(numbers)) for rank, numbers in first.items()}]
     for step in range(1, found[-1].step + 1):
         old, new = states[-1], {}
-        for rank, own in calls.items():
+        for rank in first:
+            own = calls[rank]
             now = [event for event, m in own if m.step == step]
             numbers = _watched(now[-1]).after if now else old[rank].numbers
             sources = list(old[rank].sources)
@@ -95,7 +94,7 @@ def _states(found: Sequence[_Delivery]) -> list[dict[int, _Array]]:
                 if m.step == step and event is m.came:
                     _take_in(sources, old, m, numbers)
             new[rank] = _Array(numbers, tuple(sources))
-        states.append({rank: new[rank] for rank in first})
+        states.append(new)
     return states
 
 

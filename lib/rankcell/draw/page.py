@@ -30,9 +30,8 @@ def as_text(run: Run) -> str:
     parts = []
     for group in groups(run):
         body = [text for kind, piece in _pieces(group[0]) if (text := _as_text(piece))]
-        name = _heading(group)
-        said = "\n".join(textwrap.indent(text, "  ", lambda line: True) for text in body)
-        parts.append(f"{name}\n{said}" if body else f"{name}: {_state(group[0])}")
+        said = [_heading(group), *(textwrap.indent(text, "  ", lambda line: True) for text in body)]
+        parts.append("\n".join(said) if body else f"{said[0]}: {_state(group[0])}")
     return "\n".join([*parts, *_dropped(run)])
 
 
@@ -95,16 +94,11 @@ def apply_carriage_returns(text: str) -> str:
 def shorten(text: str) -> str:
     """Head and tail of a long text, with the number of lines left out between them."""
     lines = text.split("\n")
-    ends_with_newline = lines[-1] == ""
-    if ends_with_newline:
+    if lines[-1] == "":
         lines.pop()
     if len(lines) > HEAD + TAIL + 5:
         left_out = len(lines) - HEAD - TAIL
-        lines = [
-            *lines[:HEAD],
-            f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...",
-            *lines[-TAIL:],
-        ]
+        lines = [*lines[:HEAD], f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...", *lines[-TAIL:]]
     lines = [
         line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}... ({len(line) - MAX_LINE:,} more characters)"
         for line in lines

@@ -1,16 +1,14 @@
-"""Parts that several pictures share: sizes, paler colours, keys, axes, ticks, the marks of points.
+"""Parts that several pictures share: sizes, paler colours, keys, axes, ticks.
 
-Each stands here once, so that all pictures look alike. It draws no picture by itself; marks that know nothing
-of the course (a bar, a line, a text) are in `svg`.
+Each stands here once, so that all pictures look alike. Marks that know nothing of the course (a bar, a line, a text)
+are in `svg`.
 """
 
-import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from .svg import LINE, MUTED, PAPER, RANK_COLOURS, label, line, rect
+from .svg import LINE, MUTED, RANK_COLOURS, label, line, rect
 
 WIDTH, WIDE = 600, 640  # px of a picture with an axis, and of one that shows numbers in boxes
 EDGE = 10  # px left free at the sides
@@ -24,18 +22,6 @@ def text_width(text: str, size: float = SIZE) -> float:
     """About how many px `text` takes: a little more than the fonts we name need."""
     widths = (0.3 if c in " .,:;il|'()[]/-" else 0.62 if c.islower() or c.isdigit() else 0.72 for c in text)
     return size * sum(widths)
-
-
-def wrap(text: str, width: float, size: float = SIZE) -> list[str]:
-    """`text` in lines that fit `width` px, broken between words; a word that is wider stands alone."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and text_width(longer, size) > width:
-            lines.append(word)
-        else:
-            lines[-1] = longer
-    return lines
 
 
 def pale(colour: str, share: float) -> str:
@@ -54,19 +40,8 @@ def swatch(fill: str, stroke: str = "none") -> Swatch:
     return lambda x, y: rect(x, y + 2, 18, 16, fill=fill, stroke=stroke)
 
 
-def outlined_swatch(fill: str, stroke: str, *, stroke_width: float = 1, dash: str = "") -> Swatch:
-    """The mark of a key's entry whose bars have an outline, such as what is predicted."""
-    look: dict[str, Any] = {"fill": fill, "stroke": stroke, "stroke_width": stroke_width, "dash": dash}
-    return lambda x, y: rect(x + 1, y + 3, 16, 14, **look)
-
-
 def key(
-    entries: Iterable[tuple[str, Swatch | None]],
-    top: float,
-    *,
-    left: float = 12,
-    gap: float = 18,
-    ink: str = MUTED,
+    entries: Iterable[tuple[str, Swatch | None]], top: float, *, left: float = 12, gap: float = 18, ink: str = MUTED
 ) -> tuple[list[str], float]:
     """What the colours of a picture mean, in as many rows as it takes, and where the picture goes on below.
 
@@ -84,50 +59,6 @@ def key(
         marks.append(label(x + indent, y + 17, name, fill=ink))
         x += width + gap
     return marks, y + 32
-
-
-def key_of_lines(names: Sequence[str]) -> list[tuple[float, int]]:
-    """Where each entry of a key of lines begins, with 38 px for its line: px from the left, and its row."""
-    places, at, row = [], float(EDGE), 0
-    for name in names:
-        width = 38 + text_width(name)
-        if at > EDGE and at + width > WIDTH - EDGE:
-            at, row = float(EDGE), row + 1
-        places.append((at, row))
-        at += width + 22
-    return places
-
-
-def line_in_key(
-    kind: int, place: tuple[float, int], name: str, colour: str, *, width: float, measured: bool = True
-) -> list[str]:
-    """The entry of series number `kind` in a key of lines: its line, its point, its name."""
-    x, row = place
-    y = 20 + ROW * row
-    return [
-        line(x, y, x + 30, y, stroke=colour, width=width, dash="" if measured else "7 5"),
-        point(kind, x + 15, y, colour, measured, name),
-        label(x + 38, y + 6, name),
-    ]
-
-
-def point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
-    """A point of series number `kind`: circle, square, diamond or a triangle, so that colour is never alone.
-
-    Five kinds: with the eight colours no two series are alike in one and nearly so in the other.
-    """
-    tip = f"<title>{html.escape(title)}</title>"
-    style = f'fill="{colour if filled else PAPER}" stroke="{colour}" stroke-width="2.5"'
-    if kind % 5 == 0:
-        return f'<circle cx="{x:.2f}" cy="{y:.2f}" r="6" {style}>{tip}</circle>'
-    corners = (
-        ((-5.5, -5.5), (5.5, -5.5), (5.5, 5.5), (-5.5, 5.5)),
-        ((0, -7.5), (7.5, 0), (0, 7.5), (-7.5, 0)),
-        ((0, -7), (7, 6), (-7, 6)),
-        ((0, 7), (7, -6), (-7, -6)),
-    )[kind % 5 - 1]
-    points = " ".join(f"{x + dx:.2f},{y + dy:.2f}" for dx, dy in corners)
-    return f'<polygon points="{points}" {style}>{tip}</polygon>'
 
 
 @dataclass(frozen=True)
@@ -148,36 +79,12 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
 
-def bounds(values: Sequence[float], log: bool, pad: float, above: float = 0) -> tuple[float, float]:
-    """The ends of an axis of `values`, with a share `pad` of their spread left free (`above` at the upper end of a
-    linear one). A linear axis begins at 0 where the least value is under half of the largest.
-    """
-    low, high = min(values), max(values)
-    if log:
-        spread = math.log(high / low) or math.log(10)
-        return low * math.exp(-pad * spread), high * math.exp(pad * spread)
-    low = min(low, 0.0) if low < 0.5 * high else low
-    spread = (high - low) or abs(high) or 1.0
-    return (low if low == 0 else low - pad * spread), high + (above or pad) * spread
-
-
 def round_ticks(low: float, high: float, *, most: int) -> tuple[float, ...]:
     """About `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of 10."""
     raw = (high - low) / most
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw)
     return tuple(k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1))
-
-
-def log_ticks(low: float, high: float, *, most: int, base: int = 10, least: int = 2) -> tuple[float, ...]:
-    """At most `most` powers of `base` from `low` to `high`; where there are fewer than `least`, round numbers."""
-    first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
-    if last - first + 1 >= least:
-        step = max(1, math.ceil((last - first + 1) / most))
-        return tuple(float(base) ** k for k in range(first, last + 1, step))
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = [m * 10.0**power for power in powers for m in (1, 2, 5)]
-    return tuple(t for t in steps if low <= t <= high) or (low, high)
 
 
 def ticks_below(

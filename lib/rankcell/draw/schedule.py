@@ -1,12 +1,11 @@
 """The grid of a pipeline: ranks from top to bottom, time from left to right, a box for each action.
 
-A box holds the number of its micro-batch. Predicted boxes are outlined, measured ones solid; given both, each
-rank has its measured row right under its predicted one. Later chunks of a rank are paler. It reads events and
-schedules and measures nothing.
+A box holds the number of its micro-batch. Predicted boxes are outlined, measured ones solid; given both, each rank has
+its measured row right under its predicted one. Later chunks of a rank are paler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import schedules
 from ..results import Event, Run
@@ -21,13 +20,12 @@ _LEFT, _RIGHT, _BAR, _OUTLINE, _GAP = 84, 14, 34, 28, 12
 _NUMBER = 18  # px; 11 px and more on a phone
 
 
-@dataclass(frozen=True)
-class _Actions:
+class _Actions(NamedTuple):
     """The actions of one rank, measured or predicted, with times from the first of all."""
 
     rank: int
     predicted: bool
-    boxes: tuple[tuple[Action, float, float], ...]
+    boxes: Sequence[tuple[Action, float, float]]
     chunks: Mapping[int, int]  # stage -> which of this rank's stages it is
 
     @property
@@ -35,69 +33,55 @@ class _Actions:
         return _OUTLINE if self.predicted else _BAR
 
 
-def grid(what: Schedule | Run | Iterable[Event], over: Schedule | Iterable[Event] = (), *, title: str = "") -> Figure:
+def grid(what: Schedule | Run | Iterable[Event], over: Iterable[Event] = (), *, title: str = "") -> Figure:
     """When each rank runs which action, and when it idles.
 
     grid(one_f_one_b(4, 8))  # as planned: a forward takes 1, a backward 2
     grid(predict(plan, forward=0.02, backward=0.04))  # in seconds
     grid(run, predicted)  # measured, under what was predicted
 
-    What is no action of a pipeline is left out. `over` is what was predicted for it, as events, or a schedule.
+    What is no action of a pipeline is left out. `over` is what was predicted for it.
     """
-    rows = _rows([*_events(what), *_events(over)])
-    if not rows:
+    in_units = isinstance(what, Schedule)
+    if isinstance(what, Schedule):
+        what = schedules.predict(what, forward=1 / what.chunks, backward=2 / what.chunks)
+    found = schedules.actions_of([*(what.events if isinstance(what, Run) else what), *over])
+    if not found:
         raise ValueError(
             'There is nothing to draw: no event is named after an action, such as "1F0". Give the engine '
             "`span=rankcell.span`."
         )
-    return _draw(rows, title, isinstance(what, Schedule))
+    return _draw(_rows(found), title, in_units, _finding(found, in_units))
 
 
-def _events(what: Schedule | Run | Iterable[Event]) -> list[Event]:
-    if isinstance(what, Schedule):
-        return list(schedules.predict(what, forward=1 / what.chunks, backward=2 / what.chunks))
-    return list(what.events if isinstance(what, Run) else what)
-
-
-def _rows(events: Sequence[Event]) -> list[_Actions]:
+def _rows(found: Sequence[tuple[Action, Event]]) -> list[_Actions]:
     """A row per rank and kind, measured and predicted each from a zero of its own."""
-    rows, found = [], schedules.actions_of(events)
+    rows = []
     zero = {e.predicted: e.start for _, e in reversed(found)}  # they are in order of time
     for rank, measured in sorted({(e.rank, not e.predicted) for _, e in found}):  # the predicted row is above
-        own = [(a, e) for a, e in found if e.rank == rank and e.predicted is not measured]
-        stages = sorted({a.stage for a, e in found if e.rank == rank})
-        begin = zero[not measured]
-        boxes = tuple((a, e.start - begin, e.end - begin) for a, e in own)
-        rows.append(_Actions(rank, not measured, boxes, {stage: i for i, stage in enumerate(stages)}))
+        begin, of_rank = zero[not measured], [(a, e) for a, e in found if e.rank == rank]
+        boxes = [(a, e.start - begin, e.end - begin) for a, e in of_rank if e.predicted is not measured]
+        chunks = {stage: i for i, stage in enumerate(sorted({a.stage for a, _ in of_rank}))}
+        rows.append(_Actions(rank, not measured, boxes, chunks))
     return rows
 
 
-def _end(rows: Sequence[_Actions]) -> float:
-    return max(stop for row in rows for *_, stop in row.boxes)
-
-
-def _idle(rows: Sequence[_Actions]) -> float:
-    """Share of the time in which no action ran, of rows of one kind."""
-    busy = sum(stop - start for row in rows for _, start, stop in row.boxes)
-    return 1 - busy / (len(rows) * _end(rows))
-
-
-def _finding(rows: Sequence[_Actions], in_units: bool) -> str:
-    ranks = len({row.rank for row in rows})
-    microbatches = len({a.microbatch for row in rows for a, *_ in row.boxes})
+def _finding(found: Sequence[tuple[Action, Event]], in_units: bool) -> str:
+    ranks, microbatches = len({e.rank for _, e in found}), len({a.microbatch for a, _ in found})
     sentences = [f"{ranks} rank{'s' * (ranks != 1)}, {microbatches} micro-batch{'es' * (microbatches != 1)}"]
     for predicted, word in ((True, "predicted"), (False, "measured")):
-        if chosen := [row for row in rows if row.predicted == predicted]:
-            time = f"{_end(chosen):g} forwards" if in_units else format_seconds(_end(chosen))
-            sentences.append(f"{word}: done after {time}, ranks idle {100 * _idle(chosen):.0f} %")
+        if chosen := [e for _, e in found if e.predicted == predicted]:
+            length, idle = schedules.length(chosen), schedules.idle_share(chosen)
+            time = f"{length:g} forwards" if in_units else format_seconds(length)
+            sentences.append(f"{word}: done after {time}, ranks idle {100 * idle:.0f} %")
     return "; ".join(sentences) + "."
 
 
-def _draw(rows: Sequence[_Actions], title: str, in_units: bool) -> Figure:
+def _draw(rows: Sequence[_Actions], title: str, in_units: bool, finding: str) -> Figure:
     marks, top = heading(title)
     explained, below_key = key(_entries(rows), top)
     marks += explained
-    x = Axis(0, _end(rows), _LEFT, WIDTH - _RIGHT)
+    x = Axis(0, max(stop for row in rows for *_, stop in row.boxes), _LEFT, WIDTH - _RIGHT)
     y, tops = below_key + 4, []
     for i, row in enumerate(rows):
         tops.append(y)
@@ -125,8 +109,7 @@ def _draw(rows: Sequence[_Actions], title: str, in_units: bool) -> Figure:
         marks.append(f'<path d="{"".join(boxes)}" fill="{fill}" stroke="{stroke}" stroke-width="1.5"/>')
     if numbers:
         marks.append(f'<g font-size="{_NUMBER}" text-anchor="middle" fill="{INK}">{"".join(numbers)}</g>')
-    found = _finding(rows, in_units)
-    return drawing(WIDTH, bottom + 62, *marks, alt=f"{title}. {found}" if title else found)
+    return drawing(WIDTH, bottom + 62, *marks, alt=f"{title}. {finding}" if title else finding)
 
 
 def _box(x: float, y: float, width: float, height: float) -> str:

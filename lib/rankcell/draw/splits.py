@@ -1,54 +1,35 @@
-"""Who holds what: matrices under several splits, side by side; one row of numbers cut in several ways.
+"""Who holds what: matrices under several splits, side by side.
 
 A matrix is an outline; the part that a rank holds is filled, or hatched where its numbers are only its share
-of a sum. Between the ranks stands what they must tell each other. It draws what it is given (which part of
-which matrix) and computes no model.
+of a sum. Between the ranks stands what they must tell each other. It computes no model.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from .parts import WIDTH, pale, rank_colour, text_width
+from .parts import WIDTH, rank_colour
 from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
-_EDGE, _STRIP = 10, 40  # px beside and across a strip
-_FINEST = 5  # px for one number, below which lines between them would hide it
 _EQUAL = 1e-6  # how far the numbers of a part may be from those of the whole: rounding
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """One way to split a computation over ranks.
 
-    `held` is per rank the part of each matrix that it holds (`None`: nothing of it); `exchange` says in a few
-    short lines what the ranks tell each other, and how often. `partial` names the matrices of which a rank
-    holds partial sums only.
+    `held` is per rank the part of each matrix that it holds; `exchange` says in a few short lines what the ranks tell
+    each other. `partial` names the matrices of which a rank holds partial sums only.
     """
 
     name: str
-    held: Sequence[Mapping[str, Part | None]]
-    exchange: Sequence[str] = ()
-    partial: Sequence[str] = ()
-
-
-def part(rows: slice | int, columns: slice | int, *, of: tuple[int, int]) -> Part:
-    """A part of a matrix of shape `of`, from slices: `part(slice(0, 4), slice(None), of=(8, 4))`."""
-
-    def ends(chosen: slice | int, length: int) -> tuple[int, int]:
-        return (chosen, chosen + 1) if isinstance(chosen, int) else chosen.indices(length)[:2]
-
-    return ends(rows, of[0]), ends(columns, of[1])
+    held: Sequence[Mapping[str, Part]]
+    exchange: Sequence[str]
+    partial: Sequence[str]
 
 
 def located(
-    name: str,
-    parts: Sequence[Mapping[str, Any | None]],
-    *,
-    whole: Mapping[str, Any],
-    exchange: Sequence[str] = (),
+    name: str, parts: Sequence[Mapping[str, Any]], *, whole: Mapping[str, Any], exchange: Sequence[str] = ()
 ) -> Split:
     """The split in which every rank holds its `parts`, each found by its numbers in the whole matrix of its name.
 
@@ -56,24 +37,24 @@ def located(
         located("columns", [{"A": part} for part in A.chunk(4, 1)], whole={"A": A})
         # parts of (8, 2), held as ((0, 8), (0, 2)), ((0, 8), (2, 4)), ...
 
-    `parts` are per rank its matrices by name, `(rows, columns)`, or None for nothing. A part is looked for at
-    multiples of its own shape, to within 1e-6. What has the shape of the whole and other numbers is `partial`.
+    `parts` are per rank its matrices by name, `(rows, columns)`. A part is looked for at multiples of its own shape,
+    to within 1e-6. What has the shape of the whole and other numbers is `partial`.
     """
-    held: list[dict[str, Part | None]] = [{} for _ in parts]
+    held: list[dict[str, Part]] = [{} for _ in parts]
     partial = set()
     for rank, own in enumerate(parts):
         for matrix, mine in own.items():
-            held[rank][matrix] = None if mine is None else _place(mine, whole[matrix])
-            if mine is not None and held[rank][matrix] is None:
-                (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
-                if (rows, columns) != of:
-                    raise ValueError(
-                        f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
-                        f"and the part is nowhere in it. A partial sum would have the shape of the whole."
-                    )
-                held[rank][matrix] = (0, rows), (0, columns)
+            (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
+            place = _place(mine, whole[matrix])
+            if place is None and (rows, columns) != of:
+                raise ValueError(
+                    f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
+                    f"and the part is nowhere in it. A partial sum would have the shape of the whole."
+                )
+            if place is None:
                 partial.add(matrix)
-    return Split(name, held, exchange, partial=tuple(matrix for matrix in whole if matrix in partial))
+            held[rank][matrix] = place or ((0, rows), (0, columns))
+    return Split(name, held, exchange, tuple(matrix for matrix in whole if matrix in partial))
 
 
 def _place(part: Any, whole: Any) -> Part | None:
@@ -108,8 +89,7 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
                 at = top - between + 26 * (i + 1)
-                size = min(20.0, 20 * (panel - 4) / max(text_width(words), 1))
-                marks.append(label(x0 + panel / 2, at, words, anchor="middle", size=size))
+                marks.append(label(x0 + panel / 2, at, words, anchor="middle"))
     bottom = tops[-1] + box + 8
     if hatched:
         swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)
@@ -129,38 +109,6 @@ def _hatches(n_ranks: int) -> str:
     return f"<defs>{''.join(patterns)}</defs>"
 
 
-def strips(cuts: Mapping[str, Sequence[tuple[str, float]]], *, alt: str) -> Figure:
-    """One long row of numbers, drawn once for every way to cut it, all to the same scale.
-
-        strips({"3 layers": [("layer 0", 961), ...], "4 shards": [("rank 0", 721), ...]})
-
-    A piece is its name and its length in numbers; a piece called "rank 2" has the colour of that rank. The cuts of
-    each strip go on, dashed, through the ones above, so that one sees what they cross.
-    """
-    scale = (WIDTH - 2 * _EDGE) / max(sum(length for _, length in pieces) for pieces in cuts.values())
-    marks, dashed, names, y = [], [], [], 8.0
-    first_top = y + 34
-    for name, pieces in cuts.items():
-        if y > 8:  # paper under the name, where cuts go through its row
-            names.append(rect(_EDGE, y + 5, min(1.1 * text_width(name), WIDTH - 2 * _EDGE), 22, fill=PAPER))
-        names.append(label(_EDGE, y + 22, name, bold=True))
-        top, x = y + 34, float(_EDGE)
-        for index, (words, length) in enumerate(pieces):
-            kind, _, number = words.partition(" ")
-            fill = pale(MUTED, 0.15 if index % 2 else 0.35)
-            if kind == "rank":
-                fill = pale(rank_colour(int(number)), 0.6)
-            tip = f"{words}: {length:,.0f} numbers"
-            marks.append(rect(x, top, length * scale, _STRIP, fill=fill, stroke=INK, title=tip))
-            if text_width(words) + 6 < length * scale:
-                marks.append(label(x + length * scale / 2, top + 27, words, anchor="middle"))
-            x += length * scale
-            if index < len(pieces) - 1 and top > first_top:
-                dashed.append(line(x, first_top, x, top, stroke=INK, dash="5 4"))
-        y = top + _STRIP + 8
-    return drawing(WIDTH, y + 4, *marks, *dashed, *names, alt=alt)
-
-
 def _matrices(
     split: Split, shapes: Mapping[str, tuple[int, int]], rank: int, centre: float, top: float, unit: float
 ) -> list[str]:
@@ -171,15 +119,13 @@ def _matrices(
     for name, (rows, columns) in shapes.items():
         y = top + _HEAD + 4 + (tall - rows * unit) / 2
         marks.append(label(x + columns * unit / 2, y - 6, name, anchor="middle", fill=INK))
-        if (mine := split.held[rank].get(name)) is not None:
-            (r0, r1), (c0, c1) = mine
-            fill = f"url(#partial{rank})" if name in split.partial else rank_colour(rank)
-            at = x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit
-            marks.append(rect(*at, fill=fill, radius=0))
-        grid = unit >= _FINEST  # lines between the numbers
-        for i in range(1, rows if grid else 0):
+        (r0, r1), (c0, c1) = split.held[rank][name]
+        fill = f"url(#partial{rank})" if name in split.partial else rank_colour(rank)
+        at = x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit
+        marks.append(rect(*at, fill=fill, radius=0))
+        for i in range(1, rows):  # lines between the numbers
             marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))
-        for j in range(1, columns if grid else 0):
+        for j in range(1, columns):
             marks.append(line(x + j * unit, y, x + j * unit, y + rows * unit, stroke=PAPER))
         marks.append(rect(x, y, columns * unit, rows * unit, stroke=INK, radius=0))
         x += columns * unit + _GAP

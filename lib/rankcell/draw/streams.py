@@ -1,40 +1,25 @@
-"""What several queues did: the host and the streams of a device, or the tasks of a job; time from left to right.
+"""What several queues do by arithmetic: the host and the streams of a device; time from left to right.
 
-It draws the events of `rankcell.simulate`, and any others whose `group` names their row: a bar is a kernel, a
-copy or a communication, in the colour that the timeline of ranks uses too. Predicted ones have an outline and
-a pale inside, measured ones are solid. Thin dark bars in the host's row are launches, a dashed light bar is
-the host standing still. An arrow leads from a stream to another one that waited for it. It reads events and
-measures nothing.
+It draws the events of `rankcell.simulate`, and any others whose `group` names their row. Thin dark bars in the host's
+row are launches, a dashed light bar is the host standing still. An arrow leads from a stream to another one that
+waited for it. It reads events and measures nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from ..results import Event
-from .parts import (
-    WIDTH,
-    Axis,
-    Swatch,
-    heading,
-    key,
-    outlined_swatch,
-    pale,
-    swatch,
-    text_width,
-    time_axis,
-    union_length,
-)
+from .parts import WIDTH, Axis, Swatch, heading, key, pale, text_width, time_axis, union_length
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _RIGHT, _BAR, _GAP = 14, 34, 14
-_COPY = "#e69f00"  # as a send: bytes that move from one place to another
-_PREDICTED = 0.3  # share of the colour inside a predicted bar, so that dark text reads on it
+_COLOURS = COLOURS | {"copy": COLOURS["send"]}  # bytes that move from one place to another
+_INSIDE = 0.3  # share of the colour inside a bar, so that dark text reads on it
 _MAX_LAUNCH_LINES = 8
 _WORK = ("compute", "copy", "comm")
 
 
 def streams(events: Iterable[Event], *, title: str = "") -> Figure:
-    """One row for each `group` of the events, in the order of their ranks; time in ms, or in s where it is long."""
+    """One row for each `group` of the events, in the order of their ranks; time in ms."""
     return _draws({title: events})[0]
 
 
@@ -68,8 +53,7 @@ def _finding(events: Sequence[Event], end: float) -> str:
     # all work, less the time in which at least one job ran
     together = sum(e.seconds for e in work) - union_length((e.start, e.end) for e in work)
     stood = sum(e.seconds for e in events if e.kind == "wait")
-    what = "Simulated" if all(e.predicted for e in events) else "Measured"
-    text = f"{what}: done after {_ms(end)}"
+    text = f"Simulated: done after {_ms(end)}"
     text += f"; {_ms(together)} of work overlap" if together > 1e-9 else "; nothing overlaps"
     if not any(e.group == "host" for e in events):
         return f"{text}."
@@ -81,23 +65,21 @@ def _ms(seconds: float) -> str:
 
 
 def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: str) -> Figure:
-    rows, end = list(names), end or 1e-6
+    rows = list(names)
     finding = _finding(events, max(e.end for e in events))
     alt = f"{title}. {finding}" if title else finding
     left = max(text_width(names[r]) for r in rows) + 24
-    x = Axis(0, end, left, WIDTH - _RIGHT)
-    simulated = "simulated: " if title and all(e.predicted for e in events) else ""
-    marks, top = heading(simulated + title)
+    x = Axis(0, end or 1e-6, left, WIDTH - _RIGHT)
+    marks, top = heading(title and f"simulated: {title}")
     explained, top = key(_entries(events), top)
     marks += explained
     y = {row: top + 6 + i * (_BAR + _GAP) for i, row in enumerate(rows)}
     bottom = y[rows[-1]] + _BAR + 6
-    factor, unit = (1.0, "s") if end >= 2 else (1e3, "ms")
-    marks += time_axis(x, top, bottom, f"time in {unit}", factor)
+    marks += time_axis(x, top, bottom, "time in ms", 1e3)
     for row in rows:
         marks.append(label(12, y[row] + _BAR / 2 + 7, names[row]))
         marks.append(line(left, y[row] + _BAR, WIDTH - _RIGHT, y[row] + _BAR))
-    launched = [e for e in events if e.kind in _WORK and e.predicted]
+    launched = [e for e in events if e.kind in _WORK]
     for e in launched if 0 in y and len(launched) <= _MAX_LAUNCH_LINES else ():
         ends = x(e.issued), y[0] + _BAR, x(e.start) + 1, y[e.rank]
         marks.append(line(*ends, stroke=MUTED, width=1, dash="2 3"))
@@ -121,27 +103,26 @@ def _let_go(done: float, start: float, y_from: float, y_to: float) -> list[str]:
 def _mark(e: Event, start: float, stop: float, y: float) -> str:
     """The bar of an event, with its name where it has room."""
     width = max(stop - start, 2.0)
-    colour = _colour(e)
+    colour = _colour(e.op if e.kind == "comm" else e.kind)
     tip = f"{e.op}, {_ms(e.start)} to {_ms(e.end)}" + (f", {format_bytes(e.nbytes)}" if e.nbytes else "")
     if e.kind == "wait":
         bar = rect(start + 1, y + 6, width - 2, _BAR - 8, fill="#f4f4f4", stroke=MUTED, dash="4 3", title=tip)
     elif e.kind == "host" and e.op.startswith("launch "):
         return rect(start, y, width, _BAR, fill=INK, stroke=PAPER if width > 4 else "none", title=tip)
-    elif e.predicted and width > 6:
-        look: dict[str, Any] = {"fill": pale(colour, _PREDICTED), "stroke": colour, "stroke_width": 2}
-        bar = rect(start + 1, y + 1, width - 2, _BAR - 2, **look, title=tip)
+    elif width > 6:
+        at, fill = (start + 1, y + 1, width - 2, _BAR - 2), pale(colour, _INSIDE)
+        bar = rect(*at, fill=fill, stroke=colour, stroke_width=2, title=tip)
     else:
-        bar = rect(start, y, width, _BAR, fill=colour, stroke=PAPER if width > 6 else "none", title=tip)
+        bar = rect(start, y, width, _BAR, fill=colour, title=tip)
     text = "waits" if e.kind == "wait" else e.op
     if text_width(text) + 4 <= width:
         bar += label((start + stop) / 2, y + _BAR / 2 + 7, text, anchor="middle")
     return bar
 
 
-def _colour(e: Event) -> str:
-    if e.kind == "copy":
-        return _COPY
-    return COLOURS.get(e.op, COLOURS["barrier"]) if e.kind == "comm" else COLOURS["compute"]
+def _colour(name: str) -> str:
+    """The colour of an operation, or of a kind of work; what the host does has that of computing."""
+    return _COLOURS["compute"] if name == "host" else _COLOURS.get(name, _COLOURS["barrier"])
 
 
 def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
@@ -153,11 +134,14 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
     names += sorted({e.op for e in events if e.kind == "comm"})
     entries: list[tuple[str, Swatch | None]] = []
     for name in names:
-        colour = _COPY if name == "copy" else COLOURS.get(name, COLOURS["barrier"])
-        predicted = outlined_swatch(pale(colour, _PREDICTED), colour, stroke_width=2)
-        entries.append((name, predicted if any(e.predicted for e in events) else swatch(colour)))
+        entries.append((name, _outlined(pale(_colour(name), _INSIDE), _colour(name), stroke_width=2)))
     if any(launches):
         entries.append(("launch", lambda x, y: rect(x + 6, y + 2, 5, 16, fill=INK)))
     if "wait" in kinds:
-        entries.append(("host waits", outlined_swatch("#f4f4f4", MUTED, dash="4 3")))
+        entries.append(("host waits", _outlined("#f4f4f4", MUTED, dash="4 3")))
     return entries
+
+
+def _outlined(fill: str, stroke: str, *, stroke_width: float = 1, dash: str = "") -> Swatch:
+    """The mark of a key's entry whose bars have an outline."""
+    return lambda x, y: rect(x + 1, y + 3, 16, 14, fill=fill, stroke=stroke, stroke_width=stroke_width, dash=dash)

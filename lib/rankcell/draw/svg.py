@@ -1,8 +1,7 @@
 """What every picture of the course is made of: a figure, a slider over figures, the colours, the marks.
 
-Pure functions from numbers to SVG text. A figure is stored as a picture inside `text/html`, because that is
-the one form that JupyterLab shows in an untrusted notebook, that works from file://, in print and on a phone.
-It does not plot data by itself: the other modules of this package do.
+A figure is stored as a picture inside `text/html`, because that is the one form that JupyterLab shows in an untrusted
+notebook, that works from file://, in print and on a phone. The other modules of this package plot.
 """
 
 import base64
@@ -34,10 +33,9 @@ RANK_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 INK, MUTED, PAPER, LINE = "#1a1a1a", "#5a5a5a", "#ffffff", "#c8c8c8"
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif"
 
-# Turns the still picture into a slider between two buttons; it runs on the static site and in a trusted notebook. It
-# opens on the first picture: the last one is often the answer. On paper the still one stands again. What is beside the
-# slider keeps its width, so that nothing moves under the pointer, and `lmSuppressShortcuts` tells JupyterLab to leave
-# the arrow keys to the slider.
+# Turns the still picture into a slider between two buttons, on the static site and in a trusted notebook. It opens on
+# the first picture: the last one is often the answer. What is beside the slider keeps its width, so that nothing moves
+# under the pointer; `lmSuppressShortcuts` tells JupyterLab to leave the arrow keys to it.
 _SLIDER = resources.files("rankcell").joinpath("data/slider.js").read_text("utf-8").strip()
 
 
@@ -51,14 +49,11 @@ class Figure:
     def __repr__(self) -> str:
         return self.alt
 
-    def data_uri(self) -> str:
-        """The picture as the address of an `<img>`."""
-        return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode()
-
     def _repr_html_(self, beside: str = "") -> str:
+        code = base64.b64encode(self.svg.encode()).decode()
         return (
             f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(self.alt)}" '
-            f'src="{self.data_uri()}" style="max-width:100%">{beside}</figure>'
+            f'src="data:image/svg+xml;base64,{code}" style="max-width:100%">{beside}</figure>'
         )
 
 
@@ -66,8 +61,8 @@ class Figure:
 class Frames:
     """Several pictures of one size above a slider, which opens on the first of them.
 
-    `labels` says what each picture shows, `name` what the slider moves through (for example "step"). Where
-    scripts are off, and on paper, the picture number `still` stands alone.
+    `labels` says what each picture shows, `name` what the slider moves through. Where scripts are off, and on paper,
+    the picture number `still` stands alone.
     """
 
     figures: tuple[Figure, ...]
@@ -120,10 +115,7 @@ def rect(
     radius: float = 2,
     dash: str = "",
 ) -> str:
-    """A bar. `title` is what a mouse over it shows.
-
-    An outline without fill means predicted, a filled bar measured.
-    """
+    """A bar. `title` is what a mouse over it shows."""
     tip = f"<title>{escape(title)}</title>" if title else ""
     thick = f' stroke-width="{stroke_width:g}"' if stroke_width != 1 else ""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
@@ -134,14 +126,7 @@ def rect(
 
 
 def label(
-    x: float,
-    y: float,
-    text: object,
-    *,
-    size: float = 20,
-    anchor: str = "start",
-    fill: str = INK,
-    bold: bool = False,
+    x: float, y: float, text: object, *, size: float = 20, anchor: str = "start", fill: str = INK, bold: bool = False
 ) -> str:
     """Text with its baseline at `y`. `anchor` is start, middle or end."""
     weight = ' font-weight="600"' if bold else ""

@@ -1,9 +1,8 @@
 """The timeline of a run: one row per rank, time from left to right, a bar for all that the rank did.
 
-A bar in an operation's colour means that its data could move; the lighter part before it that the rank stood
-in the call while another had not come yet. An asynchronous operation is a thin bar under the row, from its
-call to its end, and the row itself shows only the wait for it. Arrows lead from a send to its receive. It reads
-events and measures nothing; what was predicted is drawn by `schedule` and `streams`.
+A bar in an operation's colour means that its data could move; the lighter part before it that the rank stood in the
+call while another had not come yet. An asynchronous operation is a thin bar under the row, from its call to its end,
+and the row itself shows only the wait for it. What was predicted is drawn by `schedule` and `streams`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,11 +38,11 @@ class _Bar:
         return COLOURS["compute"] if self.kind != "comm" else COLOURS.get(self.op, COLOURS["barrier"])
 
 
-def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True) -> Figure:
+def timeline(run: Run | Iterable[Event], *, title: str = "") -> Figure:
     """What each rank computed and sent, and when: bars by rank, zero where the first of them begins.
 
-    Give a `Run`, or any of its events: `timeline(e for e in run.events if e.line > 3)`. `arrows=False` leaves
-    out the arrows from sends to receives; more than 60 are never drawn.
+    Give a `Run`, or any of its events: `timeline(e for e in run.events if e.line > 3)`. More than 60 arrows from
+    sends to receives are not drawn.
 
     Raises:
         ValueError: there are no events.
@@ -52,50 +51,34 @@ def timeline(run: Run | Iterable[Event], *, title: str = "", arrows: bool = True
     if not events:
         raise ValueError("There is nothing to draw: no rank computed in a span or communicated.")
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
-    ready = _ready(events)
+    ready = {_meeting(e): e.start for e in events}  # of the last rank to call it: before that nobody can finish
     rows = {rank: _bars([e for e in events if e.rank == rank], ready) for rank in ranks}
-    found = pairs(events) if arrows else []
+    arrows = pairs(events)
     x = Axis(events[0].start, max(max(e.end for e in events), events[0].start + 1e-6), _NAMES, WIDTH - _RIGHT)
     finding = _finding(rows, x.high - x.low)
     alt = f"{title}. {finding}" if title else finding
-    return _draw(rows, x, found if len(found) <= _MAX_ARROWS else [], title, alt)
-
-
-def _message(e: Event) -> tuple | None:
-    """What a send and its receive have in common; None where the sender is not known."""
-    if e.op not in ("send", "recv") or e.peer is None:
-        return None
-    source, target = (e.rank, e.peer) if e.op == "send" else (e.peer, e.rank)
-    return (e.group, source, target, e.tag, e.seq)
+    return _draw(rows, x, arrows if len(arrows) <= _MAX_ARROWS else [], title, alt)
 
 
 def _meeting(e: Event) -> tuple | None:
-    """What the events of one operation have in common on all its ranks."""
+    """What the events of one operation have in common on all its ranks, where that is known."""
     if e.op in ("send", "recv"):
-        return _message(e)
+        ends = (e.rank, e.peer) if e.op == "send" else (e.peer, e.rank)
+        return None if e.peer is None else (e.group, *ends, e.tag, e.seq)
     return (e.group, e.ranks, e.op, e.seq) if e.kind == "comm" and e.seq else None
-
-
-def _ready(events: Iterable[Event]) -> dict[tuple, float]:
-    """When the last rank had called each operation: before that nobody can finish it."""
-    last: dict[tuple, float] = {}
-    for e in events:
-        if (key := _meeting(e)) is not None:
-            last[key] = max(last.get(key, e.start), e.start)
-    return last
 
 
 def pairs(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     """The sends with the receives that took them: same ranks, tag and count."""
-    sends = {_message(e): e for e in events if e.op == "send" and e.peer is not None}
-    return [(sends[_message(e)], e) for e in events if e.op == "recv" and _message(e) in sends]
+    sends = {_meeting(e): e for e in events if e.op == "send" and e.peer is not None}
+    return [(sends[_meeting(e)], e) for e in events if e.op == "recv" and _meeting(e) in sends]
 
 
 def _is_async(e: Event) -> bool:
     return e.kind == "comm" and (e.is_async or e.via in _ASYNC)
 
 
-def _bars(events: Sequence[Event], ready: Mapping[tuple, float]) -> list[_Bar]:
+def _bars(events: Sequence[Event], ready: Mapping[tuple | None, float]) -> list[_Bar]:
     """The bars of one rank, in the order in which they are drawn: spans, then what happened inside them."""
     bars: list[_Bar] = []
     spans: list[Event] = []
@@ -165,11 +148,9 @@ def _bar(bar: _Bar, x: float, width: float, y: float) -> str:
     if bar.lane is not None:
         return rect(x, y + _BAR + 3 + bar.lane * _LANE, width, _THIN, fill=bar.colour)
     inset = 4 * min(bar.depth, 2)
-    if bar.waiting:
-        return rect(x, y + inset, width, _BAR - inset, fill=pale(bar.colour, _WAITING))
-    # a thin white edge keeps bars that touch apart
-    edge = PAPER if width > 6 else "none"
-    return rect(x, y + inset, width, _BAR - inset, fill=bar.colour, stroke=edge)
+    fill = pale(bar.colour, _WAITING) if bar.waiting else bar.colour
+    edge = PAPER if width > 6 and not bar.waiting else "none"  # keeps bars that touch apart
+    return rect(x, y + inset, width, _BAR - inset, fill=fill, stroke=edge)
 
 
 def _room(bar: _Bar, after: Sequence[_Bar], x: Axis) -> float | None:
@@ -202,10 +183,9 @@ def _entries(bars: Sequence[_Bar]) -> list[tuple[str, Swatch | None]]:
     entries: list[tuple[str, Swatch | None]] = []
     if any(b.kind != "comm" for b in bars):
         entries.append(("compute", swatch(COLOURS["compute"])))
-    both = {"send", "recv"} <= found
+    names = {"send": "send, recv", "recv": ""} if {"send", "recv"} <= found else {}
     for op in ops:
-        if not (both and op == "recv"):
-            name = "send, recv" if both and op == "send" else op
+        if name := names.get(op, op):
             entries.append((name, swatch(COLOURS.get(op, COLOURS["barrier"]))))
     if any(b.waiting for b in bars):
         entries.append(("waits (lighter)", swatch(pale(COLOURS.get(ops[0], MUTED), _WAITING))))

@@ -1,16 +1,15 @@
 """Who waits for whom: the ranks of a cell that had to be ended, as a graph.
 
-`waits` draws `run.standstill`: one circle per rank, an arrow from each rank that waits to the ranks it waits
-for, in the colour of the operation that it stands in. Arrows that close a cycle are thick: nobody in it can
-ever go on. The operation and its line stand beside the rank. Only what the run recorded is drawn; what is to
-blame is said by the error message, and decided in `diagnose.py`.
+`waits` draws `run.standstill`: one circle per rank, an arrow from each rank that waits to the ranks it waits for, in
+the colour of the operation that it stands in. Arrows that close a cycle are thick: nobody in it can ever go on. What
+is to blame is said by the error message, and decided in `diagnose.py`.
 """
 
 import math
 from collections.abc import Mapping, Sequence, Set
 
 from ..results import Run, Standing, name_ranks
-from .parts import EDGE, SIZE, WIDTH, text_width, wrap
+from .parts import EDGE, SIZE, WIDTH, text_width
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, label, line
 
 _RADIUS = 26  # px of a rank's circle
@@ -53,29 +52,21 @@ def waits(run: Run) -> Figure:
     marks += [_node(*place[s.rank], radius, s) for s in standings]
     if len(standings) <= _LABELLED:
         marks += [_words(*place[s.rank], s) for s in standings]
-    for row in wrap(f"{finding[0].upper()}{finding[1:]}.", WIDTH - 2 * EDGE, SIZE * _BOLD):
+    for row in _wrapped(f"{finding[0].upper()}{finding[1:]}.", WIDTH - 2 * EDGE, SIZE * _BOLD):
         marks.append(label(WIDTH / 2, height + 20, row, anchor="middle", bold=True))
         height += _ROW
     return drawing(WIDTH, height + 12, *marks, alt=f"Who waits for whom: {finding}.")
 
 
-def _cycles(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
-    """The sets of ranks that wait for one another, directly or through others; none is alone."""
-    reach: dict[int, set[int]] = {}
-    for rank in edges:
-        found, todo = set(), list(edges[rank])
-        while todo:
-            peer = todo.pop()
-            if peer not in found:
-                found.add(peer)
-                todo += edges.get(peer, ())
-        reach[rank] = found
-    cycles: list[set[int]] = []
-    for rank in sorted(edges):
-        together = {peer for peer in reach[rank] if rank in reach.get(peer, ())}
-        if together and not any(rank in cycle for cycle in cycles):
-            cycles.append(together | {rank})
-    return cycles
+def _cycles(edges: Mapping[int, Sequence[int]]) -> list[Set[int]]:
+    """The sets of ranks that wait for one another, directly or through others."""
+    reach = {rank: set(peers) for rank, peers in edges.items()}
+    for middle in edges:
+        for found in reach.values():
+            if middle in found:
+                found |= reach[middle]
+    cycles = {frozenset(p for p in found if rank in reach.get(p, ())) for rank, found in reach.items()}
+    return sorted(filter(None, cycles), key=min)
 
 
 def _finding(by_rank: Mapping[int, Standing], cycles: Sequence[Set[int]]) -> str:
@@ -101,10 +92,10 @@ def _finding(by_rank: Mapping[int, Standing], cycles: Sequence[Set[int]]) -> str
             waiters.add(rank)
             peers.add(peer)
     for state, (waiters, peers) in causes.items():
-        said.append(f"{_name(waiters)} {_wait(waiters)} for {_name(peers)}, which {state[len(peers) > 1]}")
+        said.append(f"{_waiters(waiters)} for {_name(peers)}, which {state[len(peers) > 1]}")
         told |= waiters
     if rest := waiting - told:
-        said.append(f"{_name(rest)} {_wait(rest)} behind them")
+        said.append(f"{_waiters(rest)} behind them")
     alone = "; ".join(f"rank {rank} {_state(s)[0]}" for rank, s in by_rank.items())
     return "; ".join(said) or f"{alone}; nobody waits for another"
 
@@ -117,8 +108,8 @@ def _state(standing: Standing | None) -> tuple[str, str]:
     return (f"stands in {op}", f"stand in {op}") if op else ("computes", "compute")
 
 
-def _wait(ranks: Set[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
+def _waiters(ranks: Set[int]) -> str:
+    return f"{_name(ranks)} wait{'s' * (len(ranks) == 1)}"
 
 
 def _name(ranks: Set[int]) -> str:
@@ -126,11 +117,7 @@ def _name(ranks: Set[int]) -> str:
 
 
 def _layout(standings: Sequence[Standing]) -> tuple[dict[int, tuple[float, float]], float, float]:
-    """Where each rank's circle has its centre, the height used, the circles' radius.
-
-    The ranks stand clockwise on an ellipse, so that neighbours in a ring are neighbours in the picture, and
-    rank 0 is at the top left.
-    """
+    """Where each rank's circle has its centre, the height used, the circles' radius: clockwise on an ellipse."""
     n, middle = len(standings), WIDTH / 2
     if n <= _LABELLED:
         radius = float(_RADIUS)
@@ -178,12 +165,7 @@ def _node(x: float, y: float, radius: float, standing: Standing) -> str:
 
 
 def _arrow(
-    start: tuple[float, float],
-    end: tuple[float, float],
-    radius: float,
-    standing: Standing,
-    both: bool,
-    thick: bool,
+    start: tuple[float, float], end: tuple[float, float], radius: float, standing: Standing, both: bool, thick: bool
 ) -> str:
     """From circle to circle; two ranks that wait for each other have two arrows side by side."""
     (x1, y1), (x2, y2) = start, end
@@ -201,3 +183,15 @@ def _arrow(
 def _colour(standing: Standing) -> str:
     """The operation's; a yellow arrow would not be seen on white, and new_group has no colour."""
     return "#b8a800" if standing.op == "all_to_all" else COLOURS.get(standing.op, MUTED)
+
+
+def _wrapped(text: str, width: float, size: float) -> list[str]:
+    """`text` in lines that fit `width` px, broken between words; a word that is wider stands alone."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and text_width(longer, size) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
