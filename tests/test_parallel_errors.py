@@ -80,9 +80,8 @@ ContextParallel(gpt(dropout=0.1)) -> No rank holds all weights of attention. Bui
 context.bytes_sent("star", 1, 1) -> There is no method 'star'. Choose ring or all_to_all.
 
 pipe(plan=schedules.gpipe(2, 4)) -> The schedule is for 2 ranks, and the process group has 4. Make one of them fit the
-pipe(split_gpt(gpt(), 4)[:3]) -> The schedule has 4 stages, and 3 modules came. Give them all in order, or this rank's \
-by number: {0: module}.
-pipe({7: nn.Linear(1, 1)}) -> The schedule has 4 stages, and [7] came. Give them all in order, or this rank's by number
+pipe(split_gpt(gpt(), 4)[:3]) -> The schedule has 4 stages, and 3 modules came.
+pipe(plan=schedules.zero_bubble(4, 4)) -> zero bubble has backwards in halves. Give a schedule with whole ones (B).
 pipe().step(tokens[:3], tokens[:3]) -> 3 inputs and 3 targets cannot be cut into 4 micro-batches.
 split_gpt(gpt(), 5) -> 4 blocks cannot be cut into 5 stages. Choose from 1 to 4.
 torch.no_grad()(pipe().step)(tokens, tokens) -> `step` finds gradients, and they are switched off here. Leave \

@@ -1,8 +1,8 @@
 """The actions of a pipeline, lists of them by rank, and in which order they can run.
 
-An action is written as torch.distributed.pipelining writes it: "1F0" is stage 1, forward, micro-batch 0. The
-kinds are F (forward), B (backward), and the two halves of B in a zero-bubble schedule: I (gradient of the
-input) and W (gradient of the weights). Nothing here starts a process, needs torch or sends anything.
+An action is written as torch.distributed.pipelining writes it: "1F0" is stage 1, forward, micro-batch 0. The kinds are
+F (forward), B (backward), and the two halves of B in a zero-bubble schedule: I (gradient of the input) and W (gradient
+of the weights). Nothing here starts a process, needs torch or sends anything.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what in which order: `actions[rank]` is the list of that rank. It shows as a text grid."""
+    """Who does what in which order: `actions[rank]` is the list of that rank. It shows as text."""
 
     name: str
     actions: tuple[tuple[Action, ...], ...]
@@ -127,12 +127,6 @@ def rounds(plan: Schedule) -> dict[Action, int]:
     return done
 
 
-def validate(plan: Schedule) -> Schedule:
-    """`plan` itself, if `rounds` has nothing against it."""
-    rounds(plan)
-    return plan
-
-
 def _complete(plan: Schedule) -> None:
     """Raise unless each action stands in the schedule once, and each stage on one rank."""
     if not plan.n_stages:
@@ -154,8 +148,7 @@ def _complete(plan: Schedule) -> None:
             if action not in seen:
                 raise _refused(plan, f"{action} is missing.")
         if halves and whole in seen:
-            why = f"{whole} is {inputs} and {weights} together"
-            why = f"Stage {stage} has two backwards of micro-batch {j}: {why}."
+            why = f"Stage {stage} has two backwards of micro-batch {j}: {whole} is {inputs} and {weights} together."
             raise _refused(plan, why, whole, inputs)
 
 
@@ -172,21 +165,10 @@ def _stuck(plan: Schedule, following: Sequence[Action], done: Mapping[Action, in
     return "\n".join([*lines, as_text(plan, marked=following), advice])
 
 
-def as_text(plan: Schedule, *, marked: Iterable[Action] | None = None) -> str:
-    """The schedule as a grid of characters: one column per round where it can run, else one per action.
-
-    With `marked` one column per action, and those between > and <.
-    """
-    try:
-        columns = rounds(plan) if marked is None else {}
-    except ScheduleError:  # then it is shown as it is
-        columns = {}
-    marked = set(marked or ())
+def as_text(plan: Schedule, *, marked: Iterable[Action] = ()) -> str:
+    """The schedule as a grid of characters, one column per action; those that are `marked` stand between > and <."""
+    marked = set(marked)
     names = [[f">{a}<" if a in marked else str(a) for a in actions] for actions in plan.actions]
     width = max((len(n) for rank in names for n in rank), default=1) + 1
-    lines = []
-    for rank, actions in enumerate(plan.actions):
-        cells = {columns.get(action, i): names[rank][i] for i, action in enumerate(actions)}
-        text = "".join(f"{cells.get(c, '.'):<{width}}" for c in range(max(cells, default=-1) + 1))
-        lines.append(f"rank {rank}  {text.rstrip()}")
-    return "\n".join(lines)
+    lines = ("".join(f"{name:<{width}}" for name in rank).rstrip() for rank in names)
+    return "\n".join(f"rank {rank}  {line}" for rank, line in enumerate(lines))

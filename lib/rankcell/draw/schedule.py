@@ -47,8 +47,8 @@ def grid(what: Schedule | Run | Iterable[Event], over: Schedule | Iterable[Event
     rows = _rows([*_events(what), *_events(over)])
     if not rows:
         raise ValueError(
-            'There is nothing to draw: no event is named after an action, such as "1F0". Give the engine '
-            "`span=rankcell.span`."
+            'There is nothing to draw: no event is named after an action, such as "1F0". Mark each with '
+            "`rankcell.span`."
         )
     return _draw(rows, title, isinstance(what, Schedule))
 

@@ -1,8 +1,8 @@
 """Context parallelism: causal attention over a sequence of which every rank holds a part, and a model on it.
 
-`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online
-softmax; `all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors
-of one rank's positions; keys and values may have fewer heads. `ContextParallel` is a GPT or Llama that attends so.
+`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online softmax;
+`all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors of one rank's
+positions; keys and values may have fewer heads. `ContextParallel` is a GPT or Llama that attends so.
 
 The ring has no fused kernel and sends blocks to ranks that will not look at them. All ranks need equally many
 positions, and must start from equal parameters.
@@ -76,8 +76,8 @@ def _scores(query: Tensor, key: Tensor, triangle: bool) -> Tensor:
 class OnlineSoftmax:
     """Attention of some queries over keys that come block by block: what has been seen, in three tensors.
 
-    For each query: the largest score so far, the sum of exp(score - largest), and the sum of the values with
-    the same factors. https://arxiv.org/abs/1805.02867 (2018), section 3; https://arxiv.org/abs/2112.05682 (2021).
+    For each query: the largest score so far, the sum of exp(score - largest), and the sum of the values with the same
+    factors. https://arxiv.org/abs/1805.02867 (2018), section 3; https://arxiv.org/abs/2112.05682 (2021).
     """
 
     def __init__(self, query: Tensor) -> None:
@@ -158,9 +158,9 @@ class _Ring:
         return x.chunk(self.n_pieces, -2)
 
     def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[list[tuple[int, int, bool]], Tensor]]:
-        """The keys and values of one rank after the other, `(2, ..., keys, d_head)`, this one's first; the next
-        ones travel while these are used. With them, which of this rank's pieces of queries sees which piece
-        of these keys, and whether only its triangle: that is so where both are the same piece.
+        """The keys and values of one rank after the other, `(2, ..., keys, d_head)`, this one's first; the next ones
+        travel while these are used. With them, which of this rank's pieces of queries sees which piece of these keys,
+        and whether only its triangle: that is so where both are the same piece.
         """
         mine, block = pieces(self.rank, self.world_size, layout=self.layout), torch.stack([key, value])
         for step in range(self.world_size):
@@ -226,10 +226,10 @@ def ring_attention(
 ) -> Tensor:
     """Causal attention of this rank's queries over all ranks' positions: `(batch, heads, length / W, d_head)`.
 
-    Keys and values go round the ring of the group in W - 1 steps, and each block is used while the next one
-    travels. In the backward they go round again, with their gradients one step behind. No rank ever holds
-    more than two blocks, and scores of one block's size. Positions stand in the order of `positions`; key and value
-    may have fewer heads than the query. Layout "zigzag" gives ranks equal work, "contiguous" the last one the most.
+    Keys and values go round the ring of the group in W - 1 steps, and each block is used while the next one travels. In
+    the backward they go round again, with their gradients one step behind. No rank ever holds more than two blocks, and
+    scores of one block's size. Positions stand in the order of `positions`; key and value may have fewer heads than the
+    query. Layout "zigzag" gives ranks equal work, "contiguous" the last one the most.
     """
     if documents is not None:
         raise ValueError("The ring knows no documents in a sequence. Use the all-to-all.")
@@ -269,9 +269,9 @@ def all_to_all_attention(
 ) -> Tensor:
     """The same result as `ring_attention`, by two all-to-alls: each rank computes W-th of the heads in full.
 
-    If there are fewer key/value heads than ranks, they are sent to several of them. With `documents`,
-    `(batch, length / W)` whole numbers, only positions with the same number see each other. From
-    https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses, 2023).
+    If there are fewer key/value heads than ranks, they are sent to several of them. With `documents`, `(batch, length /
+    W)` whole numbers, only positions with the same number see each other. From https://arxiv.org/abs/2309.14509
+    (DeepSpeed Ulysses, 2023).
     """
     _check_shapes(query, key, value)
     process_group = process_group or dist.group.WORLD
@@ -356,10 +356,7 @@ class ContextAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dense: models.Attention,
-        attend: Callable[..., Tensor],
-        positions: Callable[[int], Tensor] | None,
+        self, dense: models.Attention, attend: Callable[..., Tensor], positions: Callable[[int], Tensor] | None
     ) -> None:
         super().__init__()
         if dense.dropout.p:

@@ -1,13 +1,13 @@
 """Tensor parallelism: every rank holds a part of each layer and all ranks compute on the same batch.
 
-The six functions at the top move activations between ranks and know their own backward. On them stand the
-linear layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every
-layer takes its part of a dense layer, which must be the same on all ranks. `parallel.transformer` builds the GPT and
-the Llama from them. With `sequence_parallel` the activations between the layers are divided along the sequence:
-a rank holds `(batch, length / ranks, features)`.
+The six functions at the top move activations between ranks and know their own backward. On them stand the linear
+layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every layer takes its
+part of a dense layer, which must be the same on all ranks. `parallel.transformer` builds the GPT and the Llama from
+them. With `sequence_parallel` the activations between the layers are divided along the sequence: a rank holds `(batch,
+length / ranks, features)`.
 
-What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients. It sets
-no seeds: with dropout all ranks of a group must be seeded alike, as they must get the same batch.
+What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients. It sets no
+seeds: with dropout all ranks of a group must be seeded alike, as they must get the same batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -160,32 +160,15 @@ def reduce_scatter(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGrou
     return _Pair.apply(x, lambda x: group.reduce_scatter(x, dim), lambda grad: group.all_gather(grad, dim))
 
 
-class _CopyTogether(torch.autograd.Function):
-    """`copy_to_group` for several tensors at once: their gradients travel in one all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(map(_same, tensors))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat = torch.cat([g.flatten() for g in grads])
-        ctx.group.all_reduce(flat)
-        pieces = flat.split([g.numel() for g in grads])
-        return None, *(piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True))
-
-
 # The layers
 
 
 class _Columns(torch.autograd.Function):
     """Several linear layers on one input, each with its rows of weight: the input travels once for all.
 
-    With `gathers`, `x` is this rank's part of the sequence. The whole is not kept for backward but gathered again:
-    that is what makes sequence parallelism save memory. The gradient of the input travels while backward finds those
-    of the weights.
+    With `gathers`, `x` is this rank's part of the sequence. The whole is not kept for backward but gathered again: that
+    is what makes sequence parallelism save memory. The gradient of the input travels while backward finds those of the
+    weights.
     """
 
     @staticmethod
@@ -251,8 +234,8 @@ class ParallelLayer(nn.Module):
 class ColumnParallelLinear(ParallelLayer):
     """A linear layer of which each rank holds some outputs: `(..., in)` -> `(..., out / ranks)`.
 
-    `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so
-    these are columns of A. `uneven` lets the first ranks have one output more where they must.
+    `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so these are
+    columns of A. `uneven` lets the first ranks have one output more where they must.
 
     >>> up = ColumnParallelLinear.from_linear(nn.Linear(64, 256))
     >>> down = RowParallelLinear.from_linear(nn.Linear(256, 64))
@@ -286,8 +269,8 @@ class ColumnParallelLinear(ParallelLayer):
 class RowParallelLinear(ParallelLayer):
     """A linear layer of which each rank holds some inputs: `(..., in / ranks)` -> `(..., out)`, summed.
 
-    `weight` is `dense.weight.chunk(ranks, 1)[rank]`. Every rank holds the whole bias, which is added once,
-    after the sum. With `sequence_parallel` it returns this rank's part of the sequence.
+    `weight` is `dense.weight.chunk(ranks, 1)[rank]`. Every rank holds the whole bias, which is added once, after the
+    sum. With `sequence_parallel` it returns this rank's part of the sequence.
     """
 
     sharded: ClassVar[Mapping[str, int]] = {"weight": 1}
@@ -318,8 +301,8 @@ class RowParallelLinear(ParallelLayer):
 class SlicedLinear(ParallelLayer):
     """A linear layer that every rank holds whole and of which it computes some `outputs`, as other ranks may, too.
 
-    It stands where there are fewer things to share than ranks, such as key/value heads. The gradient is
-    summed over all ranks, each with zeros for what it did not compute.
+    It stands where there are fewer things to share than ranks, such as key/value heads. The gradient is summed over all
+    ranks, each with zeros for what it did not compute.
     """
 
     def __init__(self, dense: nn.Linear, outputs: slice, process_group: ProcessGroup = None, **options: Any) -> None:
@@ -328,9 +311,8 @@ class SlicedLinear(ParallelLayer):
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank computes with."""
-        have = [p for p in (self.weight, self.bias) if p is not None]
-        parts = [whole[self.outputs] for whole in _CopyTogether.apply(self.group, *have)]
-        return parts[0], parts[1] if len(parts) > 1 else None
+        weight, bias = (_sum_gradient(p, self.group) for p in (self.weight, self.bias))
+        return weight[self.outputs], None if bias is None else bias[self.outputs]
 
 
 class ReplicatedNorm(ParallelLayer):
@@ -342,8 +324,13 @@ class ReplicatedNorm(ParallelLayer):
         self.norm: Any = F.layer_norm if isinstance(dense, nn.LayerNorm) else F.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        have = [p for p in (self.weight, self.bias) if p is not None]
-        return self.norm(x, self.normalized_shape, *_CopyTogether.apply(self.group, *have), eps=self.eps)
+        have = [_sum_gradient(p, self.group) for p in (self.weight, self.bias) if p is not None]
+        return self.norm(x, self.normalized_shape, *have, eps=self.eps)
+
+
+def _sum_gradient(parameter: Tensor | None, group: Group) -> Any:
+    """A parameter that every rank holds and uses for something else: its gradient is a sum over the ranks."""
+    return None if parameter is None else copy_to_group(parameter, process_group=group)
 
 
 # States
@@ -377,13 +364,3 @@ def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None)
         layer.group.all_reduce(total)
         wholes[name] = layer.group.all_gather(mine, dim, int(total))
     return wholes
-
-
-def local_state_dict(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of a state dict of the dense model, to give to `model.load_state_dict`."""
-    found = {}
-    for name, whole in full.items():
-        path, _, parameter = name.rpartition(".")
-        layer = model.get_submodule(path)
-        found[name] = layer.part_of(parameter, whole) if isinstance(layer, ParallelLayer) else whole.clone()
-    return found

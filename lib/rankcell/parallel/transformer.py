@@ -1,8 +1,8 @@
 """The tensor-parallel twins of the course's models: GPT, Llama, their blocks, attention and MLPs.
 
-`tensor_parallel` turns a dense model into its twin over a group of ranks, from the layers of
-`parallel.tensor` and `parallel.vocabulary`. Parts keep their names, so `tensor.full_state_dict` gives back
-what the dense model has. It knows no models but those of `rankcell.models`, and no documents in a sequence.
+`tensor_parallel` turns a dense model into its twin over a group of ranks, from the layers of `parallel.tensor` and
+`parallel.vocabulary`. Parts keep their names, so `tensor.full_state_dict` gives back what the dense model has. It knows
+no models but those of `rankcell.models`, and no documents in a sequence.
 """
 
 import copy
@@ -80,8 +80,8 @@ class ParallelDropout(nn.Module):
 class ParallelAttention(nn.Module):
     """Causal attention, the heads divided: one all-reduce forward, one backward.
 
-    Where there are fewer key/value heads than ranks, several ranks in a row compute the same one: keys and values
-    are then held whole by every rank, and their gradients summed.
+    Where there are fewer key/value heads than ranks, several ranks in a row compute the same one: keys and values are
+    then held whole by every rank, and their gradients summed.
     """
 
     def __init__(self, dense: models.Attention, process_group: ProcessGroup = None, **options: bool) -> None:
@@ -153,9 +153,9 @@ def _dropout(p: float, group: Group, sequence_parallel: bool) -> nn.Module:
 class ParallelDecoder(nn.Module):
     """A GPT or Llama with everything divided but its norms and positions: tokens -> logits, or a loss.
 
-    `model(tokens)` is the logits `(batch, length, vocab)`, whole on every rank. `model(tokens, targets)` is
-    the mean cross-entropy, and no rank ever holds all logits. A pipeline's stage without embedding or head takes and
-    gives on what lies between the blocks.
+    `model(tokens)` is the logits `(batch, length, vocab)`, whole on every rank. `model(tokens, targets)` is the mean
+    cross-entropy, and no rank ever holds all logits. A pipeline's stage without embedding or head takes and gives on
+    what lies between the blocks.
     """
 
     token_embedding: Any  # None in a stage that does not embed
