@@ -21,8 +21,7 @@ def test_an_action_is_written_as_torch_writes_it():
     for text in ("0F0", "12B3", "1I0", "7W11"):
         assert str(s.Action.parse(text)) == text == str(theirs._Action.from_str(text))
     for text in ("", "F", "1F", "F0", "1X0", "1F0F", "-1F0", "aF0"):
-        with pytest.raises(ValueError, match=r"is no action\. Write stage, kind and micro-batch"):
-            s.Action.parse(text)
+        assert s.Action.parse(text) is None
 
 
 def test_every_action_comes_after_what_it_needs():
@@ -106,35 +105,23 @@ def test_schedules_equal_those_of_torch():
 
 
 STUCK = """The schedule never ends:
-  rank 0 is at 0B0 and waits for 1B0 of rank 1
-  rank 1 is at 1F1 and waits for 0F1 of rank 0
-rank 0  0F0   >0B0< 0F1   0B1
-rank 1  >1F1< 1F0   1B0   1B1
-Move what the others wait for before what cannot start yet."""
+  rank 0 is at 0B0 and waits for 1B0
+  rank 1 is at 1F1 and waits for 0F1"""
 
 
-@pytest.mark.parametrize(
-    ("lists", "says"),
-    [([["0F0", "0B0"], ["1F0"]], "1B0 is missing."),
-     ([["0F0", "0F1", "0B0"]], "0B1 is missing."),
-     ([["0F0", "0I0"], ["1F0", "1B0"]], "0W0 is missing."),
-     ([["0F0", "0W0"], ["1F0", "1B0"]], "0I0 is missing."),
-     ([["0F0", "0F0", "0B0"], ["1F0", "1B0"]], "0F0 comes twice.\nrank 0  >0F0< >0F0< 0B0"),
-     ([["0F0"], ["0B0"]], "0B0 is on rank 1, but stage 0 lives on rank 0.\nrank 0  0F0\nrank 1  >0B0<"),
-     ([["0F0", "0B0", "0I0", "0W0"]], "Stage 0 has two backwards of micro-batch 0: 0B0 is 0I0 and 0W0"),
-     ([[]], "The schedule is empty."),
-     ([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]], STUCK),
-     ([["0B0", "0F0"]], "The schedule never ends:\n  rank 0 is at 0B0 and waits for 0F0 of rank 0")],
-)  # fmt: skip
-def test_wrong_schedule_is_refused_with_action_marked(lists, says):
-    plan = s.schedule("mine", lists)
-    with pytest.raises(s.ScheduleError) as error:
-        s.rounds(plan)
-    assert str(error.value).startswith(says) and "mine" in repr(plan)  # it can still be shown
+def by_hand(*lists):
+    return s.schedule("mine", [map(s.Action.parse, texts.split()) for texts in lists])
+
+
+def test_what_never_ends_is_refused():
+    for plan in (by_hand("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"), by_hand("0F0 0B0", "1F1")):
+        with pytest.raises(s.ScheduleError) as error:
+            s.rounds(plan)
+        assert str(error.value) == STUCK and repr(plan).startswith("mine: 2 ranks")
 
 
 def test_a_mix_of_whole_and_halved_backwards_runs():
-    plan = s.schedule("mix", [["0F0", "0F1", "0B0", "0I1", "0W1"], ["1F0", "1F1", "1I0", "1B1", "1W0"]])
+    plan = by_hand("0F0 0F1 0B0 0I1 0W1", "1F0 1F1 1I0 1B1 1W0")
     events = {str(a): e for a, e in s.actions_of(s.predict(plan))}
     assert events["0B0"].start == events["1I0"].end
     empty = s.schedule("none", [[], []])

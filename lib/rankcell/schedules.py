@@ -8,7 +8,6 @@ costs a fixed number of seconds here, none unless you say so, and links are neve
 """
 
 import itertools
-import re
 from collections import Counter, deque
 from collections.abc import Iterable
 
@@ -179,8 +178,8 @@ def predict(
 
 def actions_of(events: Iterable[Event]) -> list[tuple[Action, Event]]:
     """The events that are actions of a pipeline, with their actions, in order of time; no others."""
-    named = (e for e in events if e.kind != "comm" and re.fullmatch(r"\d+[FBIW]\d+", e.op))
-    return [(Action.parse(e.op), e) for e in sorted(named, key=lambda e: (e.start, e.rank))]
+    named = ((Action.parse(e.op), e) for e in sorted(events, key=lambda e: (e.start, e.rank)) if e.kind != "comm")
+    return [(action, event) for action, event in named if action]
 
 
 def length(events: Iterable[Event]) -> float:

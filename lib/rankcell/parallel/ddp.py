@@ -96,7 +96,7 @@ class DDP(nn.Module):
         self._synchronizes = True
         self._changed = False  # a gradient may have changed since the last average
         self._will_finish = False  # the running backward will call `finish_gradient_synchronization`
-        group.broadcast_each((*module.parameters(), *module.buffers()), process_group)
+        group.broadcast_together((*module.parameters(), *module.buffers()), process_group)
         trainable = [p for p in module.parameters() if p.requires_grad]  # a tied weight comes once
         limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
         self.buckets = [Bucket(parameters) for parameters in _in_buckets(trainable[::-1], limit)]

@@ -6,8 +6,9 @@ part of a dense layer, which must be the same on all ranks. `parallel.transforme
 them. With `sequence_parallel` the activations between the layers are divided along the sequence: a rank holds `(batch,
 length / ranks, features)`.
 
-What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients. It sets no
-seeds: with dropout all ranks of a group must be seeded alike, as they must get the same batch.
+What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients, gathering
+a sequence anew in the backward, as Megatron-LM does, in place of keeping it. It sets no seeds: with dropout all ranks
+of a group must be seeded alike, as they must get the same batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +54,9 @@ class Group:
         self.all_reduce(x)
         return x
 
-    def all_reduce(self, x: Tensor, *, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
+    def all_reduce(self, x: Tensor, *, op: Any = dist.ReduceOp.SUM) -> None:
         """Sum `x`, which must be contiguous, over the ranks in place."""
-        return dist.all_reduce(x, op=op, group=self.process_group, async_op=async_op)
+        dist.all_reduce(x, op=op, group=self.process_group)
 
     def all_gather(self, x: Tensor, dim: int, total: int | None = None) -> Tensor:
         """The parts of all ranks in a row along `dim`; `total` is their sum where they are not equal."""
@@ -73,18 +74,12 @@ class Group:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part, along `dim`, of the sum over the ranks."""
-        work, mine = self.start_reduce_scatter(x, dim)
-        work.wait()
-        return mine
-
-    def start_reduce_scatter(self, x: Tensor, dim: int) -> tuple[Any, Tensor]:
-        """A reduce-scatter on its way, and the tensor that holds its result once it was waited for."""
         dim = dim % x.dim()
         self.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         mine = torch.empty_like(parts[0])
-        parts = parts.flatten(0, 1)
-        return dist.reduce_scatter_single(mine, parts, group=self.process_group, async_op=True), mine
+        dist.reduce_scatter_single(mine, parts.flatten(0, 1), group=self.process_group)
+        return mine
 
     def check_divides(self, n: int, what: str) -> None:
         """Raise an error that says what to do where `n` cannot be shared evenly."""
@@ -163,49 +158,11 @@ def reduce_scatter(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGrou
 # The layers
 
 
-class _Columns(torch.autograd.Function):
-    """Several linear layers on one input, each with its rows of weight: the input travels once for all.
-
-    With `gathers`, `x` is this rank's part of the sequence. The whole is not kept for backward but gathered again: that
-    is what makes sequence parallelism save memory. The gradient of the input travels while backward finds those of the
-    weights.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool, *layers: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.group, ctx.gathers, ctx.n = group, gathers, len(layers) // 2
-        ctx.save_for_backward(x, *layers)
-        whole = group.all_gather(x, SEQUENCE) if gathers else x
-        pairs = zip(layers[: ctx.n], layers[ctx.n :], strict=True)
-        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        group, n = ctx.group, ctx.n
-        x, *layers = ctx.saved_tensors
-        needs_x, _, _, *needs = ctx.needs_input_grad
-        sending = grad_x = None
-        if needs_x:
-            grad_x = sum(grad @ weight for grad, weight in zip(grads, layers[:n], strict=True))
-            if ctx.gathers:
-                sending, grad_x = group.start_reduce_scatter(grad_x, SEQUENCE)
-            else:
-                sending = group.all_reduce(grad_x, async_op=True)
-        if ctx.gathers and any(needs[:n]):  # only gradients of weights need the whole input again
-            x = group.all_gather(x, SEQUENCE)
-        rows, *flat = (t.reshape(-1, t.shape[-1]) for t in (x, *grads))
-        weights = [grad.t() @ rows if need else None for grad, need in zip(flat, needs[:n], strict=True)]
-        biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[n:], strict=True)]
-        if sending is not None:
-            sending.wait()
-        return grad_x, None, None, *weights, *biases
-
-
-def columns(x: Tensor, layers: "Sequence[ColumnParallelLinear | SlicedLinear]") -> tuple[Tensor, ...]:
+def columns(x: Tensor, layers: "Sequence[ColumnParallelLinear | SlicedLinear]") -> list[Tensor]:
     """What several layers that divide their outputs compute from the same input, with one communication."""
-    weights, biases = zip(*(layer.own() for layer in layers), strict=True)
-    return _Columns.apply(x, layers[0].group, layers[0].sequence_parallel, *weights, *biases)
+    enter = all_gather if layers[0].sequence_parallel else copy_to_group
+    whole = enter(x, process_group=layers[0].group)
+    return [F.linear(whole, *layer.own()) for layer in layers]
 
 
 class ParallelLayer(nn.Module):
@@ -345,15 +302,10 @@ def sharded_dims(model: nn.Module) -> dict[str, int | None]:
     return {name: dims[name] for name in model.state_dict()}
 
 
-def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dict of the dense model, whole on every rank. All ranks of the group must call it.
-
-    `state` is this rank's, by default that of `model`; gradients of the same names will do, too.
-    """
-    state, wholes = model.state_dict() if state is None else state, {}
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the dense model, whole on every rank. All ranks of the group must call it."""
+    state, wholes = model.state_dict(), {}
     for name, dim in sharded_dims(model).items():
-        if name not in state:
-            continue
         mine = state[name].detach()
         if dim is None:
             wholes[name] = mine.clone()

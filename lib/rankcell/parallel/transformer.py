@@ -255,15 +255,15 @@ def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> Any:
 
 def _check_same(model: nn.Module, group: Group) -> None:
     """Raise an error where ranks hold different weights: parts of different models make no model."""
-    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    named = [(name, p.detach().double().square().sum()) for name, p in model.named_parameters() if not p.is_meta]
     if not named or group.size == 1:
         return
-    sums = torch.stack([p.detach().double().square().sum() for _, p in named])
+    sums = torch.stack([of for _, of in named])
     highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
     group.all_reduce(highest, op=dist.ReduceOp.MAX)
-    different = highest[0] + highest[1] > 1e-9 * highest[0].clamp_min(1)
-    if different.any():
-        names = [name for (name, _), differs in zip(named, different.tolist(), strict=True) if differs]
+    different = highest.sum(0) > 1e-9 * highest[0].clamp_min(1)
+    names = [name for (name, _), differs in zip(named, different.tolist(), strict=True) if differs]
+    if names:
         raise ValueError(
             f"The ranks of this group hold different models: {len(names)} of {len(named)} parameters differ, "
             f"first {names[0]}. Build it from the same seed on all ranks, or broadcast it first."
