@@ -1,10 +1,9 @@
 """What communication costs by the latency-bandwidth model: a message of S bytes takes alpha + beta * S.
 
-Sends, and the collectives built from them, as formulas in seconds; the line through measured times; algorithm and bus
-bandwidth as nccl-tests defines them. S (`nbytes`) is always the whole array: what a rank holds before a reduce-scatter
-or all-reduce and after an all-gather. The model does not know contention (every rank sends and receives at full speed
-at the same time), the time to add numbers, protocols that change with the size, nor the cores that ranks on one machine
-share. Nothing here measures or talks to a rank.
+Sends and collectives as formulas in seconds; the line through measured times; algorithm and bus bandwidth as nccl-tests
+defines them. S (`nbytes`) is always the whole array: what a rank holds before a reduce-scatter or all-reduce and after
+an all-gather. The model does not know contention, the time to add numbers, protocols that change with the size, nor the
+cores that ranks on one machine share. Nothing here measures or talks to a rank.
 """
 
 import math

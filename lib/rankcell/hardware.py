@@ -30,7 +30,7 @@ class Source:
     date: str
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Speed:
     """How many bytes per second something can move, and how we know.
 
@@ -55,10 +55,6 @@ class Speed:
     def seconds(self, nbytes: float) -> float:
         """Seconds that `nbytes` bytes take at this rate, in one direction, with nothing else in the way."""
         return nbytes / self.bytes_per_s
-
-    def __repr__(self) -> str:
-        how = f" = {self.arithmetic}" if self.arithmetic else ""
-        return f"{self.name}: {self.bytes_per_s / 1e9:.5g} GB/s {self.direction}{how}"
 
 
 @dataclass(frozen=True)

@@ -218,8 +218,7 @@ class LlamaBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(d_model, eps=1e-5, **where)
-        how: dict[str, Any] = {"n_kv_heads": n_kv_heads, "rope_base": 10000.0, "bias": False}
-        self.attention = Attention(d_model, n_heads, **how, **where)
+        self.attention = Attention(d_model, n_heads, n_kv_heads=n_kv_heads, rope_base=10000.0, bias=False, **where)
         self.mlp_norm = nn.RMSNorm(d_model, eps=1e-5, **where)
         self.mlp = SwiGLU(d_model, d_hidden, **where)
         initialise(self, seed=seed)
@@ -315,8 +314,8 @@ class GPT(Decoder):
 class Llama(Decoder):
     """The GPT with the parts of a Llama: RMSNorm, rotary positions, SwiGLU, fewer key/value heads, no biases.
 
-    From https://arxiv.org/abs/2307.09288 (Llama 2, 2023), section 2.2. `d_hidden` is by default 8/3 of `d_model`
-    rounded up to a multiple of 8, which makes three matrices as many numbers as the GPT's two.
+    From https://arxiv.org/abs/2307.09288 (Llama 2, 2023), section 2.2. The MLP has 8/3 of `d_model` hidden units, up to
+    a multiple of 8, which makes three matrices as many numbers as the GPT's two.
     """
 
     def __init__(
@@ -328,12 +327,11 @@ class Llama(Decoder):
         n_kv_heads: int = 2,
         n_layers: int = 2,
         context: int = 32,
-        d_hidden: int | None = None,
         tied: bool = False,
         seed: int = 0,
         **where: Any,
     ) -> None:
-        shape = d_model, n_heads, n_kv_heads, d_hidden or -(-d_model // 3) * 8
+        shape = d_model, n_heads, n_kv_heads, -(-d_model // 3) * 8
         blocks = (LlamaBlock(*shape, **where) for _ in range(n_layers))
         norm = nn.RMSNorm(d_model, eps=1e-5, **where)
         super().__init__(vocab, context, blocks, norm, tied=tied, positions=False)

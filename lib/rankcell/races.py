@@ -43,9 +43,7 @@ def find_races(
 ) -> tuple[Race, ...]:
     """Every pair of rows and buffers with a race, the first jobs of each.
 
-    Args:
-        times: start and end of each job.
-        names: of the rows: the host, and the streams.
+    `times` are start and end of each job, `names` those of the rows: the host, and the streams.
     """
     found: dict[tuple[str, str, int, int], Race] = {}
     pairs = ((a, b) for b in jobs for a in jobs[: b.number] if not b.before >> a.number & 1)

@@ -49,9 +49,8 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
 def interleaved(n_ranks: int, n_microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B in which each rank has several smaller stages, its chunks: the bubble is `chunks` times smaller.
 
-    Stage s lives on rank s mod p. Micro-batches go through in groups of p: a group passes the first chunk, then the
-    second, and so on. Where p does not divide their number, some groups are larger. With one chunk it is 1F1B.
-    Narayanan et al., section 2.2.2, who ask for a multiple of p.
+    Micro-batches go through in groups of p: a group passes the first chunk, then the second, and so on. Where p does
+    not divide their number, some groups are larger. Narayanan et al., section 2.2.2, who ask for a multiple of p.
     """
     if chunks == 1:
         return one_f_one_b(n_ranks, n_microbatches)

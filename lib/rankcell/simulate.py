@@ -6,16 +6,14 @@
         gpu.copy(2**28, writes="Y", pinned=True, non_blocking=True)
     gpu.current_stream().wait_stream(copies)
     gpu.matmul(seconds=0.02, reads="Y", writes="Z")
-    gpu.synchronize()
     gpu.events, gpu.races
 
-The calls are those of `torch.cuda`. Nothing is computed or measured: the caller says how long a kernel takes. Beside
-the times it keeps which job is *ordered* before which, and so finds races: two jobs that touch the same memory, one of
-them writing, and nothing that makes one wait for the other, whatever their times happened to be.
+The calls are those of `torch.cuda`. Nothing is computed or measured: the caller says how long a kernel takes. It also
+keeps which job is *ordered* before which, and so finds races: two jobs that touch the same memory, one of them writing,
+and nothing that makes one wait for the other, whatever their times happened to be.
 
 What it leaves out: kernels that share the GPU (each engine does one job at a time, in the order in which jobs become
-ready), the host stopping when a queue is full, priorities, graphs, slower memory while copies run, and what recording
-an event costs the host.
+ready), the host stopping when a queue is full, priorities, graphs, slower memory while copies run.
 """
 
 import itertools
@@ -45,10 +43,6 @@ class Mark:
 
     def __init__(self, device: "Device", jobs: frozenset[int]) -> None:
         self._device, self._jobs = device, jobs
-
-    def synchronize(self) -> None:
-        """The host waits until everything before it is done."""
-        self._device._host_waits(self._jobs, "event.synchronize")
 
     def wait(self) -> None:
         """The current stream waits for everything before it. The host does not."""
@@ -187,9 +181,7 @@ class Device:
     # Memory
 
     def empty(self, buffer: str, nbytes: int = 0) -> None:
-        """Give `buffer` memory of the current stream, as PyTorch's caching allocator does: a freed block of this stream
-        and size if there is one.
-        """
+        """Give `buffer` memory of the current stream, as PyTorch does: a freed block of its size if there is one."""
         owner, number = self._current._row, 0
         for block in self._freed:
             done = all(self._end(j) <= self.now for j in block.users)
@@ -323,9 +315,7 @@ def _events(jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], name
 
 
 def _schedule(jobs: list[Enqueued]) -> list[tuple[float, float]]:
-    """Start and end of each job: an engine takes the job that was ready first. What the host has already seen stays as
-    it was when more jobs are added.
-    """
+    """Start and end of each job: an engine takes the job that was ready first; more jobs do not change what was."""
     times: dict[int, tuple[float, float]] = {}
     free: dict[str, float] = {}
     left = list(jobs)

@@ -27,8 +27,7 @@ from . import group
 def pieces(rank: int, world_size: int, *, layout: str = "zigzag") -> tuple[int, ...]:
     """Which equal pieces of the sequence a rank holds, in the order in which it holds them.
 
-    pieces(1, 4, layout="contiguous")  # (1,) of 4 pieces
-    pieces(1, 4, layout="zigzag")      # (1, 6) of 8: an early one and the late one that balances it
+    Rank 1 of 4 holds piece 1 of 4 if they are contiguous; zigzag, 1 and 6 of 8: an early one, a late one for balance.
     """
     if layout not in ("contiguous", "zigzag"):
         raise ValueError(f"There is no layout {layout!r}. Choose one of contiguous, zigzag.")
@@ -36,10 +35,7 @@ def pieces(rank: int, world_size: int, *, layout: str = "zigzag") -> tuple[int, 
 
 
 def positions(length: int, rank: int, world_size: int, *, layout: str = "zigzag") -> Tensor:
-    """The positions of the sequence that a rank holds, `(length / world_size,)` int64.
-
-    positions(8, 1, 2)  # tensor([2, 3, 4, 5])
-    """
+    """The positions of the sequence that a rank holds, `(length / world_size,)`; 2, 3, 4, 5 if (8, 1, 2) is given."""
     size, mine = length // _count(length, world_size, layout), pieces(rank, world_size, layout=layout)
     return torch.cat([torch.arange(p * size, (p + 1) * size) for p in mine])
 
@@ -366,7 +362,7 @@ class ContextParallel(nn.Module):
         model = ContextParallel(gpt)
         logits = model(model.split(tokens))            # this rank's positions only
         losses = F.cross_entropy(logits.flatten(0, 1), model.split(targets).flatten(), reduction="none")
-        share_of_mean(losses).backward()
+        model.share_of_mean(losses).backward()
         model.finish_gradient_synchronization()        # sums the gradients over the group
         optimizer.step()
 
@@ -386,7 +382,7 @@ class ContextParallel(nn.Module):
         super().__init__()
         methods = {"ring": ring_attention, "all_to_all": all_to_all_attention}
         if method not in methods:
-            raise ValueError(f"There is no method {method!r}. Choose one of {', '.join(methods)}.")
+            raise ValueError(f"There is no method {method!r}. Choose one of ring, all_to_all.")
         self.module, self.layout = module, layout
         self.process_group = process_group or dist.group.WORLD
         self.rank, self.world_size = _place(self.process_group)
@@ -411,6 +407,10 @@ class ContextParallel(nn.Module):
         for block in self.module.blocks:
             x = block(x, documents=documents)
         return self.module.unembed(x)
+
+    def share_of_mean(self, losses: Tensor) -> Tensor:
+        """As the function, over this model's ranks."""
+        return share_of_mean(losses, process_group=self.process_group)
 
     def finish_gradient_synchronization(self) -> None:
         """After backward: every rank has the gradients of the whole mean loss."""

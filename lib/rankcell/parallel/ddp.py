@@ -72,13 +72,10 @@ class DDP(nn.Module):
 
     Parameters and buffers start as those of the group's first rank, which sends its buffers after each backward, too.
     After `loss.backward()` every gradient is the mean over the ranks: of a loss that is a mean, and equal batches, that
-    is the gradient of the global batch. Keep the wrapper while the module trains: without it nobody averages.
+    is the gradient of the global batch. Wrap a module once.
 
-    Args:
-        module: any module, on its device and in its dtype already.
-        bucket_size_mb: a bucket is full as soon as it holds so many MiB (2^20 bytes); 0: each gradient travels by
-            itself, None: all together, as far as one dtype reaches.
-        process_group: the ranks that share the model, by default all.
+    A bucket is full as soon as it holds `bucket_size_mb` MiB (2^20 bytes); with 0 each gradient travels by itself, with
+    None all together, as far as one dtype reaches.
 
     >>> model = DDP(MLP(6, 32, 3))
     >>> loss = F.mse_loss(model(x), y)  # x, y: this rank's part of the batch
@@ -143,8 +140,7 @@ class DDP(nn.Module):
 
     def _gradient_is_ready(self, bucket: Bucket, index: int, _: Tensor) -> None:
         """Called by autograd when a parameter's gradient is complete."""
-        if not self._changed:  # an assignment to an attribute of a module is slow
-            self._changed = True
+        self._changed = True
         if not self._synchronizes:
             return
         if not self._will_finish:

@@ -49,11 +49,10 @@ def route(
     """Where this rank's tokens go, from the router's `logits`, `(T, E)`: to the k most probable experts.
 
     Of equal probabilities the lower expert wins. With k = 1 the weight is the probability itself: through it the router
-    learns. With more, the k weights are made to sum to 1.
-
-    The ranks tell each other k * E counts, so that all know who sends how much and what is full. An expert takes
-    `capacity_factor` times its fair share (None: all) and drops what comes last: all first choices come before all
-    second choices, and within them tokens in the order of the ranks. `alone` needs no process group.
+    learns. With more, the k weights are made to sum to 1. The ranks tell each other k * E counts, so that all know who
+    sends how much and what is full. An expert takes `capacity_factor` times its fair share (None: all) and drops what
+    comes last: all first choices come before all second choices, and within them tokens in the order of the ranks.
+    `alone` needs no process group.
     """
     n_experts = logits.shape[1]
     if not 1 <= k <= n_experts:
@@ -76,14 +75,13 @@ def route(
     queue = everyone.transpose(0, 1).flatten(0, 1)  # (k * W, E) in the order in which experts fill up
     before = (queue.cumsum(0) - queue).view(k, -1, n_experts)  # (k, W, E) how many stand before these
     load = everyone.sum((0, 1))
-    if capacity_factor is None:
-        kept, counts = torch.ones_like(experts, dtype=torch.bool), everyone.sum(1)
-    else:
+    limit = int(load.sum())  # none
+    if capacity_factor is not None:
         # https://arxiv.org/abs/2101.03961, equation 3, rounded up: times the fair share of the choices
         limit = math.ceil(capacity_factor * k * int(everyone[:, 0].sum()) / n_experts)
-        place = before[:, rank, None] + picked.cumsum(1) - 1  # (k, T, E)
-        kept = (place.gather(2, experts.T[..., None])[..., 0] < limit).T
-        counts = torch.minimum((limit - before).clamp(min=0), everyone.transpose(0, 1)).sum(0)
+    place = before[:, rank, None] + picked.cumsum(1) - 1  # (k, T, E)
+    kept = (place.gather(2, experts.T[..., None])[..., 0] < limit).T
+    counts = torch.minimum((limit - before).clamp(min=0), everyone.transpose(0, 1)).sum(0)
     # E * sum over experts of f * P, which is 1 where all experts are used alike. f is the share of all k choices that
     # fell on the expert, a constant; P is its mean probability; both over the tokens of all ranks. Equations 4 to 6
     # of the same paper (Switch Transformer, 2021), without its factor alpha.

@@ -26,13 +26,10 @@ class Pipeline:
 
     Where stages are in a `DDP`, call `step` inside its `no_sync`: it would average after every micro-batch.
 
-    Args:
-        stages: all stages of the model in order; this rank's are on their device, in their dtype.
-        schedule: who does what in which order, with whole backwards. Rank r of the group runs `actions[r]`.
-        loss: called on the last stage with its output and the targets of a micro-batch, gives their mean.
-        between: shape of what one stage sends to the next for one sample, for example (length, d_model). Its dtype is
-            that of this rank's first parameter.
-        process_group: the ranks of the pipeline, by default all.
+    `stages` are all stages of the model in order; this rank's are on their device, in their dtype. Rank r of the group
+    runs `schedule.actions[r]`, with whole backwards. `loss` is called on the last stage with its output and the targets
+    of a micro-batch, and gives their mean. `between` is the shape of what one stage sends to the next for one sample,
+    for example (length, d_model); its dtype is that of this rank's first parameter.
 
     >>> pipeline = Pipeline(split_gpt(model, 4), one_f_one_b(4, 8), cross_entropy, between=(32, 64))
     >>> optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -60,12 +57,24 @@ class Pipeline:
             raise ValueError(f"The schedule has {schedule.n_stages} stages, and {len(stages)} modules came.")
         if schedule.split:
             raise ValueError(f"{schedule.name} has backwards in halves. Give a schedule with whole ones (B).")
-        self.route = _Route(schedule, dist.get_rank(self.group))  # raises if the schedule cannot run
-        self.stages = {stage: stages[stage] for stage in self.route.stages}
+        self.rank, self.homes = dist.get_rank(self.group), schedule.homes
+        self.stages = {stage: stages[stage] for stage in sorted(self.homes) if self.homes[stage] == self.rank}
+        self.rounds = rounds(schedule)  # raises if the schedule cannot run
+        # what one stage computes for another: its action by the one that takes it, and the other way round
+        pairs = [(user, p) for user in self.rounds for p in schedule.needs(user) if p.stage != user.stage]
+        self.producers, self.users = dict(pairs), {producer: user for user, producer in pairs}
+        # What comes from other ranks. Both ends post what they exchange in this one order: also where a backend, as
+        # nccl does, works through it strictly, every wait is for something earlier. So none is for ever.
+        mine = (p for user, p in pairs if self.homes[user.stage] == self.rank != self.homes[p.stage])
+        self.messages = sorted(mine, key=self.key)
         first = next(self.parameters(), torch.empty(0))
         self.dtype, self.device = first.dtype, first.device
-        # Posted early, a message moves as soon as it is there. Only gloo allows it: see `_Route.messages`.
+        # Posted early, a message moves as soon as it is there. Only gloo allows it: nccl keeps the order.
         self.ahead = 2 if dist.get_backend(self.group) == "gloo" else 0
+
+    def key(self, action: Action) -> tuple[int, int]:
+        """A place in one order of all actions that respects what each needs, and that all ranks know."""
+        return self.rounds[action], self.homes[action.stage]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""
@@ -90,33 +99,13 @@ class Pipeline:
         return _Execution(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
 
 
-class _Route:
-    """A schedule as one rank sees it: where each action runs, when, and what comes here from others."""
-
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.rank, self.actions, self.n_stages = rank, schedule.actions[rank], schedule.n_stages
-        self.rounds, self.homes = rounds(schedule), schedule.homes
-        self.stages = sorted(stage for stage, home in self.homes.items() if home == rank)
-        # what one stage computes for another: its action by the one that takes it, and the other way round
-        pairs = [(user, p) for user in self.rounds for p in schedule.needs(user) if p.stage != user.stage]
-        self.producers, self.users = dict(pairs), {producer: user for user, producer in pairs}
-        # What comes from other ranks. Both ends post what they exchange in this one order: also where a backend, as
-        # nccl does, works through it strictly, every wait is for something earlier. So none is for ever.
-        mine = (p for user, p in pairs if self.homes[user.stage] == rank != self.homes[p.stage])
-        self.messages = sorted(mine, key=self.key)
-
-    def key(self, action: Action) -> tuple[int, int]:
-        """A place in one order of all actions that respects what each needs, and that all ranks know."""
-        return self.rounds[action], self.homes[action.stage]
-
-
 class _Execution:
     """One batch on its way through the pipeline: what has arrived, what is kept, what is on its way."""
 
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.pipeline, self.route, self.inputs, self.targets = pipeline, pipeline.route, inputs, targets
+        self.pipeline, self.inputs, self.targets = pipeline, inputs, targets
         self.samples = sum(map(len, inputs))
-        self.coming = deque(self.route.messages)
+        self.coming = deque(pipeline.messages)
         self.posted: dict[Action, tuple[dist.Work, Tensor]] = {}  # receives, with their buffers
         self.here: dict[Action, Tensor] = {}  # what stages of this same rank computed
         self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a buffer lives until its send is waited for
@@ -130,7 +119,7 @@ class _Execution:
         for parameter in shared:
             parameter.grad = None
         compute = {"F": self._forward, "B": self._backward}
-        for action in self.route.actions:
+        for action in self.pipeline.schedule.actions[self.pipeline.rank]:
             self._post_receives(action)
             result = compute[action.kind](action, self._take(action))
             if result is not None:
@@ -148,19 +137,19 @@ class _Execution:
 
     def _post_receives(self, action: Action) -> None:
         """Post the receive of each message that is earlier in the order of all ranks, and a few where it may be."""
-        pipeline, route = self.pipeline, self.route
-        turn, rank = route.key(action)
-        while self.coming and route.key(self.coming[0]) < (turn + pipeline.ahead, rank):
+        pipeline = self.pipeline
+        turn, rank = pipeline.key(action)
+        while self.coming and pipeline.key(self.coming[0]) < (turn + pipeline.ahead, rank):
             producer = self.coming.popleft()
             buffer = torch.empty(self._shape(producer), dtype=pipeline.dtype, device=pipeline.device)
-            work = dist.irecv(buffer, group=pipeline.group, group_src=route.homes[producer.stage])
+            work = dist.irecv(buffer, group=pipeline.group, group_src=pipeline.homes[producer.stage])
             assert work is not None
             self.posted[producer] = work, buffer
 
     def _take(self, action: Action) -> Tensor | None:
         """What another stage computed for this action; waits until it is here. None if it needs nothing."""
         stage, _, j = action
-        producer = self.route.producers.get(action)
+        producer = self.pipeline.producers.get(action)
         if producer is None:
             return None
         if producer.stage > stage and (old := self.sent.pop(Action(stage, "F", j), None)):
@@ -173,10 +162,10 @@ class _Execution:
 
     def _pass_on(self, action: Action, result: Tensor) -> None:
         """Start to send the result to the stage that needs it, and go on."""
-        pipeline, route, user = self.pipeline, self.route, self.route.users.get(action)
+        pipeline, user = self.pipeline, self.pipeline.users.get(action)
         if user is None:
             return
-        if route.homes[user.stage] == route.rank:
+        if pipeline.homes[user.stage] == pipeline.rank:
             self.here[action] = result
             return
         shape = self._shape(action)
@@ -186,7 +175,7 @@ class _Execution:
                 f"{pipeline.dtype} {shape}. Make `between` say what the stages do."
             )
         result = result.contiguous()
-        work = dist.isend(result, group=pipeline.group, group_dst=route.homes[user.stage])
+        work = dist.isend(result, group=pipeline.group, group_dst=pipeline.homes[user.stage])
         assert work is not None
         self.sent[action] = work, result
 
@@ -200,7 +189,7 @@ class _Execution:
         if arrived is not None:
             arrived.requires_grad_()
         out = self.pipeline.stages[stage](self.inputs[j] if arrived is None else arrived)
-        if stage == self.route.n_stages - 1:
+        if stage == self.pipeline.schedule.n_stages - 1:
             # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
             out = self.pipeline.loss(out, self.targets[j]) * (len(self.inputs[j]) / self.samples)
             self.losses[j] = out.detach()
@@ -225,7 +214,7 @@ class _Execution:
             for other, parameter in _shared(module).items():
                 assert parameter.grad is not None
                 if other not in stages:
-                    peer, theirs = self.route.homes[other], torch.empty_like(parameter.grad)
+                    peer, theirs = self.pipeline.homes[other], torch.empty_like(parameter.grad)
                     exchange = [
                         dist.P2POp(dist.isend, parameter.grad, group=group, group_peer=peer),
                         dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),

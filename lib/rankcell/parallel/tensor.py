@@ -3,8 +3,8 @@
 The six functions at the top move activations between ranks and know their own backward. On them stand the linear
 layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every layer takes its
 part of a dense layer, which must be the same on all ranks. `parallel.transformer` builds the GPT and the Llama from
-them. With `sequence_parallel` the activations between the layers are divided along the sequence: a rank holds `(batch,
-length / ranks, features)`.
+them. With `sequence_parallel` the activations between the layers are divided along the sequence: a rank holds
+`(batch, length / ranks, features)`.
 
 What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients, gathering
 a sequence anew in the backward, as Megatron-LM does, in place of keeping it. It sets no seeds: with dropout all ranks
@@ -193,10 +193,6 @@ class ColumnParallelLinear(ParallelLayer):
 
     `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so these are
     columns of A. `uneven` lets the first ranks have one output more where they must.
-
-    >>> up = ColumnParallelLinear.from_linear(nn.Linear(64, 256))
-    >>> down = RowParallelLinear.from_linear(nn.Linear(256, 64))
-    >>> y = down(torch.relu(up(x)))  # x: the same on all ranks, and so is y
     """
 
     sharded: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}

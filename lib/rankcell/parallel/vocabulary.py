@@ -45,9 +45,7 @@ class VocabParallelEmbedding(ParallelLayer):
 def _check_tokens(tokens: Tensor, vocab: int, what: str) -> None:
     """Raise an error for a token that nobody has: no rank would find it, and all would give zeros."""
     wrong = (tokens < 0) | (tokens >= vocab)
-    if tokens.is_cuda:  # as torch does: the GPU stops at it, and the host does not wait to see
-        torch._assert_async(~wrong.any())
-    elif wrong.any():
+    if wrong.any():
         raise IndexError(
             f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1}). "
             f"Look at where the tokens come from."
