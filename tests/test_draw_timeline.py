@@ -142,7 +142,8 @@ def test_later_chunks_are_explained():
 
 def test_the_panel_draws_anew_at_each_move():
     def planned(schedule="1F1B", ranks=4):
-        return grid(schedules.SCHEDULES[schedule](ranks, 8))
+        make = {"1F1B": schedules.one_f_one_b, "zero bubble": schedules.zero_bubble}[schedule]
+        return grid(make(ranks, 8))
 
     shown = panel(planned, {"schedule": ["1F1B", "zero bubble"], "ranks": [2, 3, 4]}, start={"ranks": 4})
     controls = {c.description: c for c in shown.children if getattr(c, "description", "")}

@@ -104,7 +104,8 @@ def device():
 
 def two_and_one_chunk():
     """A rank with two chunks and one with one, whose backward comes in two halves."""
-    plan = schedules.schedule("mine", [["0F0", "2F0", "2B0", "0B0"], ["1F0", "1I0", "1W0"]])
+    lists = ["0F0", "2F0", "2B0", "0B0"], ["1F0", "1I0", "1W0"]
+    plan = schedules.schedule("mine", [map(schedules.Action.parse, texts) for texts in lists])
     times = {"0F0": (0, 0.1), "2F0": (0.25, 0.35), "2B0": (0.35, 0.6), "0B0": (0.72, 1), "after": (1, 1.5)}
     found = [span(0, action, *at) for action, at in times.items()]
     found += [span(1, "1F0", 0.1, 0.25), span(1, "1I0", 0.6, 0.7), span(1, "1W0", 0.7, 0.85)]

@@ -67,11 +67,10 @@ layout needs on 4 ranks. Pad it to 16.
 split(ones(2, 10), 4, layout="contiguous") -> 10 positions cannot be cut into 4 equal pieces, as the contiguous
 positions(0, 0, 4, layout="contiguous") -> A sequence of 0 positions cannot be cut into 4 equal pieces, as the \
 contiguous layout needs on 4 ranks. Pad it to 4.
-context.all_to_all_attention(heads, heads, heads, layout="contiguous") -> 3 heads (3 of keys and values) cannot be \
-shared by 4 ranks, and the all-to-all shares heads. Use ring_attention, or another number of ranks.
-ring_attention(heads, heads[:, :2], heads) -> Query, key and value need one shape, (batch, heads, length / W, d_head), \
-the latter two perhaps fewer heads; they have (1, 3, 3, 2), (1, 2, 3, 2),
-context.all_to_all_attention(z, z[:, :3], z[:, :3]) -> 12 heads (3 of keys and values) cannot be shared by 4 ranks
+context.all_to_all_attention(heads, heads, heads, layout="contiguous") -> 3 heads cannot be shared by 4 \
+ranks, and the all-to-all shares heads. Use ring_attention, or another number of ranks.
+ring_attention(heads, heads[:, :2], heads) -> Query, key and value need one shape, (batch, heads, length / W, d_head); \
+they have (1, 3, 3, 2), (1, 2, 3, 2),
 ring_attention(z, z, z, documents=ones(1, 2)) -> The ring knows no documents in a sequence. Use the all-to-all.
 ContextParallel(gpt(), layout="spiral").split(tokens) -> There is no layout 'spiral'. Choose one of contiguous, zigzag.
 ContextParallel(gpt(), method="star") -> There is no method 'star'. Choose one of ring, all_to_all.
@@ -80,9 +79,8 @@ ContextParallel(gpt(dropout=0.1)) -> No rank holds all weights of attention. Bui
 context.bytes_sent("star", 1, 1) -> There is no method 'star'. Choose ring or all_to_all.
 
 pipe(plan=schedules.gpipe(2, 4)) -> The schedule is for 2 ranks, and the process group has 4. Make one of them fit the
-pipe(split_gpt(gpt(), 4)[:3]) -> The schedule has 4 stages, and 3 modules came. Give them all in order, or this rank's \
-by number: {0: module}.
-pipe({7: nn.Linear(1, 1)}) -> The schedule has 4 stages, and [7] came. Give them all in order, or this rank's by number
+pipe(split_gpt(gpt(), 4)[:3]) -> The schedule has 4 stages, and 3 modules came.
+pipe(plan=schedules.zero_bubble(4, 4)) -> zero bubble has backwards in halves. Give a schedule with whole ones (B).
 pipe().step(tokens[:3], tokens[:3]) -> 3 inputs and 3 targets cannot be cut into 4 micro-batches.
 split_gpt(gpt(), 5) -> 4 blocks cannot be cut into 5 stages. Choose from 1 to 4.
 torch.no_grad()(pipe().step)(tokens, tokens) -> `step` finds gradients, and they are switched off here. Leave \

@@ -1,6 +1,5 @@
 """Schedules by arithmetic: every action once and in order, bubbles and peaks by formula, clear refusals."""
 
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,7 +9,10 @@ from torch.distributed.pipelining import schedules as theirs
 from rankcell import schedules as s
 
 SIZES = [(p, m) for p in range(1, 6) for m in (*range(1, p + 2), 2 * p, 2 * p + 1, 3 * p - 1)]
-MAKERS = {**s.SCHEDULES, "ZB-V": s.zb_v}
+MAKERS = {
+    "naive": s.naive, "GPipe": s.gpipe, "1F1B": s.one_f_one_b, "interleaved": s.interleaved,
+    "zero bubble": s.zero_bubble, "ZB-V": s.zb_v,
+}  # fmt: skip
 EVERY = [(name, p, m, ()) for name in MAKERS if name != "interleaved" for p, m in SIZES]
 EVERY += [("interleaved", p, m, (v,)) for p, m in SIZES for v in (1, 2, 3)]
 
@@ -19,8 +21,7 @@ def test_an_action_is_written_as_torch_writes_it():
     for text in ("0F0", "12B3", "1I0", "7W11"):
         assert str(s.Action.parse(text)) == text == str(theirs._Action.from_str(text))
     for text in ("", "F", "1F", "F0", "1X0", "1F0F", "-1F0", "aF0"):
-        with pytest.raises(ValueError, match=r"is no action\. Write stage, kind and micro-batch"):
-            s.Action.parse(text)
+        assert s.Action.parse(text) is None
 
 
 def test_every_action_comes_after_what_it_needs():
@@ -104,50 +105,27 @@ def test_schedules_equal_those_of_torch():
 
 
 STUCK = """The schedule never ends:
-  rank 0 is at 0B0 and waits for 1B0 of rank 1
-  rank 1 is at 1F1 and waits for 0F1 of rank 0
-rank 0  0F0   >0B0< 0F1   0B1
-rank 1  >1F1< 1F0   1B0   1B1
-Move what the others wait for before what cannot start yet."""
+  rank 0 is at 0B0 and waits for 1B0
+  rank 1 is at 1F1 and waits for 0F1"""
 
 
-@pytest.mark.parametrize(
-    ("lists", "says"),
-    [([["0F0", "0B0"], ["1F0"]], "1B0 is missing."),
-     ([["0F0", "0F1", "0B0"]], "0B1 is missing."),
-     ([["0F0", "0I0"], ["1F0", "1B0"]], "0W0 is missing."),
-     ([["0F0", "0W0"], ["1F0", "1B0"]], "0I0 is missing."),
-     ([["0F0", "0F0", "0B0"], ["1F0", "1B0"]], "0F0 comes twice.\nrank 0  >0F0< >0F0< 0B0"),
-     ([["0F0"], ["0B0"]], "0B0 is on rank 1, but stage 0 lives on rank 0.\nrank 0  0F0\nrank 1  >0B0<"),
-     ([["0F0", "0B0", "0I0", "0W0"]], "Stage 0 has two backwards of micro-batch 0: 0B0 is 0I0 and 0W0"),
-     ([[]], "The schedule is empty."),
-     ([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1F0", "1B0", "1B1"]], STUCK),
-     ([["0B0", "0F0"]], "The schedule never ends:\n  rank 0 is at 0B0 and waits for 0F0 of rank 0")],
-)  # fmt: skip
-def test_wrong_schedule_is_refused_with_action_marked(lists, says):
-    plan = s.schedule("mine", lists)
-    with pytest.raises(s.ScheduleError) as error:
-        s.validate(plan)
-    assert str(error.value).startswith(says) and "mine" in repr(plan)  # it can still be shown
+def by_hand(*lists):
+    return s.schedule("mine", [map(s.Action.parse, texts.split()) for texts in lists])
+
+
+def test_what_never_ends_is_refused():
+    for plan in (by_hand("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"), by_hand("0F0 0B0", "1F1")):
+        with pytest.raises(s.ScheduleError) as error:
+            s.rounds(plan)
+        assert str(error.value) == STUCK and repr(plan).startswith("mine: 2 ranks")
 
 
 def test_a_mix_of_whole_and_halved_backwards_runs():
-    plan = s.schedule("mix", [["0F0", "0F1", "0B0", "0I1", "0W1"], ["1F0", "1F1", "1I0", "1B1", "1W0"]])
-    events = {str(a): e for a, e in s.actions_of(s.predict(s.validate(plan)))}
+    plan = by_hand("0F0 0F1 0B0 0I1 0W1", "1F0 1F1 1I0 1B1 1W0")
+    events = {str(a): e for a, e in s.actions_of(s.predict(plan))}
     assert events["0B0"].start == events["1I0"].end
     empty = s.schedule("none", [[], []])
     assert (empty.n_ranks, empty.n_stages, empty.chunks) == (2, 0, 0)
-
-
-def test_measured_step_is_predicted_from_its_own_times():
-    for plan in (s.gpipe(3, 4), s.one_f_one_b(4, 6), s.interleaved(2, 5, 2), s.zero_bubble(3, 5)):
-        events = s.predict(plan, forward=1.0, backward=1.7, send=0.125)
-        last = max(events, key=lambda e: e.end)
-        late = [replace(e, start=e.start + 3, end=e.end + 3) if e is last else e for e in events]
-        for measured in (events, late):  # one slow message is not taken for all
-            assert s.message_seconds(plan, measured) == pytest.approx(0.125)
-        assert s.predict(plan, send=0.125, measured=events) == events
-    assert s.message_seconds(s.gpipe(1, 3), s.predict(s.gpipe(1, 3))) == 0.0
 
 
 def test_events_that_are_no_actions_are_refused():

@@ -5,8 +5,7 @@ Lesson 06 checks the host's clock, launches, pinned and pageable copies.
 
 import pytest
 
-from rankcell.results import Event
-from rankcell.simulate import Device, RaceError, busy_together
+from rankcell.simulate import Device
 
 MS = 1e-3
 BESIDE = {"pinned": True, "non_blocking": True}
@@ -86,13 +85,12 @@ def test_async_all_reduce_overlaps_until_wait():
     gpu.kernel("step", 1 * MS, reads=("g", "h"), writes="W")
     found = [("matmul", "default", 0, 2), ("matmul", "default", 2, 4), ("all_reduce", "nccl", 2, 5)]
     assert times(gpu) == [*found, ("log", "default", 4, 4), ("step", "default", 5, 6)]
-    assert busy_together(gpu.events, "compute", "comm") == pytest.approx(2 * MS)
     assert gpu.buffers("step") == ("W", "g", "h")
     (race,) = gpu.races
-    assert str(race).startswith(
+    assert race.text.startswith(
         "Race on g: all_reduce on nccl writes it, log on default reads it, and nothing orders the two. Here"
     )
-    assert str(race).endswith("Put default.wait_stream(nccl) before the second.")
+    assert race.text.endswith("Put default.wait_stream(nccl) before the second.")
 
 
 def test_race_is_found_whatever_the_times():
@@ -103,16 +101,13 @@ def test_race_is_found_whatever_the_times():
             gpu.matmul(seconds=1 * MS, reads="X")  # one compute engine: it runs later, by luck
     (race,) = gpu.races
     assert (race.buffer, race.first, race.second) == ("X", "make X on default", "matmul on side")
-    assert "Here the first happened to be over in time; nothing promises it." in str(race)
-    with pytest.raises(RaceError, match="Race on X: make X on default writes it, matmul on side reads it"):
-        gpu.check()
-    assert RaceError("Race on X")._render_traceback_() == ["RaceError: Race on X"]
+    assert "Here the first happened to be over in time; nothing promises it." in race.text
     gpu = device()
     gpu.copy(seconds=5 * MS, **BESIDE)
     gpu.kernel("make X", 1 * MS, writes="X")
     with gpu.use(gpu.stream("side")):
         gpu.matmul(seconds=1 * MS, reads="X")
-    assert "Here the second even ran first." in str(gpu.races[0])
+    assert "Here the second even ran first." in gpu.races[0].text
 
 
 def test_only_concurrent_writes_are_races():
@@ -131,7 +126,7 @@ def test_the_host_must_wait_for_a_copy_too():
     gpu.on_host("batch 0", 1 * MS, writes="staging")
     gpu.copy(seconds=5 * MS, **BESIDE, reads="staging", writes="result")
     gpu.on_host("batch 1", 2 * MS, writes="staging")
-    assert str(gpu.races[0]) == (
+    assert gpu.races[0].text == (
         "Race on staging: copy H2D on default reads it, batch 1 on host writes it, and nothing orders the two. "
         "Here they ran at the same time. Let the host wait before the second: default.synchronize()."
     )
@@ -161,12 +156,12 @@ def reuse(*, recorded=None, wait=False):
 
 def test_early_reuse_of_memory_is_a_race():
     (race,) = reuse().races
-    assert race.reused and str(race) == (
+    assert race.text == (
         "Memory reused too early: W was given the memory of Z, which was freed while copy D2H on side may "
         "still be reading it; now make W on default writes it. Here they ran at the same time. Call "
         'record_stream("Z", side) before freeing Z.'
     )
-    assert reuse(recorded="default").races[0].reused  # the stream that owns the memory: nothing new
+    assert reuse(recorded="default").races == (race,)  # the stream that owns the memory: nothing new
 
 
 def test_record_stream_prevents_reuse_without_a_wait():
@@ -202,10 +197,3 @@ def test_memory_is_reused_by_size_and_stream():
 def test_what_a_device_cannot_do_is_said(call, says):
     with pytest.raises(ValueError, match=says):
         call(device())
-
-
-def test_overlapping_events_of_a_kind_count_once():
-    parts = [(0.0, 5.0), (1.0, 2.0), (4.0, 6.0)]  # a short one inside a long one does not end it
-    three = [Event(k, "a", *part, kind="compute") for k, part in enumerate(parts)]
-    events = [*three, Event(0, "all_reduce", 3.0, 9.0)]
-    assert busy_together(events, "compute", "comm") == busy_together(events, "comm", "compute") == 3.0

@@ -1,24 +1,22 @@
 """The actions of a pipeline, lists of them by rank, and in which order they can run.
 
-An action is written as torch.distributed.pipelining writes it: "1F0" is stage 1, forward, micro-batch 0. The
-kinds are F (forward), B (backward), and the two halves of B in a zero-bubble schedule: I (gradient of the
-input) and W (gradient of the weights). Nothing here starts a process, needs torch or sends anything.
+An action is written as torch.distributed.pipelining writes it: "1F0" is stage 1, forward, micro-batch 0. The kinds are
+F (forward), B (backward), and the two halves of B in a zero-bubble schedule: I (gradient of the input) and W (gradient
+of the weights). Nothing here starts a process, needs torch or sends anything.
 """
 
-import itertools
+import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from .errors import UserFacingError
 
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-
 
 class ScheduleError(UserFacingError, ValueError):
-    """A schedule that cannot train: an action is missing, comes twice, or waits for ever."""
+    """A schedule that never ends: an action waits for one that does not come."""
 
 
 class Action(NamedTuple):
@@ -32,21 +30,15 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> "Action":
-        """The action that `text`, for example "1F0", stands for. Raises ValueError if it stands for none."""
-        for kind in KINDS:
-            stage, found, microbatch = text.partition(kind)
-            if found and stage.isdecimal() and microbatch.isdecimal():
-                return cls(int(stage), kind, int(microbatch))
-        raise ValueError(
-            f'{text!r} is no action. Write stage, kind and micro-batch, as in "1F0"; '
-            f"the kinds are {', '.join(f'{k} ({word})' for k, word in KINDS.items())}."
-        )
+    def parse(cls, text: str) -> "Action | None":
+        """The action that `text`, for example "1F0", stands for, if it stands for one."""
+        found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
+        return cls(int(found[1]), found[2], int(found[3])) if found else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
-    """Who does what in which order: `actions[rank]` is the list of that rank. It shows as a text grid."""
+    """Who does what in which order: `actions[rank]` is the list of that rank."""
 
     name: str
     actions: tuple[tuple[Action, ...], ...]
@@ -94,99 +86,29 @@ class Schedule:
         return own, Action(stage + 1, "I" if (stage + 1, j) in self.split else "B", j)
 
     def __repr__(self) -> str:
-        return f"{self.name}: {self.n_ranks} ranks, {self.n_microbatches} micro-batches\n" + as_text(self)
+        return f"{self.name}: {self.n_ranks} ranks, {self.n_microbatches} micro-batches"
 
 
-def schedule(name: str, actions: Iterable[Iterable[Action | str]]) -> Schedule:
-    """A schedule of your own, from actions or their texts, one list per rank. It is not validated.
-
-    schedule("mine", [["0F0", "0B0"], ["1F0", "1B0"]])
-    """
-    parsed = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in rank) for rank in actions)
-    return Schedule(name, parsed)
+def schedule(name: str, actions: Iterable[Iterable[Action]]) -> Schedule:
+    """A schedule from one list of actions per rank. It is not checked."""
+    return Schedule(name, tuple(map(tuple, actions)))
 
 
 def rounds(plan: Schedule) -> dict[Action, int]:
     """The round in which each action runs if every action takes one round: an order that all ranks can keep.
 
-    Raises:
-        ScheduleError: an action is missing, comes twice, stands on two ranks, or some ranks wait for each
-            other for ever. The message holds the grid with the wrong action marked.
+    Raises `ScheduleError`, which names the actions that wait, where some wait for ever.
     """
-    _complete(plan)
     done: dict[Action, int] = {}
     left, now = [deque(actions) for actions in plan.actions], 0
     while following := [actions[0] for actions in left if actions]:
         ready = [action for action in following if all(n in done for n in plan.needs(action))]
         if not ready:
-            raise ScheduleError(_stuck(plan, following, done))
+            waits = ((a, [str(n) for n in plan.needs(a) if n not in done]) for a in following)
+            lines = (f"  rank {plan.homes[a.stage]} is at {a} and waits for {' and '.join(ns)}" for a, ns in waits)
+            raise ScheduleError("\n".join(["The schedule never ends:", *lines]))
         done |= dict.fromkeys(ready, now)
         for action in ready:
             left[plan.homes[action.stage]].popleft()
         now += 1
     return done
-
-
-def validate(plan: Schedule) -> Schedule:
-    """`plan` itself, if `rounds` has nothing against it."""
-    rounds(plan)
-    return plan
-
-
-def _complete(plan: Schedule) -> None:
-    """Raise unless each action stands in the schedule once, and each stage on one rank."""
-    if not plan.n_stages:
-        raise ScheduleError("The schedule is empty.")
-    homes: dict[int, int] = {}
-    seen: set[Action] = set()
-    for rank, action in ((rank, action) for rank, actions in enumerate(plan.actions) for action in actions):
-        home = homes.setdefault(action.stage, rank)
-        if action in seen:
-            raise _refused(plan, f"{action} comes twice.", action)
-        if home != rank:
-            why = f"{action} is on rank {rank}, but stage {action.stage} lives on rank {home}."
-            raise _refused(plan, why, action)
-        seen.add(action)
-    for stage, j in itertools.product(range(plan.n_stages), range(plan.n_microbatches)):
-        whole, inputs, weights = (Action(stage, kind, j) for kind in "BIW")
-        halves = {inputs, weights} & seen
-        for action in (Action(stage, "F", j), *((inputs, weights) if halves else (whole,))):
-            if action not in seen:
-                raise _refused(plan, f"{action} is missing.")
-        if halves and whole in seen:
-            why = f"{whole} is {inputs} and {weights} together"
-            why = f"Stage {stage} has two backwards of micro-batch {j}: {why}."
-            raise _refused(plan, why, whole, inputs)
-
-
-def _refused(plan: Schedule, why: str, *marked: Action) -> ScheduleError:
-    return ScheduleError(f"{why}\n{as_text(plan, marked=marked)}")
-
-
-def _stuck(plan: Schedule, following: Sequence[Action], done: Mapping[Action, int]) -> str:
-    lines = ["The schedule never ends:"]
-    for action in following:
-        waits = [f"{n} of rank {plan.homes[n.stage]}" for n in plan.needs(action) if n not in done]
-        lines.append(f"  rank {plan.homes[action.stage]} is at {action} and waits for {' and '.join(waits)}")
-    advice = "Move what the others wait for before what cannot start yet."
-    return "\n".join([*lines, as_text(plan, marked=following), advice])
-
-
-def as_text(plan: Schedule, *, marked: Iterable[Action] | None = None) -> str:
-    """The schedule as a grid of characters: one column per round where it can run, else one per action.
-
-    With `marked` one column per action, and those between > and <.
-    """
-    try:
-        columns = rounds(plan) if marked is None else {}
-    except ScheduleError:  # then it is shown as it is
-        columns = {}
-    marked = set(marked or ())
-    names = [[f">{a}<" if a in marked else str(a) for a in actions] for actions in plan.actions]
-    width = max((len(n) for rank in names for n in rank), default=1) + 1
-    lines = []
-    for rank, actions in enumerate(plan.actions):
-        cells = {columns.get(action, i): names[rank][i] for i, action in enumerate(actions)}
-        text = "".join(f"{cells.get(c, '.'):<{width}}" for c in range(max(cells, default=-1) + 1))
-        lines.append(f"rank {rank}  {text.rstrip()}")
-    return "\n".join(lines)

@@ -52,19 +52,12 @@ def decode(tokens: Tensor) -> str:
 
 
 def batch(
-    tokens: Tensor,
-    step: int,
-    *,
-    size: int = 16,
-    length: int = 32,
-    seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
+    tokens: Tensor, step: int, *, size: int = 16, length: int = 32, seed: int = 0, rank: int = 0, world_size: int = 1
 ) -> tuple[Tensor, Tensor]:
     """The inputs and targets of one step, each `(size / world_size, length)`: pieces from random places.
 
-    `size` is that of the global batch. The rows depend on `seed` and `step` only, so with `world_size` ranks
-    rank r gets the r-th part of the very rows that one process would get.
+    `size` is that of the global batch. The rows depend on `seed` and `step` only, so with `world_size` ranks rank r
+    gets the r-th part of the very rows that one process would get.
     """
     if size % world_size:
         raise ValueError(f"A batch of {size} cannot be shared by {world_size} ranks. Choose a multiple.")

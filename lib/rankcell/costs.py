@@ -1,10 +1,9 @@
 """What communication costs by the latency-bandwidth model: a message of S bytes takes alpha + beta * S.
 
-Sends, and the collectives built from them, as formulas in seconds; the line through measured times; algorithm
-and bus bandwidth as nccl-tests defines them. S (`nbytes`) is always the whole array: what a rank holds before
-a reduce-scatter or all-reduce and after an all-gather. The model does not know contention (every rank sends
-and receives at full speed at the same time), the time to add numbers, protocols that change with the size,
-nor the cores that ranks on one machine share. Nothing here measures or talks to a rank.
+Sends and collectives as formulas in seconds; the line through measured times; algorithm and bus bandwidth as nccl-tests
+defines them. S (`nbytes`) is always the whole array: what a rank holds before a reduce-scatter or all-reduce and after
+an all-gather. The model does not know contention, the time to add numbers, protocols that change with the size, nor the
+cores that ranks on one machine share. Nothing here measures or talks to a rank.
 """
 
 import math
@@ -103,19 +102,12 @@ def _factor(table: dict[str, Callable[[int], float]], op: str, n: int) -> float:
 # https://doi.org/10.1016/j.jpdc.2008.09.002: no all-reduce moves fewer bytes per rank.
 
 
-def ring_reduce_scatter(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for n - 1 steps, in each of which every rank passes on one n-th of the array."""
-    return (n - 1) * link.send(nbytes / n)
-
-
-def ring_all_gather(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for n - 1 steps of one n-th of the gathered array."""
-    return ring_reduce_scatter(nbytes, n, link)
-
-
 def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
-    """Seconds for a ring reduce-scatter and then a ring all-gather: 2 (n-1) alpha + 2 (n-1)/n beta S."""
-    return ring_reduce_scatter(nbytes, n, link) + ring_all_gather(nbytes, n, link)
+    """Seconds for a ring reduce-scatter and then a ring all-gather, n - 1 steps each: 2 (n-1) alpha + 2 (n-1)/n beta S.
+
+    In each step every rank passes on one n-th of the array.
+    """
+    return 2 * (n - 1) * link.send(nbytes / n)
 
 
 # Trees. R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication
@@ -142,8 +134,8 @@ def hierarchical_all_reduce(
 ) -> float:
     """Seconds for a reduce-scatter inside each node, an all-reduce of each part across, an all-gather inside.
 
-    All local ranks go across at the same time: they share the `links` links of speed `across` of their node
-    (one network card per GPU: `links=per_node`).
+    All local ranks go across at the same time: they share the `links` links of speed `across` of their node (one
+    network card per GPU: `links=per_node`).
     """
     shared = Link(across.alpha, across.beta * per_node / links)
     return ring_all_reduce(nbytes, per_node, inside) + ring_all_reduce(nbytes / per_node, nodes, shared)

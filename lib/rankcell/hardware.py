@@ -1,8 +1,7 @@
 """What the machines of this course can move per second, and what the machine at hand looks like.
 
 The published numbers stand in data/hardware.toml, each with its arithmetic, source and date: memories, PCIe, NVLink,
-InfiniBand, Ethernet, GPUs. Then cores, caches and NUMA nodes of this machine by `lscpu`. It measures nothing and draws
-nothing.
+InfiniBand, Ethernet, GPUs. Then the caches of this machine by `lscpu`. It measures nothing and draws nothing.
 
 All rates are bytes per second with GB = 10^9 bytes. A link's rate is the rate of ONE direction; the sum of both, which
 data sheets like to print, is called `both_ways`. A memory's rate counts reads and writes together.
@@ -12,7 +11,6 @@ import json
 import re
 import subprocess
 import tomllib
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -32,7 +30,7 @@ class Source:
     date: str
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Speed:
     """How many bytes per second something can move, and how we know.
 
@@ -58,20 +56,15 @@ class Speed:
         """Seconds that `nbytes` bytes take at this rate, in one direction, with nothing else in the way."""
         return nbytes / self.bytes_per_s
 
-    def __repr__(self) -> str:
-        how = f" = {self.arithmetic}" if self.arithmetic else ""
-        return f"{self.name}: {self.bytes_per_s / 1e9:.5g} GB/s {self.direction}{how}"
-
 
 @dataclass(frozen=True)
 class GPU:
     """One GPU product. Rates in bytes/s, sizes in bytes, `bf16_flops` dense (no 2:4 sparsity) per second.
 
-    `network` is the port per GPU of NVIDIA's own server with it, one direction. `year` is the year it was announced.
+    `network` is the port per GPU of NVIDIA's own server with it, one direction.
     """
 
     name: str
-    year: int
     memory_bytes: float
     memory: Speed
     nvlink: Speed
@@ -113,7 +106,6 @@ HOST_MEMORY = _table("host", READ_AND_WRITE)["EPYC 7003"]
 GPUS: Mapping[str, GPU] = {
     name: GPU(
         name,
-        facts["year"],
         facts["memory_gb"] * 1e9,
         _speed(facts["memory"], READ_AND_WRITE),
         NVLINK[facts["nvlink"]],
@@ -131,59 +123,26 @@ REPORTED: Mapping[str, tuple[Speed, Speed]] = {
 
 
 class Cache(NamedTuple):
-    """One cache: how people call it (L1d, L1i, L2, L3), its bytes, the CPUs that share it."""
+    """One kind of cache: how people call it (L1d, L1i, L2, L3) and the bytes of each."""
 
     name: str
     nbytes: int
-    cpus: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What the operating system says about this machine: the hardware threads (CPUs) of each core and NUMA node."""
+class Machine(NamedTuple):
+    """What the operating system says about this machine."""
 
-    cores: tuple[tuple[int, ...], ...]
-    numa: tuple[tuple[int, ...], ...] = ()
     caches: tuple[Cache, ...] = ()
 
-    @property
-    def threads(self) -> int:
-        """How many hardware threads the cores have together."""
-        return sum(map(len, self.cores))
-
     def cache(self, name: str) -> tuple[Cache, ...]:
-        """All caches called `name`, for example "L2"; empty where there is none."""
+        """The caches called `name`, for example "L2"; empty where there is none."""
         return tuple(c for c in self.caches if c.name == name)
 
 
 def read_machine() -> Machine:
-    """Cores, caches and NUMA nodes of this machine, by `lscpu`; where there is none, as on macOS, the cores."""
-    import psutil
-
-    said = [_output("lscpu", "-J", *more) for more in (["-e=CPU,CORE,NODE,CACHE"], ["-C", "-B"])]
-    if all(said):
-        return parse_lscpu(*said)
-    return Machine(tuple((cpu,) for cpu in range(psutil.cpu_count(logical=False) or 1)))
-
-
-def parse_lscpu(cpus: str, caches: str) -> Machine:
-    """The machine of two answers in JSON: `lscpu -J -e=CPU,CORE,NODE,CACHE` and `lscpu -J -C -B`."""
-    sizes = {c["name"]: int(c["one-size"]) for c in json.loads(caches)["caches"]}
-    cores, nodes, shared = defaultdict(list), defaultdict(list), defaultdict(list)
-    for row in json.loads(cpus)["cpus"]:
-        cpu = int(row["cpu"])
-        cores[row["core"]].append(cpu)
-        nodes[row.get("node")].append(cpu)
-        ((levels, numbers),) = ((k, v) for k, v in row.items() if k.startswith("l1"))  # "l1d:l1i:l2", "0:0:0"
-        for level, number in zip(levels.split(":"), numbers.split(":"), strict=True):
-            shared[level.capitalize(), number].append(cpu)
-    found = (Cache(name, sizes[name], tuple(of)) for (name, _), of in shared.items())
-    return Machine(tuple(map(tuple, cores.values())), tuple(map(tuple, nodes.values())), tuple(sorted(found)))
-
-
-def _output(*command: str) -> str:
-    """What a tool of the system prints; "" where the tool is missing or fails."""
+    """The caches of this machine, by `lscpu`; none where there is no `lscpu`, as on macOS."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(["lscpu", "-J", "-C", "-B"], capture_output=True, text=True, check=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return ""
+        return Machine()
+    return Machine(tuple(Cache(c["name"], int(c["one-size"])) for c in json.loads(said)["caches"]))

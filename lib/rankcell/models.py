@@ -1,9 +1,9 @@
 """The models that the lessons train and split, their data, and what they cost by formula.
 
-A two-layer MLP with a small regression problem; a tiny GPT with a text that ships with the course; and a
-Llama of the same size. Every weight and every batch comes from a generator of its own, made from a seed and a
-name, and none from torch's global random numbers. So any rank can build the whole model, or any part of it,
-and the batch of any other rank, and all agree. This module does not communicate or train.
+A two-layer MLP with a small regression problem; a tiny GPT with a text that ships with the course; and a Llama of the
+same size. Every weight and every batch comes from a generator of its own, made from a seed and a name, and none from
+torch's global random numbers. So any rank can build the whole model, or any part of it, and the batch of any other
+rank, and all agree. This module does not communicate or train.
 """
 
 import math
@@ -32,9 +32,9 @@ ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "none": nn.Identity}
 def initialise(module: nn.Module, *, seed: int = 0, prefix: str = "") -> nn.Module:
     """`module` with new weights, each from a generator named after the parameter.
 
-    Linear weights have standard deviation 1/sqrt(fan-in), so that outputs are as large as inputs; embeddings,
-    an output head and biases 0.02; a norm starts as 1 and 0. A part of a model gets the weights that it has in
-    the whole: `initialise(stage, prefix="blocks.1.")`. Split a weight after it was drawn whole, never before.
+    Linear weights have standard deviation 1/sqrt(fan-in), so that outputs are as large as inputs; embeddings, an output
+    head and biases 0.02; a norm starts as 1 and 0. A part of a model gets the weights that it has in the whole:
+    `initialise(stage, prefix="blocks.1.")`. Split a weight after it was drawn whole, never before.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():  # a tied weight has the numbers of its first name
@@ -104,10 +104,10 @@ class SwiGLU(nn.Module):
 class Attention(nn.Module):
     """Causal attention by heads, written out: `(batch, length, d_model)` -> the same shape.
 
-    The number of heads is read off the width of query, key and value, so a rank that holds fewer columns
-    computes fewer heads with this same code. With fewer `n_kv_heads` than `n_heads` each serves as many query
-    heads in a row: grouped-query attention, https://arxiv.org/abs/2305.13245 (2023). With a `rope_base` queries
-    and keys are rotated by their positions, see `rotate`.
+    The number of heads is read off the width of query, key and value, so a rank that holds fewer columns computes fewer
+    heads with this same code. With fewer `n_kv_heads` than `n_heads` each serves as many query heads in a row:
+    grouped-query attention, https://arxiv.org/abs/2305.13245 (2023). With a `rope_base` queries and keys are rotated by
+    their positions, see `rotate`.
     """
 
     def __init__(
@@ -152,16 +152,12 @@ class Attention(nn.Module):
 
 
 def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: Callable[[Tensor], Tensor],
-    documents: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, dropout: Callable[[Tensor], Tensor], documents: Tensor | None = None
 ) -> Tensor:
     """What each position mixes from the values up to itself: `(batch, heads, length, d_head)`.
 
-    Keys and values may have fewer heads. With `documents`, `(batch, length)`, only positions of the same
-    number see each other; padding gets a number of its own.
+    Keys and values may have fewer heads. With `documents`, `(batch, length)`, only positions of the same number see
+    each other; padding gets a number of its own.
     """
     key, value = (repeat_heads(t, query.shape[1]) for t in (key, value))
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # (batch, heads, length, length)
@@ -222,8 +218,7 @@ class LlamaBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(d_model, eps=1e-5, **where)
-        how: dict[str, Any] = {"n_kv_heads": n_kv_heads, "rope_base": 10000.0, "bias": False}
-        self.attention = Attention(d_model, n_heads, **how, **where)
+        self.attention = Attention(d_model, n_heads, n_kv_heads=n_kv_heads, rope_base=10000.0, bias=False, **where)
         self.mlp_norm = nn.RMSNorm(d_model, eps=1e-5, **where)
         self.mlp = SwiGLU(d_model, d_hidden, **where)
         initialise(self, seed=seed)
@@ -319,8 +314,8 @@ class GPT(Decoder):
 class Llama(Decoder):
     """The GPT with the parts of a Llama: RMSNorm, rotary positions, SwiGLU, fewer key/value heads, no biases.
 
-    From https://arxiv.org/abs/2307.09288 (Llama 2, 2023), section 2.2. `d_hidden` is by default 8/3 of `d_model`
-    rounded up to a multiple of 8, which makes three matrices as many numbers as the GPT's two.
+    From https://arxiv.org/abs/2307.09288 (Llama 2, 2023), section 2.2. The MLP has 8/3 of `d_model` hidden units, up to
+    a multiple of 8, which makes three matrices as many numbers as the GPT's two.
     """
 
     def __init__(
@@ -332,12 +327,11 @@ class Llama(Decoder):
         n_kv_heads: int = 2,
         n_layers: int = 2,
         context: int = 32,
-        d_hidden: int | None = None,
         tied: bool = False,
         seed: int = 0,
         **where: Any,
     ) -> None:
-        shape = d_model, n_heads, n_kv_heads, d_hidden or -(-d_model // 3) * 8
+        shape = d_model, n_heads, n_kv_heads, -(-d_model // 3) * 8
         blocks = (LlamaBlock(*shape, **where) for _ in range(n_layers))
         norm = nn.RMSNorm(d_model, eps=1e-5, **where)
         super().__init__(vocab, context, blocks, norm, tied=tied, positions=False)
@@ -378,9 +372,9 @@ def gpt_parameters(
 def gpt_flops(vocab: int, d_model: int = 64, *, size: int, length: int, n_layers: int = 2, **_: Any) -> dict[str, int]:
     """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`.
 
-    A product of (n, k) and (k, m) takes 2nkm, a multiplication and an addition each. Forward per token and layer:
-    8d² for query, key, value and output, 4·length·d for the scores and the weighted sum (also the masked half), 16d²
-    for the MLP; 2·d·vocab for the head. The backward is exactly twice the forward. Heads and tying change nothing.
+    A product of (n, k) and (k, m) takes 2nkm, a multiplication and an addition each. Forward per token and layer: 8d²
+    for query, key, value and output, 4·length·d for the scores and the weighted sum (also the masked half), 16d² for
+    the MLP; 2·d·vocab for the head. The backward is exactly twice the forward. Heads and tying change nothing.
     """
     d, tokens = d_model, size * length
     layer = 8 * d * d + 4 * length * d + 16 * d * d
@@ -398,21 +392,14 @@ def training_flops(parameters: float, tokens: float) -> float:
 
 
 def gpt_saved_bytes(
-    vocab: int,
-    d_model: int = 64,
-    *,
-    size: int,
-    length: int,
-    n_layers: int = 2,
-    n_heads: int = 4,
-    itemsize: int = 4,
+    vocab: int, d_model: int = 64, *, size: int, length: int, n_layers: int = 2, n_heads: int = 4, itemsize: int = 4
 ) -> int:
     """Bytes that autograd keeps from the forward of a GPT and its loss, parameters left out.
 
-    Per token and layer, in numbers: 16d + heads·length + 4. That is two norms (2d in, 2d out, 4 statistics),
-    query, key, value (3d), the attention weights (heads·length), the values they mix (d), the MLP (4d before
-    GELU, 4d after). In 2-byte numbers that is 32d + 2·heads·length bytes; dropout's masks and outputs make it
-    the 34d + 5·heads·length of Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4 (2022).
+    Per token and layer, in numbers: 16d + heads·length + 4. That is two norms (2d in, 2d out, 4 statistics), query,
+    key, value (3d), the attention weights (heads·length), the values they mix (d), the MLP (4d before GELU, 4d after).
+    In 2-byte numbers that is 32d + 2·heads·length bytes; dropout's masks and outputs make it the 34d + 5·heads·length
+    of Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4 (2022).
     """
     d, tokens = d_model, size * length
     layer = tokens * (16 * d + n_heads * length + 4) * itemsize

@@ -1,6 +1,5 @@
 """Races of a simulated GPU: two jobs that touch the same memory, one of them writing, and nothing orders them."""
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -8,32 +7,17 @@ from itertools import product
 _ING = {"reads": "reading", "writes": "writing"}
 
 
-class RaceError(Exception):
-    """Two jobs touch the same memory and nothing orders them."""
-
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the sentences, without our own lines."""
-        return [f"RaceError: {self}"]
-
-
 @dataclass(frozen=True)
 class Race:
     """Two jobs that touch the same memory, one of them writing, without an order between them.
 
-    `first` was enqueued first. `reused`: in between the memory was freed and given out again.
+    `first` was enqueued first.
     """
 
     buffer: str
     first: str
     second: str
     text: str
-    reused: bool = False
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        return textwrap.fill(self.text, 90)
 
 
 @dataclass(frozen=True)
@@ -59,9 +43,7 @@ def find_races(
 ) -> tuple[Race, ...]:
     """Every pair of rows and buffers with a race, the first jobs of each.
 
-    Args:
-        times: start and end of each job.
-        names: of the rows: the host, and the streams.
+    `times` are start and end of each job, `names` those of the rows: the host, and the streams.
     """
     found: dict[tuple[str, str, int, int], Race] = {}
     pairs = ((a, b) for b in jobs for a in jobs[: b.number] if not b.before >> a.number & 1)
@@ -96,7 +78,7 @@ def _race(a: tuple[str, ...], b: tuple[str, ...], happened: str, *, is_host: boo
             f"{first} may still be {_ING[x]} it; now {second} {y} it. {happened} Call "
             f'record_stream("{name_a}", {row_a}) before freeing {name_a}.'
         )
-    return Race(name_b, first, second, text, reused=name_a != name_b)
+    return Race(name_b, first, second, text)
 
 
 def _conflicts(a: Enqueued, b: Enqueued) -> Iterator[tuple[str, str, str, str]]:

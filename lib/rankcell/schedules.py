@@ -1,25 +1,22 @@
 """Pipeline schedules: for each rank a list of actions, from arithmetic, and what they will cost.
 
-With several chunks per rank, stage s lives on rank s mod p; or, in a V, stages 0 to p - 1 live on the ranks from
-first to last, and p to 2p - 1 from last to first. What an action is stands in `rankcell.actions`.
+With several chunks per rank, stage s lives on rank s mod p; or, in a V, stages 0 to p - 1 live on the ranks from first
+to last, and p to 2p - 1 from last to first. What an action is stands in `rankcell.actions`.
 
-Nothing here starts a process, needs torch or sends anything: `rankcell.parallel.pipeline` executes the
-lists. Sending costs a fixed number of seconds here, none unless you say so, and links are never busy.
+Nothing here starts a process, needs torch or sends anything: `rankcell.parallel.pipeline` executes the lists. Sending
+costs a fixed number of seconds here, none unless you say so, and links are never busy.
 """
 
 import itertools
-import re
-import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
-from .actions import Action, Schedule, ScheduleError, rounds, schedule, validate
+from .actions import Action, Schedule, ScheduleError, rounds, schedule
 from .results import Event
 
 __all__ = [
-    "SCHEDULES", "Action", "Schedule", "ScheduleError", "actions_of", "gpipe",
-    "idle_share", "interleaved", "length", "message_seconds", "naive", "one_f_one_b", "peak_in_flight", "predict",
-    "rounds", "schedule", "validate", "zb_v", "zero_bubble",
+    "Action", "Schedule", "ScheduleError", "actions_of", "gpipe", "idle_share", "interleaved", "length",
+    "naive", "one_f_one_b", "peak_in_flight", "predict", "rounds", "schedule", "zb_v", "zero_bubble",
 ]  # fmt: skip
 
 # The schedules
@@ -43,8 +40,8 @@ def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
     """As many forwards as the stages behind it are deep, then one forward and one backward in turns.
 
-    Stage s never keeps more than p - s micro-batches. Narayanan et al., https://arxiv.org/abs/2104.04473,
-    section 2.2.1 (2021).
+    Stage s never keeps more than p - s micro-batches. Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.1
+    (2021).
     """
     return schedule("1F1B", [_one_f_one_b(r, n_ranks, n_microbatches, "B") for r in range(n_ranks)])
 
@@ -52,9 +49,8 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
 def interleaved(n_ranks: int, n_microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B in which each rank has several smaller stages, its chunks: the bubble is `chunks` times smaller.
 
-    Stage s lives on rank s mod p. Micro-batches go through in groups of p: a group passes the first chunk,
-    then the second, and so on. Where p does not divide their number, some groups are larger. With one chunk
-    it is 1F1B. Narayanan et al., section 2.2.2, who ask for a multiple of p.
+    Micro-batches go through in groups of p: a group passes the first chunk, then the second, and so on. Where p does
+    not divide their number, some groups are larger. Narayanan et al., section 2.2.2, who ask for a multiple of p.
     """
     if chunks == 1:
         return one_f_one_b(n_ranks, n_microbatches)
@@ -94,10 +90,9 @@ def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
 def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
     """ZB-V: two chunks per rank in a V, down to the last rank and back, and backwards in two halves.
 
-    Stages s and 2p - 1 - s live on rank s. Where F, I and W of a chunk take the same time t and m is at least
-    2p - 1, a rank idles for (p - 1) t at the start of a step and at its end together, and never in between.
-    It keeps at most 2p chunks' shares, as much as p whole micro-batches. Qi et al.,
-    https://arxiv.org/abs/2401.10241, section 6 (2023).
+    Stages s and 2p - 1 - s live on rank s. Where F, I and W of a chunk take the same time t and m is at least 2p - 1, a
+    rank idles for (p - 1) t at the start of a step and at its end together, and never in between. It keeps at most 2p
+    chunks' shares, as much as p whole micro-batches. Qi et al., https://arxiv.org/abs/2401.10241, section 6 (2023).
     """
     p, n = n_ranks, max(n_microbatches, 2 * n_ranks - 1)  # with fewer, as if they were there
     lists = []
@@ -119,9 +114,8 @@ def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
 def _in_a_v(rank: int, n_ranks: int, n_microbatches: int, phases: list[tuple[int, str]]) -> list[Action]:
     """The list of a rank with two stages in a V: each phase repeats its actions so many times.
 
-    "F0" is the forward of the stage on the way down for its next micro-batch, "F1" of the one on the way
-    back; "W" is the oldest weight gradient that an "I" put off. Micro-batches that there are not are left
-    out.
+    "F0" is the forward of the stage on the way down for its next micro-batch, "F1" of the one on the way back; "W" is
+    the oldest weight gradient that an "I" put off. Micro-batches that there are not are left out.
     """
     stages = rank, 2 * n_ranks - 1 - rank
     following: Counter[tuple[int, str]] = Counter()
@@ -139,16 +133,6 @@ def _in_a_v(rank: int, n_ranks: int, n_microbatches: int, phases: list[tuple[int
                 put_off.append(Action(stage, "W", following[direction]))
             following[direction] += 1
     return [action for action in actions if action.microbatch < n_microbatches]
-
-
-# Stage s lives on rank s mod p
-SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
-    "naive": naive,
-    "GPipe": gpipe,
-    "1F1B": one_f_one_b,
-    "interleaved": interleaved,
-    "zero bubble": zero_bubble,
-}
 
 
 def _one_f_one_b(rank: int, n_ranks: int, n_microbatches: int, backward: str) -> list[Action]:
@@ -169,28 +153,16 @@ def _in_turns(forwards: list[Action], backwards: list[Action], warmup: int) -> l
 
 
 def predict(
-    plan: Schedule,
-    *,
-    forward: float = 1.0,
-    backward: float = 2.0,
-    weight: float | None = None,
-    send: float = 0.0,
-    measured: Iterable[Event] = (),
+    plan: Schedule, *, forward: float = 1.0, backward: float = 2.0, weight: float | None = None, send: float = 0.0
 ) -> tuple[Event, ...]:
     """What each rank will do and when, as predicted events named after their actions.
 
-    Args:
-        plan: any schedule that can run.
-        forward: seconds of one stage's forward of one micro-batch.
-        backward: seconds of its whole backward: the two halves together.
-        weight: seconds of the half that gives the weights' gradients, by default half of `backward`.
-        send: seconds from the end of an action until another rank can use its result.
-        measured: take the seconds of an action from the event of this name, where there is one. What the
-            measured step takes longer than this prediction was spent between the actions.
+    `forward` and `backward` are the seconds of one stage's forward and whole backward of one micro-batch, `weight` of
+    the half that gives the weights' gradients, by default half of `backward`. `send` is the seconds from the end of an
+    action until another rank can use its result.
     """
     weight = backward / 2 if weight is None else weight
     seconds = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
-    took = {action: event.seconds for action, event in actions_of(measured)}
     ends: dict[Action, float] = {}
     free = [0.0] * plan.n_ranks
     events, when = [], rounds(plan)
@@ -198,33 +170,15 @@ def predict(
         rank = plan.homes[action.stage]
         arrived = [ends[n] + (send if plan.homes[n.stage] != rank else 0.0) for n in plan.needs(action)]
         start = max([free[rank], *arrived])
-        free[rank] = ends[action] = start + took.get(action, seconds[action.kind])
+        free[rank] = ends[action] = start + seconds[action.kind]
         events.append(Event(rank, str(action), start, free[rank], kind="compute", predicted=True))
     return tuple(sorted(events, key=lambda e: (e.start, e.rank)))
 
 
-def message_seconds(plan: Schedule, measured: Iterable[Event]) -> float:
-    """Seconds from the end of an action to the start of one on another rank that waited for it: the median.
-
-    To be given to `predict` as `send`. It is 0.0 where no rank ever waited for another.
-    """
-    events = dict(actions_of(measured))
-    gaps = []
-    for actions in plan.actions:
-        free = float("-inf")
-        for action in actions:
-            others = [events[n] for n in plan.needs(action) if events[n].rank != events[action].rank]
-            arrived = max((event.end for event in others), default=free)
-            if arrived > free:
-                gaps.append(events[action].start - arrived)
-            free = events[action].end
-    return statistics.median(gaps) if gaps else 0.0
-
-
 def actions_of(events: Iterable[Event]) -> list[tuple[Action, Event]]:
     """The events that are actions of a pipeline, with their actions, in order of time; no others."""
-    named = (e for e in events if e.kind != "comm" and re.fullmatch(r"\d+[FBIW]\d+", e.op))
-    return [(Action.parse(e.op), e) for e in sorted(named, key=lambda e: (e.start, e.rank))]
+    named = ((Action.parse(e.op), e) for e in sorted(events, key=lambda e: (e.start, e.rank)) if e.kind != "comm")
+    return [(action, event) for action, event in named if action]
 
 
 def length(events: Iterable[Event]) -> float:

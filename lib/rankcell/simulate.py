@@ -6,16 +6,14 @@
         gpu.copy(2**28, writes="Y", pinned=True, non_blocking=True)
     gpu.current_stream().wait_stream(copies)
     gpu.matmul(seconds=0.02, reads="Y", writes="Z")
-    gpu.synchronize()
     gpu.events, gpu.races
 
-The calls are those of `torch.cuda`. Nothing is computed or measured: the caller says how long a kernel takes.
-Beside the times it keeps which job is *ordered* before which, and so finds races: two jobs that touch the same
-memory, one of them writing, and nothing that makes one wait for the other, whatever their times happened to be.
+The calls are those of `torch.cuda`. Nothing is computed or measured: the caller says how long a kernel takes. It also
+keeps which job is *ordered* before which, and so finds races: two jobs that touch the same memory, one of them writing,
+and nothing that makes one wait for the other, whatever their times happened to be.
 
-What it leaves out: kernels that share the GPU (each engine does one job at a time, in the order in which jobs
-become ready), the host stopping when a queue is full, priorities, graphs, slower memory while copies run, and
-what recording an event costs the host.
+What it leaves out: kernels that share the GPU (each engine does one job at a time, in the order in which jobs become
+ready), the host stopping when a queue is full, priorities, graphs, slower memory while copies run.
 """
 
 import itertools
@@ -24,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .races import Enqueued, Race, RaceError, find_races
+from .races import Enqueued, Race, find_races
 from .results import Event
 
 HOST = "host"
@@ -44,19 +42,7 @@ class Mark:
     """An event of a stream: the point between what was enqueued before it and what comes after."""
 
     def __init__(self, device: "Device", jobs: frozenset[int]) -> None:
-        self._device, self._jobs, self._recorded = device, jobs, device.now
-
-    @property
-    def _at(self) -> float:
-        return max([self._recorded, *(self._device._end(j) for j in self._jobs)])
-
-    def synchronize(self) -> None:
-        """The host waits until everything before it is done."""
-        self._device._host_waits(self._jobs, "event.synchronize")
-
-    def elapsed_time(self, end: "Mark") -> float:
-        """Milliseconds on the device's clock from this event to `end`, as in torch."""
-        return (end._at - self._at) * 1e3
+        self._device, self._jobs = device, jobs
 
     def wait(self) -> None:
         """The current stream waits for everything before it. The host does not."""
@@ -69,9 +55,6 @@ class Stream:
     def __init__(self, device: "Device", name: str, row: int) -> None:
         self._device, self.name, self._row = device, name, row
         self._tail: frozenset[int] = frozenset()  # the next job must wait for these
-
-    def __repr__(self) -> str:
-        return f"Stream({self.name!r})"
 
     def record_event(self) -> Mark:
         """An event that is reached when all that was enqueued here so far is done."""
@@ -168,8 +151,8 @@ class Device:
     ) -> None:
         """Enqueue a copy between host and device in the current stream.
 
-        It lasts `seconds`, or `nbytes` at the rate of pinned or pageable memory. The host goes on at once
-        only where the host memory is pinned *and* the call is `non_blocking`.
+        It lasts `seconds`, or `nbytes` at the rate of pinned or pageable memory. The host goes on at once only where
+        the host memory is pinned *and* the call is `non_blocking`.
         """
         if to not in ("device", "host"):
             raise ValueError(f"A copy goes to 'device' or to 'host', not to {to!r}.")
@@ -180,8 +163,8 @@ class Device:
             self._host_waits(frozenset({job}), "copy")
 
     def all_reduce(self, buffer: Names = (), *, seconds: float, async_op: bool = False) -> Mark | None:
-        """Enqueue an all-reduce of `buffer`, in place, in the current stream. With `async_op` it runs on the
-        stream "nccl", which first waits for the current one; then what to `wait` for comes back.
+        """Enqueue an all-reduce of `buffer`, in place, in the current stream. With `async_op` it runs on the stream
+        "nccl", which first waits for the current one; then what to `wait` for comes back.
         """
         stream = self.stream("nccl") if async_op else self._current
         stream.wait_stream(self._current)
@@ -198,9 +181,7 @@ class Device:
     # Memory
 
     def empty(self, buffer: str, nbytes: int = 0) -> None:
-        """Give `buffer` memory of the current stream, as PyTorch's caching allocator does: a freed block of this
-        stream and size if there is one.
-        """
+        """Give `buffer` memory of the current stream, as PyTorch does: a freed block of its size if there is one."""
         owner, number = self._current._row, 0
         for block in self._freed:
             done = all(self._end(j) <= self.now for j in block.users)
@@ -233,8 +214,8 @@ class Device:
         """All that host and streams did, in order of time, as predicted events.
 
         `rank` is the row: 0 the host, then the streams; `group` is its name. `kind` is "host", "wait" (the host
-        stands), "compute", "copy", "comm", or "order": a moment at which a stream was let go by another one,
-        whose row is `peer` and which was done at `issued`.
+        stands), "compute", "copy", "comm", or "order": a moment at which a stream was let go by another one, whose row
+        is `peer` and which was done at `issued`.
         """
         found = [*self._host, *_events(self._jobs, self._times, [HOST, *self._streams])]
         return tuple(sorted(found, key=lambda e: (e.start, e.rank, e.end)))
@@ -253,11 +234,6 @@ class Device:
     def races(self) -> tuple[Race, ...]:
         """Every pair of streams and buffers with a race, the first jobs of each; empty if all is ordered."""
         return find_races(self._jobs, self._times, [HOST, *self._streams])
-
-    def check(self) -> None:
-        """Raise `RaceError`, with a sentence for each race, unless everything is ordered."""
-        if races := self.races:
-            raise RaceError("\n".join(race.text for race in races))
 
     # Inside
 
@@ -338,24 +314,8 @@ def _events(jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], name
                 yield Event(job.row, "wait_event", start, start, kind="order", peer=row, issued=done, **of)
 
 
-def busy_together(events: Iterable[Event], one: str, other: str) -> float:
-    """Seconds in which events of kind `one` and of kind `other` ran at the same time, measured or simulated.
-
-    busy_together(gpu.events, "compute", "copy")
-    """
-    chosen = [e for e in events if e.kind in (one, other)]
-    moments = sorted({moment for e in chosen for moment in (e.start, e.end)})
-    return sum(
-        end - start
-        for start, end in itertools.pairwise(moments)
-        if {one, other} == {e.kind for e in chosen if e.start <= start and end <= e.end}
-    )
-
-
 def _schedule(jobs: list[Enqueued]) -> list[tuple[float, float]]:
-    """Start and end of each job: an engine takes the job that was ready first. What the host has already seen
-    stays as it was when more jobs are added.
-    """
+    """Start and end of each job: an engine takes the job that was ready first; more jobs do not change what was."""
     times: dict[int, tuple[float, float]] = {}
     free: dict[str, float] = {}
     left = list(jobs)

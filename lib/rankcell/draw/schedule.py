@@ -48,8 +48,8 @@ def grid(what: Schedule | Run | Iterable[Event], over: Iterable[Event] = (), *, 
     found = schedules.actions_of([*(what.events if isinstance(what, Run) else what), *over])
     if not found:
         raise ValueError(
-            'There is nothing to draw: no event is named after an action, such as "1F0". Give the engine '
-            "`span=rankcell.span`."
+            'There is nothing to draw: no event is named after an action, such as "1F0". Mark each with '
+            "`rankcell.span`."
         )
     return _draw(_rows(found), title, in_units, _finding(found, in_units))
 

@@ -1,8 +1,8 @@
 """Context parallelism: causal attention over a sequence of which every rank holds a part, and a model on it.
 
-`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online
-softmax; `all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors
-of one rank's positions; keys and values may have fewer heads. `ContextParallel` is a GPT or Llama that attends so.
+`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online softmax;
+`all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors of one rank's
+positions. `ContextParallel` is a GPT or Llama that attends so.
 
 The ring has no fused kernel and sends blocks to ranks that will not look at them. All ranks need equally many
 positions, and must start from equal parameters.
@@ -23,25 +23,19 @@ from .. import models
 from ..models import repeat_heads, rotate
 from . import group
 
-LAYOUTS = ("contiguous", "zigzag")
-
 
 def pieces(rank: int, world_size: int, *, layout: str = "zigzag") -> tuple[int, ...]:
     """Which equal pieces of the sequence a rank holds, in the order in which it holds them.
 
-    pieces(1, 4, layout="contiguous")  # (1,) of 4 pieces
-    pieces(1, 4, layout="zigzag")      # (1, 6) of 8: an early one and the late one that balances it
+    Rank 1 of 4 holds piece 1 of 4 if they are contiguous; zigzag, 1 and 6 of 8: an early one, a late one for balance.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"There is no layout {layout!r}. Choose one of {', '.join(LAYOUTS)}.")
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f"There is no layout {layout!r}. Choose one of contiguous, zigzag.")
     return (rank,) if layout == "contiguous" else (rank, 2 * world_size - 1 - rank)
 
 
 def positions(length: int, rank: int, world_size: int, *, layout: str = "zigzag") -> Tensor:
-    """The positions of the sequence that a rank holds, `(length / world_size,)` int64.
-
-    positions(8, 1, 2)  # tensor([2, 3, 4, 5])
-    """
+    """The positions of the sequence that a rank holds, `(length / world_size,)`; 2, 3, 4, 5 if (8, 1, 2) is given."""
     size, mine = length // _count(length, world_size, layout), pieces(rank, world_size, layout=layout)
     return torch.cat([torch.arange(p * size, (p + 1) * size) for p in mine])
 
@@ -76,8 +70,8 @@ def _scores(query: Tensor, key: Tensor, triangle: bool) -> Tensor:
 class OnlineSoftmax:
     """Attention of some queries over keys that come block by block: what has been seen, in three tensors.
 
-    For each query: the largest score so far, the sum of exp(score - largest), and the sum of the values with
-    the same factors. https://arxiv.org/abs/1805.02867 (2018), section 3; https://arxiv.org/abs/2112.05682 (2021).
+    For each query: the largest score so far, the sum of exp(score - largest), and the sum of the values with the same
+    factors. https://arxiv.org/abs/1805.02867 (2018), section 3; https://arxiv.org/abs/2112.05682 (2021).
     """
 
     def __init__(self, query: Tensor) -> None:
@@ -158,9 +152,9 @@ class _Ring:
         return x.chunk(self.n_pieces, -2)
 
     def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[list[tuple[int, int, bool]], Tensor]]:
-        """The keys and values of one rank after the other, `(2, ..., keys, d_head)`, this one's first; the next
-        ones travel while these are used. With them, which of this rank's pieces of queries sees which piece
-        of these keys, and whether only its triangle: that is so where both are the same piece.
+        """The keys and values of one rank after the other, `(2, ..., keys, d_head)`, this one's first; the next ones
+        travel while these are used. With them, which of this rank's pieces of queries sees which piece of these keys,
+        and whether only its triangle: that is so where both are the same piece.
         """
         mine, block = pieces(self.rank, self.world_size, layout=self.layout), torch.stack([key, value])
         for step in range(self.world_size):
@@ -173,10 +167,7 @@ class _Ring:
 
 
 class _RingAttention(torch.autograd.Function):
-    """The two directions of `ring_attention`; saves the output and one number per query, no weights.
-
-    Queries are `(..., kv_heads, heads / kv_heads, positions, d_head)`, keys and values have a 1 in that place.
-    """
+    """The two directions of `ring_attention`; saves the output and one number per query, no weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
@@ -208,7 +199,7 @@ class _RingAttention(torch.autograd.Function):
                 parts = block_backward(q, keys[j], values[j], g, lse, c, triangle=triangle)
                 places = ring.cut(grad_query)[i], here_key[j], here_value[j]
                 for place, part in zip(places, parts, strict=True):
-                    place += part.sum_to_size(place.shape)  # over the query heads that a key served
+                    place += part
             wait()  # for the sum of the ranks before, which came while this rank computed
             so_far, wait = ring.start(here + so_far)  # one step behind its block; the last one brings it home
         wait()
@@ -224,20 +215,19 @@ def ring_attention(
     documents: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries over all ranks' positions: `(batch, heads, length / W, d_head)`.
+    """Causal attention of this rank's queries over all ranks' positions: `(batch, heads, length / W, d_head)` each.
 
-    Keys and values go round the ring of the group in W - 1 steps, and each block is used while the next one
-    travels. In the backward they go round again, with their gradients one step behind. No rank ever holds
-    more than two blocks, and scores of one block's size. Positions stand in the order of `positions`; key and value
-    may have fewer heads than the query. Layout "zigzag" gives ranks equal work, "contiguous" the last one the most.
+    Keys and values go round the ring of the group in W - 1 steps, and each block is used while the next one travels. In
+    the backward they go round again, with their gradients one step behind. No rank ever holds more than two blocks, and
+    scores of one block's size. Positions stand in the order of `positions`. Layout "zigzag" gives ranks equal work,
+    "contiguous" the last one the most.
     """
     if documents is not None:
         raise ValueError("The ring knows no documents in a sequence. Use the all-to-all.")
     _check_shapes(query, key, value)
     ring = _Ring(process_group, layout)
     _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
-    grouped = query.unflatten(-3, (key.shape[-3], -1))  # (..., kv_heads, heads / kv_heads, positions, d_head)
-    return _RingAttention.apply(grouped, key.unsqueeze(-3), value.unsqueeze(-3), ring).flatten(-4, -3)
+    return _RingAttention.apply(query, key, value, ring)
 
 
 class _Swap(torch.autograd.Function):
@@ -269,30 +259,23 @@ def all_to_all_attention(
 ) -> Tensor:
     """The same result as `ring_attention`, by two all-to-alls: each rank computes W-th of the heads in full.
 
-    If there are fewer key/value heads than ranks, they are sent to several of them. With `documents`,
-    `(batch, length / W)` whole numbers, only positions with the same number see each other. From
+    With `documents`, `(batch, length / W)`, only positions with the same number see each other. From
     https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses, 2023).
     """
     _check_shapes(query, key, value)
     process_group = process_group or dist.group.WORLD
     _, world_size = _place(process_group)
-    n_heads, n_kv_heads, length = query.shape[-3], key.shape[-3], query.shape[-2] * world_size
+    n_heads, length = query.shape[-3], query.shape[-2] * world_size
     _count(length, world_size, layout)
-    if n_heads % world_size or (n_kv_heads % world_size and world_size % n_kv_heads):
+    if n_heads % world_size:
         raise ValueError(
-            f"{n_heads} heads ({n_kv_heads} of keys and values) cannot be shared by {world_size} ranks, and the "
-            f"all-to-all shares heads. Use ring_attention, or another number of ranks."
+            f"{n_heads} heads cannot be shared by {world_size} ranks, and the all-to-all shares heads. Use "
+            f"ring_attention, or another number of ranks."
         )
-    if n_kv_heads < world_size:  # one for each rank
-        key, value = (repeat_heads(t, world_size) for t in (key, value))
     order = torch.cat([positions(length, r, world_size, layout=layout) for r in range(world_size)])
-    order = order.to(query.device)
-    by_rank = [t.unflatten(-3, (world_size, -1)) for t in (query, key, value)]  # (..., W, heads / W, ...)
-    mine = [t.shape[-3] for t in by_rank]
-    together = torch.cat(by_rank, -3).flatten(-4, -3)  # one all-to-all for the three
-    whole = _Swap.apply(together, query.dim() - 3, query.dim() - 2, process_group)  # my heads, all positions
-    parts = whole.index_select(-2, order.argsort()).split(mine, -3)
-    query, key, value = (parts[0], *(repeat_heads(t, mine[0]) for t in parts[1:]))
+    order, together = order.to(query.device), torch.stack([query, key, value])  # one all-to-all for the three
+    whole = _Swap.apply(together, -3, -2, process_group)  # my heads, all positions
+    query, key, value = whole.index_select(-2, order.argsort()).unbind()
     seen = None
     if documents is not None:
         of_ranks = [torch.empty_like(documents) for _ in range(world_size)]
@@ -300,31 +283,27 @@ def all_to_all_attention(
         numbers = torch.cat(of_ranks, -1).index_select(-1, order.argsort())  # (..., length)
         seen = (numbers[..., :, None] == numbers[..., None, :])[..., None, :, :].tril()
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=seen is None)
-    return _Swap.apply(output.index_select(-2, order), query.dim() - 2, query.dim() - 3, process_group)
+    return _Swap.apply(output.index_select(-2, order), -2, -3, process_group)
 
 
-def bytes_sent(method: str, block: int, world_size: int, *, kv_block: int | None = None) -> dict[str, float]:
+def bytes_sent(method: str, block: int, world_size: int) -> dict[str, float]:
     """Bytes that each rank sends in one attention, "forward" and "backward", if nothing is sent in vain.
 
-    `block` is the bytes of one rank's queries, `kv_block` that of its keys, and of its values, by default the same; for
-    an all-to-all of at least one head per rank. `bytes_sent("ring", 100, 4) == {"forward": 600, "backward": 1400}`
+    `block` is the bytes of one rank's queries: `bytes_sent("ring", 100, 4) == {"forward": 600, "backward": 1400}`
     """
-    kv_block = block if kv_block is None else kv_block
     if method == "ring":  # K and V: W - 1 steps. Backward: again, and their gradients W steps
         steps, home = world_size - 1, world_size * (world_size > 1)
-        return {"forward": 2 * kv_block * steps, "backward": 2 * kv_block * (steps + home)}
+        return {"forward": 2 * block * steps, "backward": 2 * block * (steps + home)}
     if method == "all_to_all":  # Q, K, V and the output, all but the part that stays
-        once = 2 * (block + kv_block) * (world_size - 1) / world_size
-        return {"forward": once, "backward": once}
+        return dict.fromkeys(("forward", "backward"), 4 * block * (world_size - 1) / world_size)
     raise ValueError(f"There is no method {method!r}. Choose ring or all_to_all.")
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if key.shape != value.shape or key.shape[-2:] != query.shape[-2:] or query.shape[-3] % key.shape[-3]:
+    if not query.shape == key.shape == value.shape:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(
-            f"Query, key and value need one shape, (batch, heads, length / W, d_head), the latter two perhaps fewer "
-            f"heads; they have {shapes}."
+            f"Query, key and value need one shape, (batch, heads, length / W, d_head); they have {shapes}."
         )
 
 
@@ -356,10 +335,7 @@ class ContextAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dense: models.Attention,
-        attend: Callable[..., Tensor],
-        positions: Callable[[int], Tensor] | None,
+        self, dense: models.Attention, attend: Callable[..., Tensor], positions: Callable[[int], Tensor] | None
     ) -> None:
         super().__init__()
         if dense.dropout.p:
@@ -375,6 +351,7 @@ class ContextAttention(nn.Module):
         if self.rope_base is not None and self.positions is not None:
             places = self.positions(x.shape[-2]).to(x.device)  # before they travel: each rank knows its own
             query, key = (rotate(t, places, base=self.rope_base) for t in (query, key))
+        key, value = (repeat_heads(t, query.shape[1]) for t in (key, value))
         mixed = self.attend(query, key, value, documents=documents)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -405,7 +382,7 @@ class ContextParallel(nn.Module):
         super().__init__()
         methods = {"ring": ring_attention, "all_to_all": all_to_all_attention}
         if method not in methods:
-            raise ValueError(f"There is no method {method!r}. Choose one of {', '.join(methods)}.")
+            raise ValueError(f"There is no method {method!r}. Choose one of ring, all_to_all.")
         self.module, self.layout = module, layout
         self.process_group = process_group or dist.group.WORLD
         self.rank, self.world_size = _place(self.process_group)

@@ -1,16 +1,16 @@
 """Data parallelism: the same model on every rank, other data, and one average of the gradients.
 
-`DDP` wraps any module, in any process group, in a notebook or in a script. During the backward it averages
-the gradients in buckets, while the backward of earlier layers still runs.
+`DDP` wraps any module, in any process group, in a notebook or in a script. During the backward it averages the
+gradients in buckets, while the backward of earlier layers still runs.
 
-What it does not do: split the data (a sampler does), normalise over all ranks in BatchNorm (`nn.SyncBatchNorm`
-does, on GPUs), sparse gradients, learn the real order of use: its buckets follow the order in which the module lists
-its parameters, backwards.
+What it does not do: split the data (a sampler does), normalise over all ranks in BatchNorm (`nn.SyncBatchNorm` does, on
+GPUs), sparse gradients, learn the real order of use: its buckets follow the order in which the module lists its
+parameters, backwards.
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Bucket:
     def start(self, process_group: dist.ProcessGroup | None) -> None:
         """Copy each gradient to its place, and start to sum them over the ranks.
 
-        -0.0 stands for "no gradient on this rank". A sum is -0.0 only if every rank gave -0.0, so afterwards
-        every rank knows which parameters nobody used, and no extra byte is sent to say so.
+        -0.0 stands for "no gradient on this rank". A sum is -0.0 only if every rank gave -0.0, so afterwards every rank
+        knows which parameters nobody used, and no extra byte is sent to say so.
         """
         for p, place in zip(self.parameters, self.places, strict=True):
             if p.grad is None:
@@ -71,14 +71,11 @@ class DDP(nn.Module):
     """`module` on every rank of a group, kept equal by averaging gradients during each backward.
 
     Parameters and buffers start as those of the group's first rank, which sends its buffers after each backward, too.
-    After `loss.backward()` every gradient is the mean over the ranks: of a loss that is a mean, and equal batches,
-    that is the gradient of the global batch. Keep the wrapper while the module trains: without it nobody averages.
+    After `loss.backward()` every gradient is the mean over the ranks: of a loss that is a mean, and equal batches, that
+    is the gradient of the global batch. Wrap a module once.
 
-    Args:
-        module: any module, on its device and in its dtype already.
-        bucket_size_mb: a bucket is full as soon as it holds so many MiB (2^20 bytes); 0: each gradient travels by
-            itself, None: all of one dtype together.
-        process_group: the ranks that share the model, by default all.
+    A bucket is full as soon as it holds `bucket_size_mb` MiB (2^20 bytes); with 0 each gradient travels by itself, with
+    None all together, as far as one dtype reaches.
 
     >>> model = DDP(MLP(6, 32, 3))
     >>> loss = F.mse_loss(model(x), y)  # x, y: this rank's part of the batch
@@ -88,11 +85,7 @@ class DDP(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        bucket_size_mb: float | None = 25.0,
-        *,
-        process_group: dist.ProcessGroup | None = None,
+        self, module: nn.Module, bucket_size_mb: float | None = 25.0, *, process_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
         self.module, self.process_group = module, process_group
@@ -100,7 +93,7 @@ class DDP(nn.Module):
         self._synchronizes = True
         self._changed = False  # a gradient may have changed since the last average
         self._will_finish = False  # the running backward will call `finish_gradient_synchronization`
-        group.broadcast_each((*module.parameters(), *module.buffers()), process_group)
+        group.broadcast_together((*module.parameters(), *module.buffers()), process_group)
         trainable = [p for p in module.parameters() if p.requires_grad]  # a tied weight comes once
         limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
         self.buckets = [Bucket(parameters) for parameters in _in_buckets(trainable[::-1], limit)]
@@ -108,7 +101,7 @@ class DDP(nn.Module):
         self._launched = 0
         for bucket in self.buckets:
             for index, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket, index))
+                p.register_post_accumulate_grad_hook(partial(self._gradient_is_ready, bucket, index))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `module` computes."""
@@ -145,10 +138,9 @@ class DDP(nn.Module):
         finally:
             self._synchronizes = before
 
-    def gradient_is_ready(self, bucket: Bucket, index: int) -> None:
+    def _gradient_is_ready(self, bucket: Bucket, index: int, _: Tensor) -> None:
         """Called by autograd when a parameter's gradient is complete."""
-        if not self._changed:  # an assignment to an attribute of a module is slow
-            self._changed = True
+        self._changed = True
         if not self._synchronizes:
             return
         if not self._will_finish:
@@ -173,24 +165,11 @@ class DDP(nn.Module):
         self._launched, self._will_finish = 0, False
 
 
-def _hook(ddp: "weakref.ref[DDP]", bucket: Bucket, index: int) -> Any:
-    """A hook that ends with its DDP: a module that is wrapped again is not averaged twice."""
-
-    def hook(_: Tensor) -> None:
-        if (owner := ddp()) is not None:
-            owner.gradient_is_ready(bucket, index)
-
-    return hook
-
-
 def _in_buckets(parameters: Sequence[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """`parameters` in lists of one dtype, each full as soon as it holds `limit` bytes, the first to be full first."""
-    full: list[list[nn.Parameter]] = []
-    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    """`parameters` in order, in lists of one dtype, each full as soon as it holds `limit` bytes."""
+    buckets: list[list[nn.Parameter]] = []
     for p in parameters:
-        bucket = filling.setdefault(p.dtype, [])
-        bucket.append(p)
-        if sum(q.nbytes for q in bucket) >= limit:
-            full.append(filling.pop(p.dtype))
-    order = {p: index for index, p in enumerate(parameters)}
-    return sorted([*full, *filling.values()], key=lambda bucket: order[bucket[-1]])
+        if not buckets or buckets[-1][0].dtype != p.dtype or sum(q.nbytes for q in buckets[-1]) >= limit:
+            buckets.append([])
+        buckets[-1].append(p)
+    return buckets

@@ -1,8 +1,8 @@
 """Experts: a layer with several MLPs of which each token uses a few, kept on different ranks.
 
-`Mixture` is the layer on one process. `ExpertParallel` is the same layer with its experts spread over the
-ranks of a group: tokens travel to their experts in one all-to-all and come back in another. Outputs,
-gradients and dropped tokens are those of `Mixture` on all ranks' tokens, in the order of the ranks.
+`Mixture` is the layer on one process. `ExpertParallel` is the same layer with its experts spread over the ranks of a
+group: tokens travel to their experts in one all-to-all and come back in another. Outputs, gradients and dropped tokens
+are those of `Mixture` on all ranks' tokens, in the order of the ranks.
 
 What it does not do: fuse kernels, hide communication behind computing, copy busy experts. It broadcasts nothing:
 routers must start equal.
@@ -38,21 +38,6 @@ class Routing:
         return int((~self.kept).sum())
 
 
-def choose(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities `(T, E)`, and the k most probable experts of each token with their weights, `(T, k)`.
-
-    Of equal probabilities the lower expert wins. With k = 1 the weight is the probability itself: through it the
-    router learns. With more, the k weights are made to sum to 1.
-    """
-    probabilities = logits.softmax(-1)
-    order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
-    experts = order[:, :k]
-    weights = probabilities.gather(1, experts)
-    if k > 1:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return probabilities, experts, weights
-
-
 def route(
     logits: Tensor,
     k: int = 1,
@@ -61,18 +46,24 @@ def route(
     process_group: dist.ProcessGroup | None = None,
     alone: bool = False,
 ) -> Routing:
-    """Where this rank's tokens go, from the router's `logits`, `(T, E)`.
+    """Where this rank's tokens go, from the router's `logits`, `(T, E)`: to the k most probable experts.
 
-    The ranks tell each other k * E counts, so that all know who sends how much and what is full. An expert takes
-    `capacity_factor` times its fair share (None: all) and drops what comes last: all first choices come before
-    all second choices, and within them tokens in the order of the ranks. `alone` needs no process group.
+    Of equal probabilities the lower expert wins. With k = 1 the weight is the probability itself: through it the router
+    learns. With more, the k weights are made to sum to 1. The ranks tell each other k * E counts, so that all know who
+    sends how much and what is full. An expert takes `capacity_factor` times its fair share (None: all) and drops what
+    comes last: all first choices come before all second choices, and within them tokens in the order of the ranks.
+    `alone` needs no process group.
     """
     n_experts = logits.shape[1]
     if not 1 <= k <= n_experts:
         raise ValueError(f"A token cannot choose {k} of {n_experts} experts. Choose k from 1 to {n_experts}.")
     if capacity_factor is not None and not capacity_factor > 0:
         raise ValueError(f"A capacity factor of {capacity_factor:g} lets no token in. Give one above 0.")
-    probabilities, experts, weights = choose(logits, k)
+    probabilities = logits.softmax(-1)
+    experts = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = probabilities.gather(1, experts)
+    if k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
     picked = torch.stack([experts[:, j, None] == torch.arange(n_experts, device=logits.device) for j in range(k)])
     mine = picked.sum(1)  # (k, E) how many of this rank's tokens have the expert as choice j
     if alone:
@@ -84,14 +75,13 @@ def route(
     queue = everyone.transpose(0, 1).flatten(0, 1)  # (k * W, E) in the order in which experts fill up
     before = (queue.cumsum(0) - queue).view(k, -1, n_experts)  # (k, W, E) how many stand before these
     load = everyone.sum((0, 1))
-    if capacity_factor is None:
-        kept, counts = torch.ones_like(experts, dtype=torch.bool), everyone.sum(1)
-    else:
+    limit = int(load.sum())  # none
+    if capacity_factor is not None:
         # https://arxiv.org/abs/2101.03961, equation 3, rounded up: times the fair share of the choices
         limit = math.ceil(capacity_factor * k * int(everyone[:, 0].sum()) / n_experts)
-        place = before[:, rank, None] + picked.cumsum(1) - 1  # (k, T, E)
-        kept = (place.gather(2, experts.T[..., None])[..., 0] < limit).T
-        counts = torch.minimum((limit - before).clamp(min=0), everyone.transpose(0, 1)).sum(0)
+    place = before[:, rank, None] + picked.cumsum(1) - 1  # (k, T, E)
+    kept = (place.gather(2, experts.T[..., None])[..., 0] < limit).T
+    counts = torch.minimum((limit - before).clamp(min=0), everyone.transpose(0, 1)).sum(0)
     # E * sum over experts of f * P, which is 1 where all experts are used alike. f is the share of all k choices that
     # fell on the expert, a constant; P is its mean probability; both over the tokens of all ranks. Equations 4 to 6
     # of the same paper (Switch Transformer, 2021), without its factor alpha.
@@ -110,12 +100,7 @@ class Mixture(nn.Module):
     """
 
     def __init__(
-        self,
-        router: nn.Module,
-        experts: Sequence[nn.Module],
-        *,
-        k: int = 1,
-        capacity_factor: float | None = None,
+        self, router: nn.Module, experts: Sequence[nn.Module], *, k: int = 1, capacity_factor: float | None = None
     ) -> None:
         super().__init__()
         self.router, self.experts = router, nn.ModuleList(experts)
@@ -161,10 +146,9 @@ class ExpertParallel(nn.Module):
         loss.backward()
         sum_gradients(shared_parameters(layer))        # the router's; an expert's are already whole
 
-    The losses of the ranks must *add up* to the loss of all (`share_of_mean`, in `context`). Then the
-    gradient of an expert is complete on its rank, because the tokens of all ranks came to it: it must not be
-    reduced again. Parameters keep their names (`experts.3.up.weight` is expert 3). All ranks of the group must call
-    it, forward and backward.
+    The losses of the ranks must *add up* to the loss of all (`share_of_mean`, in `context`). Then the gradient of an
+    expert is complete on its rank, because the tokens of all ranks came to it: it must not be reduced again. Parameters
+    keep their names (`experts.3.up.weight` is expert 3). All ranks of the group must call it, forward and backward.
     """
 
     def __init__(self, mixture: Mixture, *, process_group: dist.ProcessGroup | None = None) -> None:
@@ -211,12 +195,3 @@ def shared_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     layers = [layer for layer in module.modules() if isinstance(layer, ExpertParallel)]
     spread = {p for layer in layers for p in layer.experts.parameters()}
     return (p for p in module.parameters() if p not in spread)
-
-
-def traffic(counts: Tensor, row_bytes: int) -> list[list[int]]:
-    """Bytes from each rank (row) to each rank (column) in a dispatch.
-
-    `counts` are those of a `Routing`, `row_bytes` the bytes of one token. The combine is the transpose.
-    """
-    rows = row_bytes * counts.view(len(counts), len(counts), -1).sum(-1)
-    return rows.fill_diagonal_(0).tolist()

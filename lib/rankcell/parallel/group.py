@@ -33,15 +33,6 @@ def broadcast_together(tensors: Iterable[Tensor], process_group: dist.ProcessGro
     _together(tensors, lambda flat: dist.broadcast(flat, group_src=0, group=process_group))
 
 
-@torch.no_grad()
-def broadcast_each(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
-    """The same with a broadcast for each tensor, which needs no memory for a copy."""
-    for tensor in tensors:
-        tensor.data = tensor.data.contiguous()
-        if tensor.numel():
-            dist.broadcast(tensor.data, group_src=0, group=process_group)
-
-
 def _together(tensors: Iterable[Tensor], send: Callable[[Tensor], object]) -> None:
     """Put tensors of one dtype into a flat one, `send` it, and copy back what it then holds."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

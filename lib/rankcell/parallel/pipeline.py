@@ -1,30 +1,24 @@
-"""Pipeline parallelism: one engine that executes any schedule of `rankcell.schedules` on a process group.
+"""Pipeline parallelism: one engine that executes a schedule of `rankcell.schedules` on a process group.
 
-`Pipeline` holds the stages of this rank and runs its list of actions. Activations and gradients travel in
-asynchronous sends and receives, which are posted in an order that both ends share, so that nothing can stand
-still whatever the schedule. `split_gpt` cuts a GPT or Llama into stages.
+`Pipeline` holds the stages of this rank and runs its list of actions. Activations and gradients travel in asynchronous
+sends and receives, which are posted in an order that both ends share, so that nothing can stand still whatever the
+schedule. `split_gpt` cuts a GPT or Llama into stages.
 
-What it does not do: evaluate, mix dtypes, or run ahead with old weights: all micro-batches of a step see the same. A
-stage takes one tensor and gives one tensor, each with the samples in its first dim.
+What it does not do: evaluate, mix dtypes, halve backwards (torch's ScheduleZBVZeroBubble does), or run ahead with old
+weights. A stage takes one tensor and gives one tensor, each with the samples in its first dim.
 """
 
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from .. import models
 from ..actions import Action, Schedule, rounds
-
-Shape = Sequence[int] | Callable[[int, Tensor], Sequence[int]]
 
 
 class Pipeline:
@@ -32,15 +26,10 @@ class Pipeline:
 
     Where stages are in a `DDP`, call `step` inside its `no_sync`: it would average after every micro-batch.
 
-    Args:
-        stages: all stages of the model in order, or this rank's by number; on their device, in their dtype.
-        schedule: who does what in which order. Rank r of the group runs `actions[r]`.
-        loss: called on the last stage with its output and the targets of a micro-batch, gives their mean.
-        between: shape of what one stage sends to the next for one sample, for example (length, d_model). Or a
-            function of the receiving stage and the first stage's inputs of the micro-batch, that gives the whole
-            shape. Its dtype is that of this rank's first parameter.
-        process_group: the ranks of the pipeline, by default all.
-        span: called with the name of each action around its computing, for example `rankcell.span`.
+    `stages` are all stages of the model in order; this rank's are on their device, in their dtype. Rank r of the group
+    runs `schedule.actions[r]`, with whole backwards. `loss` is called on the last stage with its output and the targets
+    of a micro-batch, and gives their mean. `between` is the shape of what one stage sends to the next for one sample,
+    for example (length, d_model); its dtype is that of this rank's first parameter.
 
     >>> pipeline = Pipeline(split_gpt(model, 4), one_f_one_b(4, 8), cross_entropy, between=(32, 64))
     >>> optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -50,28 +39,42 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[nn.Module] | Mapping[int, nn.Module],
+        stages: Sequence[nn.Module],
         schedule: Schedule,
         loss: Callable[[Tensor, Tensor], Tensor],
         *,
-        between: Shape,
+        between: Sequence[int],
         process_group: dist.ProcessGroup | None = None,
-        span: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.group = process_group or dist.group.WORLD
-        self.schedule, self.loss, self.between, self.span = schedule, loss, between, span
+        self.schedule, self.loss, self.between = schedule, loss, tuple(between)
         if dist.get_world_size(self.group) != schedule.n_ranks:
             raise ValueError(
                 f"The schedule is for {schedule.n_ranks} ranks, and the process group has "
                 f"{dist.get_world_size(self.group)}. Make one of them fit the other."
             )
-        self.route = _Route(schedule, dist.get_rank(self.group))  # raises if the schedule cannot run
-        self.stages = self._own(stages)
+        if len(stages) != schedule.n_stages:
+            raise ValueError(f"The schedule has {schedule.n_stages} stages, and {len(stages)} modules came.")
+        if schedule.split:
+            raise ValueError(f"{schedule.name} has backwards in halves. Give a schedule with whole ones (B).")
+        self.rank, self.homes = dist.get_rank(self.group), schedule.homes
+        self.stages = {stage: stages[stage] for stage in sorted(self.homes) if self.homes[stage] == self.rank}
+        self.rounds = rounds(schedule)  # raises if the schedule cannot run
+        # what one stage computes for another: its action by the one that takes it, and the other way round
+        pairs = [(user, p) for user in self.rounds for p in schedule.needs(user) if p.stage != user.stage]
+        self.producers, self.users = dict(pairs), {producer: user for user, producer in pairs}
+        # What comes from other ranks. Both ends post what they exchange in this one order: also where a backend, as
+        # nccl does, works through it strictly, every wait is for something earlier. So none is for ever.
+        mine = (p for user, p in pairs if self.homes[user.stage] == self.rank != self.homes[p.stage])
+        self.messages = sorted(mine, key=self.key)
         first = next(self.parameters(), torch.empty(0))
         self.dtype, self.device = first.dtype, first.device
-        # Posted early, a message moves as soon as it is there. Only gloo allows it: see `_Route.messages`.
+        # Posted early, a message moves as soon as it is there. Only gloo allows it: nccl keeps the order.
         self.ahead = 2 if dist.get_backend(self.group) == "gloo" else 0
-        self.peak = 0  # micro-batches whose activations this rank held at most in the last step
+
+    def key(self, action: Action) -> tuple[int, int]:
+        """A place in one order of all actions that respects what each needs, and that all ranks know."""
+        return self.rounds[action], self.homes[action.stage]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages."""
@@ -80,11 +83,6 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """The state of this rank's stages. Stages of `split_gpt` have the names of the whole model."""
         return {name: value for stage in self.stages.values() for name, value in stage.state_dict().items()}
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of this rank's stages."""
-        for stage in self.stages.values():
-            stage.zero_grad()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """The loss of the batch, on the rank of the last stage, None on the others; adds its gradient to each `.grad`.
@@ -100,55 +98,18 @@ class Pipeline:
             raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets cannot be cut into {m} micro-batches.")
         return _Execution(self, inputs.tensor_split(m), targets.tensor_split(m)).run()
 
-    def shape(self, stage: int, inputs: Tensor) -> tuple[int, ...]:
-        """The shape of what `stage` receives for the micro-batch of the first stage's `inputs`."""
-        if callable(self.between):
-            return tuple(self.between(stage, inputs))
-        return (len(inputs), *self.between)
-
-    def _own(self, stages: Sequence[nn.Module] | Mapping[int, nn.Module]) -> dict[int, nn.Module]:
-        mine, n = self.route.stages, self.schedule.n_stages
-        if sorted(stages) != mine if isinstance(stages, Mapping) else len(stages) != n:
-            came = sorted(stages) if isinstance(stages, Mapping) else f"{len(stages)} modules"
-            raise ValueError(
-                f"The schedule has {n} stages, and {came} came. Give them all in order, or this rank's by number: "
-                f"{{{mine[0]}: module}}."
-            )
-        return {stage: stages[stage] for stage in mine}
-
-
-class _Route:
-    """A schedule as one rank sees it: where each action runs, when, and what comes here from others."""
-
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.rank, self.actions, self.n_stages = rank, schedule.actions[rank], schedule.n_stages
-        self.rounds, self.homes, self.split = rounds(schedule), schedule.homes, schedule.split
-        self.stages = sorted(stage for stage, home in self.homes.items() if home == rank)
-        # what one stage computes for another: its action by the one that takes it, and the other way round
-        pairs = [(user, p) for user in self.rounds for p in schedule.needs(user) if p.stage != user.stage]
-        self.producers, self.users = dict(pairs), {producer: user for user, producer in pairs}
-        # What comes from other ranks. Both ends post what they exchange in this one order: also where a backend, as
-        # nccl does, works through it strictly, every wait is for something earlier. So none is for ever.
-        mine = (p for user, p in pairs if self.homes[user.stage] == rank != self.homes[p.stage])
-        self.messages = sorted(mine, key=self.key)
-
-    def key(self, action: Action) -> tuple[int, int]:
-        """A place in one order of all actions that respects what each needs, and that all ranks know."""
-        return self.rounds[action], self.homes[action.stage]
-
 
 class _Execution:
     """One batch on its way through the pipeline: what has arrived, what is kept, what is on its way."""
 
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.pipeline, self.route, self.inputs, self.targets = pipeline, pipeline.route, inputs, targets
+        self.pipeline, self.inputs, self.targets = pipeline, inputs, targets
         self.samples = sum(map(len, inputs))
-        self.coming = deque(self.route.messages)
+        self.coming = deque(pipeline.messages)
         self.posted: dict[Action, tuple[dist.Work, Tensor]] = {}  # receives, with their buffers
         self.here: dict[Action, Tensor] = {}  # what stages of this same rank computed
         self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a buffer lives until its send is waited for
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
-        self.later: dict[tuple[int, int], _WeightsLater] = {}  # weight gradients put off
         self.losses: dict[int, Tensor] = {}  # of the last stage, by micro-batch: shares of the loss
 
     def run(self) -> Tensor | None:
@@ -157,15 +118,10 @@ class _Execution:
         before = [(p, p.grad) for p in shared]  # gradients of earlier steps: they were added up then
         for parameter in shared:
             parameter.grad = None
-        compute: dict[str, Callable[[Action, Any], Tensor | None]]
-        compute = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
-        self.pipeline.peak = 0
-        for action in self.route.actions:
+        compute = {"F": self._forward, "B": self._backward}
+        for action in self.pipeline.schedule.actions[self.pipeline.rank]:
             self._post_receives(action)
-            arrived = self._take(action)
-            with self.pipeline.span(str(action)):
-                result = compute[action.kind](action, arrived)
-            self.pipeline.peak = max(self.pipeline.peak, len(self.kept.keys() | self.later.keys()))
+            result = compute[action.kind](action, self._take(action))
             if result is not None:
                 self._pass_on(action, result)
         for work, _ in self.sent.values():
@@ -181,21 +137,19 @@ class _Execution:
 
     def _post_receives(self, action: Action) -> None:
         """Post the receive of each message that is earlier in the order of all ranks, and a few where it may be."""
-        pipeline, route = self.pipeline, self.route
-        turn, rank = route.key(action)
-        while self.coming and route.key(self.coming[0]) < (turn + pipeline.ahead, rank):
+        pipeline = self.pipeline
+        turn, rank = pipeline.key(action)
+        while self.coming and pipeline.key(self.coming[0]) < (turn + pipeline.ahead, rank):
             producer = self.coming.popleft()
-            boundary = producer.stage + (producer.kind == "F")  # the later of the two stages
-            shape = pipeline.shape(boundary, self.inputs[producer.microbatch])
-            buffer = torch.empty(shape, dtype=pipeline.dtype, device=pipeline.device)
-            work = dist.irecv(buffer, group=pipeline.group, group_src=route.homes[producer.stage])
+            buffer = torch.empty(self._shape(producer), dtype=pipeline.dtype, device=pipeline.device)
+            work = dist.irecv(buffer, group=pipeline.group, group_src=pipeline.homes[producer.stage])
             assert work is not None
             self.posted[producer] = work, buffer
 
     def _take(self, action: Action) -> Tensor | None:
         """What another stage computed for this action; waits until it is here. None if it needs nothing."""
         stage, _, j = action
-        producer = self.route.producers.get(action)
+        producer = self.pipeline.producers.get(action)
         if producer is None:
             return None
         if producer.stage > stage and (old := self.sent.pop(Action(stage, "F", j), None)):
@@ -208,22 +162,25 @@ class _Execution:
 
     def _pass_on(self, action: Action, result: Tensor) -> None:
         """Start to send the result to the stage that needs it, and go on."""
-        pipeline, route, user = self.pipeline, self.route, self.route.users.get(action)
+        pipeline, user = self.pipeline, self.pipeline.users.get(action)
         if user is None:
             return
-        if route.homes[user.stage] == route.rank:
+        if pipeline.homes[user.stage] == pipeline.rank:
             self.here[action] = result
             return
-        shape = pipeline.shape(max(action.stage, user.stage), self.inputs[action.microbatch])
+        shape = self._shape(action)
         if tuple(result.shape) != shape or result.dtype != pipeline.dtype:
             raise ValueError(
                 f"{action} computed {result.dtype} {tuple(result.shape)}, and stage {user.stage} expects "
                 f"{pipeline.dtype} {shape}. Make `between` say what the stages do."
             )
         result = result.contiguous()
-        work = dist.isend(result, group=pipeline.group, group_dst=route.homes[user.stage])
+        work = dist.isend(result, group=pipeline.group, group_dst=pipeline.homes[user.stage])
         assert work is not None
         self.sent[action] = work, result
+
+    def _shape(self, action: Action) -> tuple[int, ...]:
+        return len(self.inputs[action.microbatch]), *self.pipeline.between
 
     # Computing
 
@@ -231,11 +188,8 @@ class _Execution:
         stage, _, j = action
         if arrived is not None:
             arrived.requires_grad_()
-        if (stage, j) in self.route.split:
-            self.later[stage, j] = _WeightsLater()
-        with self.later.get((stage, j), nullcontext()):
-            out = self.pipeline.stages[stage](self.inputs[j] if arrived is None else arrived)
-        if stage == self.route.n_stages - 1:
+        out = self.pipeline.stages[stage](self.inputs[j] if arrived is None else arrived)
+        if stage == self.pipeline.schedule.n_stages - 1:
             # the mean over the batch is the mean of the micro-batches' means, each counted by its samples
             out = self.pipeline.loss(out, self.targets[j]) * (len(self.inputs[j]) / self.samples)
             self.losses[j] = out.detach()
@@ -243,16 +197,12 @@ class _Execution:
         return out.detach()
 
     def _backward(self, action: Action, arrived: Tensor | None) -> Tensor | None:
-        """Both halves, or for "I" all but the products that only a weight's gradient needs."""
         x, out = self.kept.pop((action.stage, action.microbatch))
         if out.requires_grad:  # not where all that led to it is frozen
             torch.autograd.backward(out, torch.ones_like(out) if arrived is None else arrived)
         if x is None:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad  # the stage before waits for it
-
-    def _weights(self, action: Action, arrived: None) -> None:
-        self.later.pop((action.stage, action.microbatch)).run()
 
     # A parameter that two stages share
 
@@ -264,7 +214,7 @@ class _Execution:
             for other, parameter in _shared(module).items():
                 assert parameter.grad is not None
                 if other not in stages:
-                    peer, theirs = self.route.homes[other], torch.empty_like(parameter.grad)
+                    peer, theirs = self.pipeline.homes[other], torch.empty_like(parameter.grad)
                     exchange = [
                         dist.P2POp(dist.isend, parameter.grad, group=group, group_peer=peer),
                         dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
@@ -284,67 +234,15 @@ def _shared(stage: nn.Module) -> Mapping[int, nn.Parameter]:
     return getattr(stage, "shared", {})
 
 
-# The two halves of a backward
-
-
-class _WeightsLater(TorchFunctionMode):
-    """Inside, the backward of each F.linear computes the gradient of its input only, and leaves a job.
-
-    A weight that is computed from others is not put off, and there must be no checkpoint inside.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.jobs: list[Callable[[], None]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf):
-            return _Linear.apply(input, weight, bias, self.jobs)
-        return F.linear(input, weight, bias)
-
-    def run(self) -> None:
-        """Compute the gradients that were put off."""
-        while self.jobs:
-            self.jobs.pop(0)()
-
-
-class _Linear(torch.autograd.Function):
-    """x Wᵀ + b, whose backward gives the gradient of x and puts off those of W and b."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, jobs: list) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.jobs = jobs
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, weight, bias = ctx.saved_tensors
-
-        def job() -> None:
-            rows = grad.reshape(-1, grad.shape[-1])  # (samples, out)
-            # on leaves this adds to `.grad`, and calls their hooks
-            weight.backward(rows.T @ x.reshape(-1, x.shape[-1]))
-            if bias is not None and bias.requires_grad:
-                bias.backward(rows.sum(0))
-
-        ctx.jobs.append(job)
-        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
-
-
 # Cutting a GPT into stages
 
 
 def split_gpt(model: models.Decoder, n_stages: int) -> list[nn.Module]:
     """The stages of a GPT or Llama in order; the first may have one block more than the others.
 
-    Each stage is a model of the same class that has some of the model's own parts, under their names, and
-    None in place of the others. A tied head becomes a copy of the embedding, and the pipeline keeps both equal;
-    `shared` of a stage says with which other stage. Count it once where you add up over ranks.
+    Each stage is a model of the same class that has some of the model's own parts, under their names, and None in place
+    of the others. A tied head becomes a copy of the embedding, and the pipeline keeps both equal; `shared` of a stage
+    says with which other stage. Count it once where you add up over ranks.
     """
     n = len(model.blocks)
     if not 1 <= n_stages <= n:

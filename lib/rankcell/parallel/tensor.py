@@ -1,13 +1,14 @@
 """Tensor parallelism: every rank holds a part of each layer and all ranks compute on the same batch.
 
-The six functions at the top move activations between ranks and know their own backward. On them stand the
-linear layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every
-layer takes its part of a dense layer, which must be the same on all ranks. `parallel.transformer` builds the GPT and
-the Llama from them. With `sequence_parallel` the activations between the layers are divided along the sequence:
-a rank holds `(batch, length / ranks, features)`.
+The six functions at the top move activations between ranks and know their own backward. On them stand the linear
+layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every layer takes its
+part of a dense layer, which must be the same on all ranks. `parallel.transformer` builds the GPT and the Llama from
+them. With `sequence_parallel` the activations between the layers are divided along the sequence: a rank holds
+`(batch, length / ranks, features)`.
 
-What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients. It sets
-no seeds: with dropout all ranks of a group must be seeded alike, as they must get the same batch.
+What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients, gathering
+a sequence anew in the backward, as Megatron-LM does, in place of keeping it. It sets no seeds: with dropout all ranks
+of a group must be seeded alike, as they must get the same batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +54,9 @@ class Group:
         self.all_reduce(x)
         return x
 
-    def all_reduce(self, x: Tensor, *, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
+    def all_reduce(self, x: Tensor, *, op: Any = dist.ReduceOp.SUM) -> None:
         """Sum `x`, which must be contiguous, over the ranks in place."""
-        return dist.all_reduce(x, op=op, group=self.process_group, async_op=async_op)
+        dist.all_reduce(x, op=op, group=self.process_group)
 
     def all_gather(self, x: Tensor, dim: int, total: int | None = None) -> Tensor:
         """The parts of all ranks in a row along `dim`; `total` is their sum where they are not equal."""
@@ -73,18 +74,12 @@ class Group:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part, along `dim`, of the sum over the ranks."""
-        work, mine = self.start_reduce_scatter(x, dim)
-        work.wait()
-        return mine
-
-    def start_reduce_scatter(self, x: Tensor, dim: int) -> tuple[Any, Tensor]:
-        """A reduce-scatter on its way, and the tensor that holds its result once it was waited for."""
         dim = dim % x.dim()
         self.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         mine = torch.empty_like(parts[0])
-        parts = parts.flatten(0, 1)
-        return dist.reduce_scatter_single(mine, parts, group=self.process_group, async_op=True), mine
+        dist.reduce_scatter_single(mine, parts.flatten(0, 1), group=self.process_group)
+        return mine
 
     def check_divides(self, n: int, what: str) -> None:
         """Raise an error that says what to do where `n` cannot be shared evenly."""
@@ -160,69 +155,14 @@ def reduce_scatter(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGrou
     return _Pair.apply(x, lambda x: group.reduce_scatter(x, dim), lambda grad: group.all_gather(grad, dim))
 
 
-class _CopyTogether(torch.autograd.Function):
-    """`copy_to_group` for several tensors at once: their gradients travel in one all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(map(_same, tensors))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat = torch.cat([g.flatten() for g in grads])
-        ctx.group.all_reduce(flat)
-        pieces = flat.split([g.numel() for g in grads])
-        return None, *(piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True))
-
-
 # The layers
 
 
-class _Columns(torch.autograd.Function):
-    """Several linear layers on one input, each with its rows of weight: the input travels once for all.
-
-    With `gathers`, `x` is this rank's part of the sequence. The whole is not kept for backward but gathered again:
-    that is what makes sequence parallelism save memory. The gradient of the input travels while backward finds those
-    of the weights.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool, *layers: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.group, ctx.gathers, ctx.n = group, gathers, len(layers) // 2
-        ctx.save_for_backward(x, *layers)
-        whole = group.all_gather(x, SEQUENCE) if gathers else x
-        pairs = zip(layers[: ctx.n], layers[ctx.n :], strict=True)
-        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        group, n = ctx.group, ctx.n
-        x, *layers = ctx.saved_tensors
-        needs_x, _, _, *needs = ctx.needs_input_grad
-        sending = grad_x = None
-        if needs_x:
-            grad_x = sum(grad @ weight for grad, weight in zip(grads, layers[:n], strict=True))
-            if ctx.gathers:
-                sending, grad_x = group.start_reduce_scatter(grad_x, SEQUENCE)
-            else:
-                sending = group.all_reduce(grad_x, async_op=True)
-        if ctx.gathers and any(needs[:n]):  # only gradients of weights need the whole input again
-            x = group.all_gather(x, SEQUENCE)
-        rows, *flat = (t.reshape(-1, t.shape[-1]) for t in (x, *grads))
-        weights = [grad.t() @ rows if need else None for grad, need in zip(flat, needs[:n], strict=True)]
-        biases = [grad.sum(0) if need else None for grad, need in zip(flat, needs[n:], strict=True)]
-        if sending is not None:
-            sending.wait()
-        return grad_x, None, None, *weights, *biases
-
-
-def columns(x: Tensor, layers: "Sequence[ColumnParallelLinear | SlicedLinear]") -> tuple[Tensor, ...]:
+def columns(x: Tensor, layers: "Sequence[ColumnParallelLinear | SlicedLinear]") -> list[Tensor]:
     """What several layers that divide their outputs compute from the same input, with one communication."""
-    weights, biases = zip(*(layer.own() for layer in layers), strict=True)
-    return _Columns.apply(x, layers[0].group, layers[0].sequence_parallel, *weights, *biases)
+    enter = all_gather if layers[0].sequence_parallel else copy_to_group
+    whole = enter(x, process_group=layers[0].group)
+    return [F.linear(whole, *layer.own()) for layer in layers]
 
 
 class ParallelLayer(nn.Module):
@@ -251,12 +191,8 @@ class ParallelLayer(nn.Module):
 class ColumnParallelLinear(ParallelLayer):
     """A linear layer of which each rank holds some outputs: `(..., in)` -> `(..., out / ranks)`.
 
-    `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so
-    these are columns of A. `uneven` lets the first ranks have one output more where they must.
-
-    >>> up = ColumnParallelLinear.from_linear(nn.Linear(64, 256))
-    >>> down = RowParallelLinear.from_linear(nn.Linear(256, 64))
-    >>> y = down(torch.relu(up(x)))  # x: the same on all ranks, and so is y
+    `weight` is `dense.weight.chunk(ranks, 0)[rank]`: in y = x A the dense layer's weight is A transposed, so these are
+    columns of A. `uneven` lets the first ranks have one output more where they must.
     """
 
     sharded: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
@@ -286,8 +222,8 @@ class ColumnParallelLinear(ParallelLayer):
 class RowParallelLinear(ParallelLayer):
     """A linear layer of which each rank holds some inputs: `(..., in / ranks)` -> `(..., out)`, summed.
 
-    `weight` is `dense.weight.chunk(ranks, 1)[rank]`. Every rank holds the whole bias, which is added once,
-    after the sum. With `sequence_parallel` it returns this rank's part of the sequence.
+    `weight` is `dense.weight.chunk(ranks, 1)[rank]`. Every rank holds the whole bias, which is added once, after the
+    sum. With `sequence_parallel` it returns this rank's part of the sequence.
     """
 
     sharded: ClassVar[Mapping[str, int]] = {"weight": 1}
@@ -318,8 +254,8 @@ class RowParallelLinear(ParallelLayer):
 class SlicedLinear(ParallelLayer):
     """A linear layer that every rank holds whole and of which it computes some `outputs`, as other ranks may, too.
 
-    It stands where there are fewer things to share than ranks, such as key/value heads. The gradient is
-    summed over all ranks, each with zeros for what it did not compute.
+    It stands where there are fewer things to share than ranks, such as key/value heads. The gradient is summed over all
+    ranks, each with zeros for what it did not compute.
     """
 
     def __init__(self, dense: nn.Linear, outputs: slice, process_group: ProcessGroup = None, **options: Any) -> None:
@@ -328,9 +264,8 @@ class SlicedLinear(ParallelLayer):
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank computes with."""
-        have = [p for p in (self.weight, self.bias) if p is not None]
-        parts = [whole[self.outputs] for whole in _CopyTogether.apply(self.group, *have)]
-        return parts[0], parts[1] if len(parts) > 1 else None
+        weight, bias = (_sum_gradient(p, self.group) for p in (self.weight, self.bias))
+        return weight[self.outputs], None if bias is None else bias[self.outputs]
 
 
 class ReplicatedNorm(ParallelLayer):
@@ -342,8 +277,13 @@ class ReplicatedNorm(ParallelLayer):
         self.norm: Any = F.layer_norm if isinstance(dense, nn.LayerNorm) else F.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        have = [p for p in (self.weight, self.bias) if p is not None]
-        return self.norm(x, self.normalized_shape, *_CopyTogether.apply(self.group, *have), eps=self.eps)
+        have = [_sum_gradient(p, self.group) for p in (self.weight, self.bias) if p is not None]
+        return self.norm(x, self.normalized_shape, *have, eps=self.eps)
+
+
+def _sum_gradient(parameter: Tensor | None, group: Group) -> Any:
+    """A parameter that every rank holds and uses for something else: its gradient is a sum over the ranks."""
+    return None if parameter is None else copy_to_group(parameter, process_group=group)
 
 
 # States
@@ -358,15 +298,10 @@ def sharded_dims(model: nn.Module) -> dict[str, int | None]:
     return {name: dims[name] for name in model.state_dict()}
 
 
-def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dict of the dense model, whole on every rank. All ranks of the group must call it.
-
-    `state` is this rank's, by default that of `model`; gradients of the same names will do, too.
-    """
-    state, wholes = model.state_dict() if state is None else state, {}
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the dense model, whole on every rank. All ranks of the group must call it."""
+    state, wholes = model.state_dict(), {}
     for name, dim in sharded_dims(model).items():
-        if name not in state:
-            continue
         mine = state[name].detach()
         if dim is None:
             wholes[name] = mine.clone()
@@ -377,13 +312,3 @@ def full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None)
         layer.group.all_reduce(total)
         wholes[name] = layer.group.all_gather(mine, dim, int(total))
     return wholes
-
-
-def local_state_dict(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of a state dict of the dense model, to give to `model.load_state_dict`."""
-    found = {}
-    for name, whole in full.items():
-        path, _, parameter = name.rpartition(".")
-        layer = model.get_submodule(path)
-        found[name] = layer.part_of(parameter, whole) if isinstance(layer, ParallelLayer) else whole.clone()
-    return found

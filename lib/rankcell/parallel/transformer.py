@@ -1,8 +1,8 @@
 """The tensor-parallel twins of the course's models: GPT, Llama, their blocks, attention and MLPs.
 
-`tensor_parallel` turns a dense model into its twin over a group of ranks, from the layers of
-`parallel.tensor` and `parallel.vocabulary`. Parts keep their names, so `tensor.full_state_dict` gives back
-what the dense model has. It knows no models but those of `rankcell.models`, and no documents in a sequence.
+`tensor_parallel` turns a dense model into its twin over a group of ranks, from the layers of `parallel.tensor` and
+`parallel.vocabulary`. Parts keep their names, so `tensor.full_state_dict` gives back what the dense model has. It knows
+no models but those of `rankcell.models`, and no documents in a sequence.
 """
 
 import copy
@@ -80,8 +80,8 @@ class ParallelDropout(nn.Module):
 class ParallelAttention(nn.Module):
     """Causal attention, the heads divided: one all-reduce forward, one backward.
 
-    Where there are fewer key/value heads than ranks, several ranks in a row compute the same one: keys and values
-    are then held whole by every rank, and their gradients summed.
+    Where there are fewer key/value heads than ranks, several ranks in a row compute the same one: keys and values are
+    then held whole by every rank, and their gradients summed.
     """
 
     def __init__(self, dense: models.Attention, process_group: ProcessGroup = None, **options: bool) -> None:
@@ -91,16 +91,15 @@ class ParallelAttention(nn.Module):
         self.d_head, self.rope_base = dense.d_head, dense.rope_base
         self.query = ColumnParallelLinear.from_linear(dense.query, group, **options)
         n_kv_heads = dense.key.out_features // dense.d_head
-        self.key: ColumnParallelLinear | SlicedLinear
-        self.value: ColumnParallelLinear | SlicedLinear
+        self.key: Any
+        self.value: Any
+        both = dense.key, dense.value
         if n_kv_heads % group.size == 0:
-            self.key = ColumnParallelLinear.from_linear(dense.key, group, **options)
-            self.value = ColumnParallelLinear.from_linear(dense.value, group, **options)
+            self.key, self.value = (ColumnParallelLinear.from_linear(f, group, **options) for f in both)
         elif group.size % n_kv_heads == 0:
             head = group.rank * n_kv_heads // group.size  # the one that serves this rank's query heads
             mine = slice(head * self.d_head, (head + 1) * self.d_head)
-            self.key = SlicedLinear(dense.key, mine, group, **options)
-            self.value = SlicedLinear(dense.value, mine, group, **options)
+            self.key, self.value = (SlicedLinear(f, mine, group, **options) for f in both)
         else:
             raise ValueError(
                 f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks: neither divides the other."
@@ -153,9 +152,9 @@ def _dropout(p: float, group: Group, sequence_parallel: bool) -> nn.Module:
 class ParallelDecoder(nn.Module):
     """A GPT or Llama with everything divided but its norms and positions: tokens -> logits, or a loss.
 
-    `model(tokens)` is the logits `(batch, length, vocab)`, whole on every rank. `model(tokens, targets)` is
-    the mean cross-entropy, and no rank ever holds all logits. A pipeline's stage without embedding or head takes and
-    gives on what lies between the blocks.
+    `model(tokens)` is the logits `(batch, length, vocab)`, whole on every rank. `model(tokens, targets)` is the mean
+    cross-entropy, and no rank ever holds all logits. A pipeline's stage without embedding or head takes and gives on
+    what lies between the blocks.
     """
 
     token_embedding: Any  # None in a stage that does not embed
@@ -255,15 +254,15 @@ def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> Any:
 
 def _check_same(model: nn.Module, group: Group) -> None:
     """Raise an error where ranks hold different weights: parts of different models make no model."""
-    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    named = [(name, p.detach().double().square().sum()) for name, p in model.named_parameters() if not p.is_meta]
     if not named or group.size == 1:
         return
-    sums = torch.stack([p.detach().double().square().sum() for _, p in named])
+    sums = torch.stack([of for _, of in named])
     highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
     group.all_reduce(highest, op=dist.ReduceOp.MAX)
-    different = highest[0] + highest[1] > 1e-9 * highest[0].clamp_min(1)
-    if different.any():
-        names = [name for (name, _), differs in zip(named, different.tolist(), strict=True) if differs]
+    different = highest.sum(0) > 1e-9 * highest[0].clamp_min(1)
+    names = [name for (name, _), differs in zip(named, different.tolist(), strict=True) if differs]
+    if names:
         raise ValueError(
             f"The ranks of this group hold different models: {len(names)} of {len(named)} parameters differ, "
             f"first {names[0]}. Build it from the same seed on all ranks, or broadcast it first."

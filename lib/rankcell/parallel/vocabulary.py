@@ -1,7 +1,7 @@
 """The two ends of a language model over a divided vocabulary: its embedding, and the loss.
 
-Each rank holds the vectors of some tokens, and the logits of the same tokens. The first ranks have one more
-where it does not work out; nothing is padded. The loss has no label smoothing and no tokens to ignore.
+Each rank holds the vectors of some tokens, and the logits of the same tokens. The first ranks have one more where it
+does not work out; nothing is padded. The loss has no label smoothing and no tokens to ignore.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .tensor import Group, ParallelLayer, ProcessGroup, reduce_from_group, reduce_scatter
@@ -46,44 +45,11 @@ class VocabParallelEmbedding(ParallelLayer):
 def _check_tokens(tokens: Tensor, vocab: int, what: str) -> None:
     """Raise an error for a token that nobody has: no rank would find it, and all would give zeros."""
     wrong = (tokens < 0) | (tokens >= vocab)
-    if tokens.is_cuda:  # as torch does: the GPU stops at it, and the host does not wait to see
-        torch._assert_async(~wrong.any())
-    elif wrong.any():
+    if wrong.any():
         raise IndexError(
             f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1}). "
             f"Look at where the tokens come from."
         )
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """-log(probability of the target) per token, from logits of which each rank holds some columns."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: int, group: Group) -> Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        largest = logits.amax(-1).to(dtype)  # (tokens,)
-        group.all_reduce(largest, op=dist.ReduceOp.MAX)
-        shifted = logits.to(dtype) - largest.unsqueeze(-1)  # (tokens, vocab / ranks)
-        local = targets - group.part(vocab).start
-        absent = (local < 0) | (local >= logits.shape[-1])
-        local = local.masked_fill(absent, 0).unsqueeze(-1)
-        target = shifted.gather(-1, local).squeeze(-1).masked_fill(absent, 0)  # the target's logit
-        probabilities = shifted.exp_()
-        sums = torch.stack([probabilities.sum(-1), target])  # one all-reduce for both
-        group.all_reduce(sums)
-        probabilities.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(probabilities, local, absent)
-        ctx.dtype = logits.dtype
-        return sums[0].log() - sums[1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, local, absent = ctx.saved_tensors
-        grad = grad.unsqueeze(-1)
-        grad_logits = probabilities * grad  # and at the target minus 1
-        grad_logits.scatter_add_(-1, local, -grad.masked_fill(absent.unsqueeze(-1), 0))
-        return grad_logits.to(ctx.dtype), None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -91,8 +57,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The mean cross-entropy in nats, the same on all ranks, from logits `(..., vocab / ranks)`.
 
-    No rank ever sees all logits: the ranks exchange three numbers per token, the largest logit, the sum of
-    the exponentials and the target's logit.
+    No rank ever sees all logits: the ranks exchange three numbers per token, the largest logit, the sum of the
+    exponentials and the target's logit.
     """
     group = Group(process_group)
     mine = group.part(vocab)
@@ -102,5 +68,13 @@ def vocab_parallel_cross_entropy(
             f"{logits.shape[-1]}. Give it its part."
         )
     _check_tokens(targets, vocab, "target")
-    losses = _CrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), vocab, group)
-    return losses.sum() / losses.numel()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = logits.detach().amax(-1)  # taken off, so that no exponential overflows
+    group.all_reduce(largest, op=dist.ReduceOp.MAX)
+    shifted = logits - largest.unsqueeze(-1)  # (..., vocab / ranks)
+    local = targets - mine.start
+    absent = (local < 0) | (local >= logits.shape[-1])
+    target = shifted.gather(-1, local.masked_fill(absent, 0).unsqueeze(-1)).squeeze(-1).masked_fill(absent, 0)
+    both = torch.stack([shifted.exp().sum(-1), target])  # one all-reduce for both
+    sums, target = reduce_from_group(both, process_group=group)
+    return (sums.log() - target).mean()
