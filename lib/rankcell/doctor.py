@@ -34,10 +34,7 @@ class Finding:
 def findings() -> list[Finding]:
     """What this machine means for rank cells: problems first, then notes, then what works."""
     said = _ask_torch()
-    shm, device_files = (
-        Path("/dev/shm"),
-        [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")],
-    )  # dxg: WSL2
+    shm, device_files = (Path("/dev/shm"), [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")])  # dxg: WSL2
     found = [
         *of_torch(said),
         *of_room(system.available_cores(), *local.room()),

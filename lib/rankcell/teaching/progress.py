@@ -36,14 +36,14 @@ def load(shell: Any) -> None:
 
 def line(_: Sequence[str] = ()) -> "ProgressTable":
     """What `%ranks progress` shows: each lesson in the notebook's folder with its exercises."""
-    rows: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[str, bool]] = {}
     notebook = _this_notebook()
     for path in sorted(notebook.parent.glob("*.ipynb")) if notebook else ():
         with contextlib.suppress(exercises.ExerciseError):
             roles = roles_in(exercises.read(path)).values()
             done = _kept(path.parent).get(path.stem, {})
             if texts := [role.texts[0] for role in roles if role.kind == "answer"]:
-                rows[path.stem] = {text: done.get(text, "") for text in texts}
+                rows[path.stem] = {text: text in done for text in texts}
     return ProgressTable(rows)
 
 
@@ -153,20 +153,20 @@ class CellFollower:
             print(f"{FILE} cannot be written in the notebook's folder ({error.strerror}).", file=sys.stderr)
 
 
+@dataclass(frozen=True, repr=False)
 class ProgressTable:
     """Lessons and their exercises, each solved or open."""
 
-    def __init__(self, rows: Mapping[str, Mapping[str, str]]) -> None:
-        self.rows = rows
+    rows: Mapping[str, Mapping[str, bool]]
 
     def __repr__(self) -> str:
         if not self.rows:
             return "Exercises are counted in the copies for students (`make student`), opened in JupyterLab."
         width = max(map(len, self.rows))
         lines = []
-        for lesson, states in self.rows.items():
-            marks = " ".join("✓" if state == SOLVED else "·" for state in states.values())
-            lines.append(f"{lesson:{width}}  {[*states.values()].count(SOLVED)} of {len(states)}  {marks}")
+        for lesson, solved in self.rows.items():
+            marks = " ".join("✓" if done else "·" for done in solved.values())
+            lines.append(f"{lesson:{width}}  {sum(solved.values())} of {len(solved)}  {marks}")
         return "\n".join([*lines, "✓ solved   · open"])
 
 
