@@ -16,10 +16,9 @@ PORT = 0.95  # of a port's rate: 382 of 8 x 50 GB/s (ml-engineering@744d01e, net
 
 
 class Traffic(NamedTuple):
-    """One kind of communication: bytes a rank sends per step, whether they leave a domain, seconds if not hidden."""
+    """One kind of communication: bytes a rank sends per step, and their seconds if nothing hides them."""
 
     nbytes: Any
-    crosses: Any
     seconds: Any
 
 
@@ -39,7 +38,7 @@ def _rings(job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, networ
     bandwidth = np.where(crosses, np.minimum(chip.bus, ports * chip.network * PORT) * network, chip.bus)
     latency = np.where(crosses, chip.alpha_across, chip.alpha)
     sent = times * (ranks - 1) / ranks * nbytes
-    return Traffic(sent, crosses, times * ring(nbytes, ranks, bandwidth, latency))
+    return Traffic(sent, times * ring(nbytes, ranks, bandwidth, latency))
 
 
 def tensor(job: Job, layout: Layout) -> Traffic:
@@ -78,7 +77,7 @@ def expert(job: Job, layout: Layout) -> Traffic:
     away = token * (domains - 1) * (1 - (1 - 1 / domains) ** s.top_k)
     latency = np.where(domains > 1, chip.alpha_across, chip.alpha) * (np.asarray(ranks) > 1)
     seconds = times * (local / chip.bus + away / (chip.network * PORT) + latency)
-    return Traffic(times * (local + away), domains > 1, seconds)
+    return Traffic(times * (local + away), seconds)
 
 
 def data(job: Job, layout: Layout) -> Traffic:
@@ -94,14 +93,13 @@ def data(job: Job, layout: Layout) -> Traffic:
     gathers = np.where(layout.zero >= 3, 2 * layout.microbatches(job), np.where(layout.zero >= 1, 1, 0))
     reduces = np.where(layout.zero >= 2, layout.microbatches(job), np.where(layout.zero >= 1, 1, 2))
     replicas = np.maximum(1, ranks * layout.tp / (layout.ep * layout.etp))
-    nbytes = seconds = crosses = 0
+    nbytes = seconds = 0
     for params, group, apart in ((dense, ranks, stride), (experts, replicas, stride * layout.ep)):
         for bytes_each, times in ((2, gathers), (each, reduces)):
             times = times * (np.asarray(params) > 0)  # without experts nothing is sent for them
             part = _rings(job, bytes_each * params, group, apart, times, network=job.stack.network)
             nbytes, seconds = nbytes + part.nbytes, seconds + part.seconds
-            crosses = np.logical_or(crosses, part.crosses)
-    return Traffic(nbytes, crosses, seconds)
+    return Traffic(nbytes, seconds)
 
 
 def pipeline(job: Job, layout: Layout) -> Traffic:
@@ -112,7 +110,7 @@ def pipeline(job: Job, layout: Layout) -> Traffic:
     bandwidth = np.where(crosses, PORT * job.chip.network, job.chip.bus)
     times = 2 * layout.chunks * layout.microbatches(job) * (np.asarray(layout.pp) > 1)
     seconds = times * (nbytes / bandwidth + np.where(crosses, job.chip.alpha_across, job.chip.alpha))
-    return Traffic(times * nbytes, crosses, seconds)
+    return Traffic(times * nbytes, seconds)
 
 
 KINDS = {"tensor": tensor, "context": context, "expert": expert, "data": data, "pipeline": pipeline}

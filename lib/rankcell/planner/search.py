@@ -3,7 +3,6 @@
 Everything is computed for all layouts at once, as arrays.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,8 +58,7 @@ class SearchResult:
 
 def divisors(n: int) -> list[int]:
     """All divisors of n, smallest first."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def layouts(job: Job) -> Layout:

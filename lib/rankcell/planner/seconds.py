@@ -49,13 +49,6 @@ def idle(schedule: Any, p: Any, forward: Any, inputs: Any, weights: Any, chunks:
     return np.select(cases, [halves, (p - 1) * (forward + inputs - 2 * weights), halves / 2], whole)
 
 
-def rates(job: Job) -> tuple[float, float]:
-    """FLOP/s of matrix products in the format of the job, and in 16 bits, which attention and the head keep."""
-    formats = (job.number_format, "bf16")
-    narrow, wide = (job.chip.peak(f) * efficiency(job.chip, f) for f in formats)
-    return narrow, wide
-
-
 def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> tuple[Any, ...]:
     """Seconds of the mean layer, one micro-batch: matmul, attention, elementwise, recomputed, launch.
 
@@ -99,9 +92,16 @@ def optimizer_seconds(job: Job, layout: Layout) -> Any:
 
 
 def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> Step:
-    """Seconds of one step, on the slowest stage. `rate`: see `rates`, which is the default."""
-    stack, m = job.stack, layout.microbatches(job)
-    rate = rates(job) if rate is None else rate
+    """Seconds of one step, on the slowest stage.
+
+    `rate`: FLOP/s of matrix products in the format of the job, and in 16 bits, which attention and the head keep.
+    """
+    stack, chip, m = job.stack, job.chip, layout.microbatches(job)
+    if rate is None:
+        rate = (
+            chip.peak(job.number_format) * efficiency(chip, job.number_format),
+            chip.peak("bf16") * efficiency(chip, "bf16"),
+        )
     one = matmul, attention, elementwise, again, launch = layer(job, layout, rate)
     # the head and the loss: what is kept of a logit crosses the memory half as often as what a layer keeps
     logits = layout.tokens(job) * job.shape.vocab / layout.tp
@@ -118,7 +118,6 @@ def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> St
     context = np.maximum(0, sent["context"].seconds - hidden)  # behind attention on the block that is there
     expert = (1 - stack.overlap_ep) * sent["expert"].seconds
     pipeline = sent["pipeline"].seconds * np.where(np.asarray(layout.chunks) > 1, 0.5, 1)
-    pipeline = pipeline + sent["pipeline"].crosses * stack.stall * m
     busy = m * (layers * sum(one) + head) + tensor + context + expert + pipeline
     third = busy / m / 3  # forward and both halves of the backward take about equally long
     bubble = idle(layout.schedule, layout.pp, third, third, third, layout.chunks)

@@ -27,7 +27,6 @@ class Stack:
     overlap_ep: Any = 0.0
     network: Any = 0.8  # the share of the network's rate that the sum of the gradients reaches
     reduce_bytes: Any = 2.0  # of that sum, per parameter
-    stall: Any = 0.0  # seconds lost per micro-batch where a pipeline crosses nodes
     slowdown: Any = 1.0  # of all computation, for reasons nobody published
     weight_bytes: Any = 2.0  # per parameter, as the next two
     gradient_bytes: Any = 4.0
