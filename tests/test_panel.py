@@ -91,7 +91,7 @@ def test_the_five_best_are_those_of_python(answers):
     for job, _, answer in answers:
         found = search.search(job)
         ours, theirs = found.best(), answer["found"]["best"]
-        assert answer["found"]["possible"] == len(found.order)
+        assert answer["found"]["possible"] == np.sum(found.verdict < 0)
         assert [c["rate"] for c in theirs] == pytest.approx([rate for rate, _ in ours], rel=1e-9)
         for (_, layout), d in zip(ours, theirs, strict=True):
             assert {k: int(getattr(layout, k)) for k in d["layout"]} == d["layout"]

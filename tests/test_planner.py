@@ -242,7 +242,8 @@ def test_every_layout_is_possible_or_has_a_reason():
     ]
     assert degrees == [{1, 2, 4, 8}, {2, 4, 8}, {0, 1}, {0, 1, 2, 3}, {1}]  # on one GPU nothing to shard with
     assert {*layouts(job("mixtral-8x7b", n_gpus=8)).ep.tolist()} == {1, 2, 4, 8}
-    for index in found.order[:: len(found.order) // 9]:  # arrays and single layouts agree
+    possible = np.flatnonzero(found.verdict < 0)
+    for index in possible[:: len(possible) // 9]:  # arrays and single layouts agree
         layout = found.layouts.at(int(index))
         alone = Layout(**{f.name: int(getattr(layout, f.name)) for f in dataclasses.fields(Layout)})
         step = seconds.step(here, alone)

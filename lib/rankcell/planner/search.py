@@ -4,7 +4,6 @@ Everything is computed for all layouts at once, as arrays.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -33,27 +32,18 @@ class SearchResult:
     need: np.ndarray  # bytes on the fullest rank; nan where a layout is rejected for another reason
     verdict: np.ndarray  # index into REASONS, -1 for a possible layout
 
-    @cached_property
-    def order(self) -> np.ndarray:
-        """Indices of the possible layouts, fastest first.
+    def best(self, count: int = 5) -> list[tuple[float, Layout]]:
+        """The fastest possible layouts, with their tokens/s/GPU: of each way to cut the model, (tp, pp, ep), one.
 
         Of those within half a percent the one with fewer kinds of parallelism, then the one that needs less memory.
         """
         possible = np.flatnonzero(self.verdict < 0)
-        layouts = self.layouts.at(possible)
+        layouts, rate = self.layouts.at(possible), self.rate[possible]
         kinds = np.sum([getattr(layouts, d) > 1 for d in ("tp", "pp", "cp", "ep")], axis=0)
-        steps = np.floor(np.log(self.rate[possible]) / 0.005)
-        return possible[np.lexsort((self.need[possible], kinds, -steps))]
-
-    def best(self, count: int = 5) -> list[tuple[float, Layout]]:
-        """The fastest layouts, with their tokens/s/GPU: of each way to cut the model, (tp, pp, ep), one."""
         chosen: dict[tuple[int, ...], int] = {}
-        degrees = np.stack([getattr(self.layouts, d) for d in ("tp", "pp", "ep")], axis=1)
-        for index in self.order:
-            chosen.setdefault(tuple(degrees[index].tolist()), int(index))
-            if len(chosen) == count:
-                break
-        return [(float(self.rate[index]), self.layouts.at(index)) for index in chosen.values()]
+        for k in np.lexsort((self.need[possible], kinds, -np.floor(np.log(rate) / 0.005))):
+            chosen.setdefault((layouts.tp[k], layouts.pp[k], layouts.ep[k]), k)
+        return [(float(rate[k]), layouts.at(k)) for k in list(chosen.values())[:count]]
 
 
 def divisors(n: int) -> list[int]:

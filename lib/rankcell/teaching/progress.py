@@ -21,7 +21,6 @@ from typing import Any
 from . import exercises
 
 FILE = "rankcell-progress.json"
-SOLVED = "solved"
 
 
 def load(shell: Any) -> None:
@@ -144,7 +143,7 @@ class CellFollower:
         """Keep a tick, for good; a full disk must not cost a student the cell."""
         folder = self._notebook.parent
         known = _kept(folder)
-        known.setdefault(self._notebook.stem, {})[text] = SOLVED
+        known.setdefault(self._notebook.stem, {})[text] = "solved"
         draft = folder / f".{FILE}.{os.getpid()}.part"
         try:
             draft.write_text(json.dumps({"lessons": known}, ensure_ascii=False, indent=1) + "\n", "utf-8")
@@ -177,8 +176,8 @@ def _this_notebook() -> Path | None:
 
 
 def _kept(folder: Path) -> dict[str, dict[str, str]]:
-    """Lesson -> exercise -> its state; nothing where nothing can be read."""
+    """Lesson -> its solved exercises; nothing where nothing can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         lessons = json.loads((folder / FILE).read_text("utf-8"))["lessons"]
-        return {lesson: {t: s for t, s in of.items() if s == SOLVED} for lesson, of in lessons.items()}
+        return {lesson: dict.fromkeys(of, "solved") for lesson, of in lessons.items()}
     return {}
