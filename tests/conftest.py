@@ -43,5 +43,5 @@ def cluster():
         found = MiniSlurm()
     except NoSlurm as reason:
         pytest.skip(str(reason))
-    with found:
-        yield found
+    yield found
+    found.down()

@@ -120,7 +120,6 @@ class MiniSlurm(Slurm):
 
     def down(self) -> None:
         """End every process of the cluster and remove its files."""
-        self.allocation = None
         if self._guard is not None:
             self._guard.stdin.close()  # the guard's sign to take all of it down
             self._guard.wait(60)

@@ -10,8 +10,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import notebooks
 from rankcell import command
-from rankcell.teaching import exercises, grading, reports, sandbox, submissions
-from rankcell.teaching.reports import Judgement
+from rankcell.teaching import exercises, grading, sandbox
+from rankcell.teaching.command import score, table
+from rankcell.teaching.grading import Judgement
 
 SETUP = "%load_ext rankcell\nfrom rankcell import check"
 HALF = "# Exercise 1: halve the number\ndef half(x):\n    # BEGIN SOLUTION\n    return x / unit\n    # END SOLUTION"
@@ -126,7 +127,7 @@ def test_students_lessons_and_damaged_files_are_found(course, lesson, tmp_path):
     nbformat.write(new_notebook(cells=[new_code_cell("1")]), tmp_path / "another.ipynb")
     for k, text in enumerate(DAMAGED):
         (tmp_path / f"cut{k}_01_tiny.ipynb").write_text(text)
-    found = submissions.find(tmp_path, [lesson])
+    found = grading.submissions(tmp_path, [lesson])
     assert [(s.student, s.lesson, s.problem) for s in found[:2]] == [
         ("ada", "01_tiny", ""),
         ("ben", "01_tiny", ""),
@@ -154,9 +155,11 @@ def graded(course, tmp_path_factory):
         second = [f"%%ranks 2 -o run\n{code}"] if name == "killed" else []
         hand_in(course, folder, name, code.replace("OUTSIDE", repr(str(outside))), *second)
     (folder / "cut_01_tiny.ipynb").write_text("[")
-    before, table = sessions(), folder / "grades.csv"
-    status = command.main(["grade", str(folder), "--course", str(course), "--jobs", "2", "--csv", str(table)])
-    with table.open(encoding="utf-8") as file:
+    before, rows_at = sessions(), folder / "grades.csv"
+    status = command.main(
+        ["grade", str(folder), "--course", str(course), "--jobs", "2", "--csv", str(rows_at)]
+    )
+    with rows_at.open(encoding="utf-8") as file:
         rows = {(row["student"], row["exercise"][:10]): row for row in csv.DictReader(file)}
     return status, outside, rows, sessions() - before
 
@@ -213,7 +216,7 @@ def played(course, lesson, tmp_path, monkeypatch):
         monkeypatch.setattr(grading, "Session", lambda **_: Played(log, fails))
         hand_in(course, tmp_path, "ada", *answers)
         grader = grading.Grader(course, [lesson], seconds=10.0, jobs=1, walled=False)
-        return log, grader.grade(submissions.find(tmp_path, [lesson]), lambda _: None)
+        return log, grader.grade(grading.submissions(tmp_path, [lesson]), lambda _: None)
 
     return judge
 
@@ -225,7 +228,7 @@ def test_a_failed_answer_costs_no_later_one(played, lesson):
         return "no" if cell in ("half = 3", "1 / 0") or (cell == "total" and "half = 3" in before) else ""
 
     log, (first, second) = played(fails, "half = 3", "total")
-    assert (first.status, second.status) == (reports.FAILED, reports.PASSED)
+    assert (first.status, second.status) == (grading.FAILED, grading.PASSED)
     own, both, alone = log
     assert HALF in [cell for cell, _ in both]  # the lesson's own, behind the answer
     assert ("half = 3", 12.0) in both  # 10 s beyond twice what the solution takes
@@ -237,9 +240,9 @@ def test_nobody_fails_where_the_solution_does(played):
     _, (first, second) = played(
         lambda cell, _: "OSError: none" * ("run.values" in cell or cell == "1 / 0"), "1", "2"
     )
-    assert (first.status, second.status) == (reports.PASSED, reports.NOT_JUDGED)
+    assert (first.status, second.status) == (grading.PASSED, grading.NOT_JUDGED)
     assert second.feedback == "the course's own solution fails on this machine: OSError: none"
-    assert reports.score([first, second]) == (1, 1)
+    assert score([first, second]) == (1, 1)
 
 
 # What is said
@@ -256,8 +259,8 @@ def test_commands_that_cannot_judge_say_why(course, tmp_path, capsys):
 
 def test_the_table_has_the_whole_message_and_what_failed_most():
     advice = "CheckFailed: no\nmore. " + "Look again. " * 20 + "Add them up."
-    failed = [Judgement(student, "04", "Exercise 1: x", reports.FAILED, advice) for student in ("eva", "fay")]
-    text = reports.table([Judgement("ada", "04", "Exercise 5: send little", reports.PASSED), *failed])
+    failed = [Judgement(student, "04", "Exercise 1: x", grading.FAILED, advice) for student in ("eva", "fay")]
+    text = table([Judgement("ada", "04", "Exercise 5: send little", grading.PASSED), *failed])
     assert "04, Exercise 1: x: 2 of 2. Most often: CheckFailed: no more" in text
     assert "ada  04  1/1  5 ✓" in text and "eva  04  0/1  1 ✗" in text
     assert text.count("Add them up.") == 2

@@ -13,7 +13,7 @@ MODULES = sorted(LIB.rglob("*.py"))
 CORE = "__init__ magics extensions command source results errors check versions engine draw/page draw/parts draw/svg"
 # Of each other part what it may import beside the core and itself.
 ALLOWED = """
-draw: schedules hardware   compare:   planner: schedules   nodes:   cluster:
+draw: schedules hardware   compare:   planner:   nodes:   cluster:
 jobs: draw   parallel: actions models schedules   models: corpus   schedules: actions   simulate: races
 teaching: cluster   actions: stand_ins: corpus: costs: observers: races: hardware: figures: doctor:
 """

@@ -17,7 +17,7 @@ from planner_rows import RowError, chip_called, format_called, model_called, par
 from rankcell import costs, schedules
 from rankcell.planner import chips, communication, memory, seconds, shapes, stacks
 from rankcell.planner.layout import FULL, GPIPE, ONE_F_ONE_B, SELECTIVE, ZB_2P, ZB_V, ZERO_BUBBLE, Job, Layout
-from rankcell.planner.search import layouts, search
+from rankcell.planner.search import REASONS, layouts, search
 
 approx = pytest.approx
 ROWS = fit_planner.rows_of()
@@ -111,8 +111,8 @@ PORT, BUS = 50e9 * 0.95, 480e9
 
 def small(**stack):
     """A job whose stack has plain numbers only."""
-    numbers = {"weight_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12, "logit_bytes": 6, "end_bytes": 10,
-               "workspace": 1000, "norm_copies": 0, "attention_copies": 0, "gate_copies": 0, "angles": 0, "floor": 0,
+    numbers = {"weight_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12, "logit_bytes": 6,
+               "workspace": 1000, "norm_copies": 0, "floor": 0,
                "kept_whole": 0, "masks": False, "split": "even", "reduce_bytes": 4, "network": 0.5, "passes": 10,
                "attention": 0.5, "floor_tp": 0, "floor_moe": 0}  # fmt: skip
     return Job(SMALL, chips.find("h100"), 16, 100, 32, "bf16", stacks.Stack(**(numbers | stack)))
@@ -126,7 +126,7 @@ def test_memory_of_each_stage(zero):
         params, last = 3 * (ATTENTION + MLP) + TABLE * (stage in (0, 3)), stage == 3
         gradients, optimizer = (4 if zero >= k else 1 for k in (2, 1))  # shares
         kept, logits = (
-            200 * (3 * (4 - stage) * KEPT + 10 * 256 * last),
+            200 * 3 * (4 - stage) * KEPT,
             1200 * 1000 * last,
         )  # 4 micro-batches in all
         # ZeRO-3 gathers all three layers of it, and adds up its shares in 4 bytes
@@ -138,7 +138,6 @@ def test_memory_of_each_stage(zero):
     assert memory.limit(small(headroom=0.1)) == 0.9 * 80 * 2**30
     few = memory.on_stage(small(gradient_bytes=2), Layout(dp=16, zero=3), 0)  # three layers at a time
     assert few[:3] == approx((2 * PARAMS * 3 / 10, 4 * PARAMS / 16, 12 * PARAMS / 16))
-    assert memory.zero_states(16e9, 4, zero) / 4e9 == (64, 28, 22, 16)[zero]
 
 
 def test_what_a_layer_keeps_of_a_token():
@@ -148,10 +147,9 @@ def test_what_a_layer_keeps_of_a_token():
         (alone, {"kept_whole": 4, "selective_kept": 0.5}, KEPT),  # one rank gathers nothing
         (alone | {"recompute": FULL}, {}, 2 * 256 + KEPT / 10),  # one layer at a time
         (alone | {"recompute": SELECTIVE}, {"selective_kept": 0.5}, KEPT / 2),
-        (alone, {"norm_copies": 6, "attention_copies": 1, "gate_copies": 3}, KEPT + 2 * (6 * 256 + 256 + 3 * 1024)),
-        (two, {"angles": 4, "masks": True}, KEPT / 2 + 4 * 64 + 256),  # no rank divides the tables of angles
+        (alone, {"norm_copies": 6}, KEPT + 2 * 6 * 256), (two, {"masks": True}, KEPT / 2 + 256),
     ):  # fmt: skip
-        found = memory.on_stage(small(end_bytes=0, **stack), Layout(**where), 0).activations
+        found = memory.on_stage(small(**stack), Layout(**where), 0).activations
         assert float(found) / 100 / 10 == approx(kept), (where, stack)
     narrow = memory.kept_per_token(SMALL, 100, 1, product_bytes=1)
     assert float(narrow) == KEPT - 2 * 256 - 256 - 1024  # inputs of products take a byte
@@ -169,7 +167,7 @@ def test_sent_bytes_take_the_seconds_of_their_links():
     assert sent("tensor", tp=8, dp=2, micro_batch=8, recompute=FULL).nbytes == near.nbytes * 14 / 10
     pipes = sent("pipeline", pp=2, dp=8, chunks=2, micro_batch=2)
     inside = sent("pipeline", dataclasses.replace(here, n_gpus=8), pp=2, dp=4, micro_batch=4)
-    assert pipes.nbytes == 2 * 2 * 2 * 2 * nbytes and pipes.crosses and not inside.crosses
+    assert pipes.nbytes == 2 * 2 * 2 * 2 * nbytes
     assert sent("pipeline", dp=16).nbytes == sent("expert", dp=16).nbytes == 0
     for found, seconds_of in (
         (near, 10 * 10 * 2 * (7 * 5e-6 + 7 * nbytes / BUS)),
@@ -198,33 +196,16 @@ def test_a_layer_takes_its_operations_and_bytes():
     for zero, shards in ((0, 1), (1, 8)):  # Adam's 34 bytes; the ranks of a sequence share them, too
         adam = seconds.optimizer_seconds(small(), Layout(tp=2, dp=4, cp=2, zero=zero))
         assert float(adam) == approx(34 * PARAMS / 2 / shards / 3.35e12)
-    per_token = 6 * (10 * (ATTENTION + MLP) + TABLE) + 6 * 10 * 100 * 256  # causal attention
-    assert seconds.mfu(small(), 1e6) == approx(1e6 * per_token / 989e12)
+    assert (
+        SMALL.flops_per_token(100) == 6 * (10 * (ATTENTION + MLP) + TABLE) + 6 * 10 * 100 * 256
+    )  # causal attention
 
 
 # Against the other modules of the course
 
 
 def test_rings_are_those_of_costs():
-    """Eight GPUs and eight ports per domain, 2 to 64 domains; and one port that eight GPUs share."""
     assert communication.ring(1e8, 8, 2e11, 3e-6) == costs.ring_all_gather(1e8, 8, costs.Link(3e-6, 1 / 2e11))
-    inside, port = costs.Link(5e-6, 1 / BUS), costs.Link(15e-6, 1 / 50e9)
-    for cards in (8, 1):
-        chip = dataclasses.replace(chips.find("h100"), network=50e9 * cards / 8 / communication.PORT)
-        here = dataclasses.replace(job(), chip=chip)
-        for nodes in (2, 8, 64):
-            found = communication.all_reduce(here, 1e9, 8 * nodes, 1, "hierarchical")
-            expected = costs.hierarchical_all_reduce(1e9, 8, nodes, inside, port, links=cards)
-            assert float(found) == approx(expected)
-        assert float(communication.all_reduce(here, 1e9, 8, 1)) == approx(
-            costs.ring_all_reduce(1e9, 8, inside)
-        )
-    tree, switch = (communication.all_reduce(job(), 8e9, 1024, 1, way) for way in ("tree", "in-switch"))
-    one = costs.ring_all_reduce(8e9, 8, inside)
-    assert float(tree) == approx(one + 2 * (7 * 15e-6 + 1e9 / PORT))
-    assert float(switch) == approx(one + 2 * 15e-6 + 1e9 / PORT)
-    with pytest.raises(ValueError, match="no way 'star'"):
-        communication.all_reduce(job(), 1e9, 8, 1, "star")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +213,7 @@ def test_rings_are_those_of_costs():
     [(GPIPE, schedules.gpipe, 1), (ONE_F_ONE_B, schedules.one_f_one_b, 1), (ONE_F_ONE_B, schedules.interleaved, 2),
      (ZERO_BUBBLE, schedules.zero_bubble, 1), (ZB_V, schedules.zb_v, 1)],
 )  # fmt: skip
-def test_idle_time_and_timeline_are_those_of_the_schedule(schedule, make, v):
+def test_idle_time_is_that_of_the_schedule(schedule, make, v):
     p, m = 4, 8
     plan, share = make(p, m), 2 if schedule == ZB_V else v
     events = schedules.predict(plan, forward=1 / share, backward=2 / share)
@@ -241,17 +222,9 @@ def test_idle_time_and_timeline_are_those_of_the_schedule(schedule, make, v):
     if schedule in (GPIPE, ONE_F_ONE_B):
         held = [float(memory.in_flight(job(batch=16 * m), layout, s)) * v for s in range(p)]
         assert held == approx(schedules.peak_in_flight(plan))
-    step, events = seconds.step(job(), layout), seconds.timeline(job(), layout)
-    assert {e.rank for e in events} == set(range(p)) and all(e.predicted for e in events)
-    assert schedules.length(events) == approx(float(step.total - step.data - step.optimizer), rel=1e-6)
 
 
-def test_a_pipeline_stalls_where_it_crosses_nodes():
-    for n, lost in ((64, 8 * 0.5), (8, 0)):
-        with_, without = (
-            seconds.step(job(n_gpus=n, batch=n, stall=s), Layout(pp=8, dp=n // 8)) for s in (0.5, 0)
-        )
-        assert float(with_.pipeline - without.pipeline) == approx(lost)
+def test_zb_2p_holds_twice_as_much():
     assert float(memory.in_flight(job(), Layout(pp=4, dp=1, schedule=ZB_2P), 1)) == 2 * 3 - 1
 
 
@@ -269,39 +242,31 @@ def test_every_layout_is_possible_or_has_a_reason():
     ]
     assert degrees == [{1, 2, 4, 8}, {2, 4, 8}, {0, 1}, {0, 1, 2, 3}, {1}]  # on one GPU nothing to shard with
     assert {*layouts(job("mixtral-8x7b", n_gpus=8)).ep.tolist()} == {1, 2, 4, 8}
-    assert len(found.order) + sum(found.counts().values()) == len(found)
-    assert all(found.reason(int(i)) == "" for i in found.order[:3])
-    for index in found.order[:: len(found.order) // 9]:  # arrays and single layouts agree
-        choice = found.choice(int(index))
-        alone = Layout(**{f.name: int(getattr(choice.layout, f.name)) for f in dataclasses.fields(Layout)})
+    possible = np.flatnonzero(found.verdict < 0)
+    for index in possible[:: len(possible) // 9]:  # arrays and single layouts agree
+        layout = found.layouts.at(int(index))
+        alone = Layout(**{f.name: int(getattr(layout, f.name)) for f in dataclasses.fields(Layout)})
         step = seconds.step(here, alone)
         assert min(map(float, step)) >= 0 and float(step.total) == approx(sum(map(float, step)))
-        rate = 512 * 8192 / 64 / float(step.total)
-        assert choice.tokens_per_s_per_gpu == float(found.rate[index]) == approx(rate)
-        need = float(memory.fullest(here, alone))
-        assert float(found.need[index]) == approx(need) and choice.memory.total == approx(need)
+        assert float(found.rate[index]) == approx(512 * 8192 / 64 / float(step.total))
+        assert float(found.need[index]) == approx(float(memory.fullest(here, alone)))
     best = found.best()
-    assert all(b.tokens_per_s_per_gpu <= 1.006 * a.tokens_per_s_per_gpu for a, b in pairwise(best))
-    assert best[0].tokens_per_s_per_gpu == approx(np.nanmax(found.rate), rel=0.006)
-    assert len({(c.layout.tp, c.layout.pp) for c in best}) == 5
-    assert all(c.memory.total <= memory.limit(here) for c in best)
+    assert all(b <= 1.006 * a for (a, _), (b, _) in pairwise(best))
+    assert best[0][0] == approx(np.nanmax(found.rate), rel=0.006)
+    assert len({(layout.tp, layout.pp) for _, layout in best}) == 5
+    assert all(memory.fullest(here, layout) <= memory.limit(here) for _, layout in best)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "number", "says"),
-    [("llama3-8b", {"tp": 64}, 0, "tensor parallelism 64 does not divide the 32 heads"),
-     ("llama3-8b", {"tp": 16, "dp": 4}, 1, "16 is wider than the 8 GPUs"),
-     ("llama3-8b", {"pp": 16, "dp": 4, "chunks": 4}, 2, "16 pipeline stages of 4 chunks are more than the 32"),
-     ("llama3-8b", {"pp": 8, "dp": 8, "chunks": 3}, 3, "8 stages of 3 chunks do not divide the 32 layers"),
-     ("mixtral-8x7b", {"dp": 64, "ep": 16}, 4, "expert parallelism 16 does not divide the 8 experts"),
-     ("llama3-8b", {"dp": 64, "micro_batch": 3}, 5, "512 sequences is not a multiple of 64 data-parallel ranks x 3"),
-     ("llama3-8b", {"pp": 8, "dp": 8, "chunks": 2, "micro_batch": 16}, 6, "4 micro-batches are not a multiple of the"),
-     ("llama3-8b", {"dp": 64, "zero": 0}, 7, "a rank has 82 GB")],
-)  # fmt: skip
-def test_a_rejected_layout_says_what_is_wrong(model, layout, number, says):
-    of = Layout(*(np.array([value]) for value in dataclasses.astuple(Layout(**layout))))
-    found = search(job(model), of)
-    assert found.verdict[0] == number and says in found.reason(0) and found.counts() == {number: 1}
+def test_a_rejected_layout_has_its_reason():
+    cases = (
+        {"tp": 64}, {"tp": 16, "dp": 4}, {"pp": 16, "dp": 4, "chunks": 4}, {"pp": 8, "dp": 8, "chunks": 3},
+        {"dp": 64, "ep": 16}, {"dp": 64, "micro_batch": 3}, {"pp": 8, "dp": 8, "chunks": 2, "micro_batch": 16},
+        {"dp": 64, "zero": 0},
+    )  # fmt: skip
+    assert len(cases) == len(REASONS)
+    for number, fields in enumerate(cases):
+        of = Layout(*(np.array([value]) for value in dataclasses.astuple(Layout(**fields))))
+        assert search(job("mixtral-8x7b" if "ep" in fields else "llama3-8b"), of).verdict[0] == number, fields
 
 
 def test_planning_needs_no_torch():
@@ -394,7 +359,7 @@ def test_published_runs_are_predicted_as_before():
     found = defaultdict(list)
     for bundle in fit_planner.bundles(ROWS):
         of, layout = bundle.job, bundle.layout
-        rates = seconds.tokens_per_second_per_gpu(of, layout, seconds.step(of, layout).total)
+        rates = of.batch * of.seq / of.n_gpus / seconds.step(of, layout).total
         need = memory.fullest(of, layout) / 1e9 + 0 * rates
         errors = fit_planner.log_errors(bundle, fit_planner.stored())
         assert rates / bundle.rate == approx(np.exp(errors), rel=1e-6)  # the fit sees the same planner

@@ -69,16 +69,16 @@ def states():
 def test_solved_when_checks_passed_since_the_answer(kernel):
     kernel.run("c2", "half = 3")
     kernel.run("c3")
-    assert states() == {FIRST: "", SECOND: ""}  # one check is missing
+    assert states() == {FIRST: False, SECOND: False}  # one check is missing
     kernel.run("c2", "half = 3")
     kernel.run("c4")
-    assert states()[FIRST] == ""  # the first check has seen an older answer
+    assert states()[FIRST] is False  # the first check has seen an older answer
     kernel.run("c3")
-    assert states() == {FIRST: "solved", SECOND: ""}
+    assert states() == {FIRST: True, SECOND: False}
     assert repr(progress.line()).startswith("01_tiny  1 of 2  ✓ ·\n")
     kernel.run("c2", "half = 4")
     kernel.run("c4")
-    assert states()[FIRST] == "solved"  # a tick is for good
+    assert states()[FIRST]  # a tick is for good
 
 
 def test_an_open_exercise_is_told_in_one_line(kernel):

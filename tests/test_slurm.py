@@ -60,11 +60,11 @@ def test_cells_run_among_the_jobs_and_say_what_they_await(up, shell, tmp_path, c
     capsys.readouterr()
     for said in ("job 7: 1 COMPLETED, 1 RUNNING\n", ""):
         assert shell.run_cell_magic("slurm", "", "slurm.wait(7)") == {"7_0": "COMPLETED", "7_1": "COMPLETED"}
-        assert capsys.readouterr().out == said and up.tell is None
+        assert capsys.readouterr().out == said and up.told is None
     states[:] = [{"7": "RUNNING"}]
     with pytest.raises(TimeoutError, match=r"job 7 is not over after 300 s: \{'7': 'RUNNING'\}"):
         up.wait(7)
-    up.run = lambda *command, env=None: "7;here\n"
+    up.run = lambda *command: "7;here\n"
     assert up.submit("job.sh") == 7
     (tmp_path / "out").write_text("one\ntwo\n")
     assert up.wait_for("out", "two") == "one\ntwo\n"

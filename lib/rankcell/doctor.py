@@ -34,14 +34,13 @@ class Finding:
 def findings() -> list[Finding]:
     """What this machine means for rank cells: problems first, then notes, then what works."""
     said = _ask_torch()
-    shm, device_files = (
-        Path("/dev/shm"),
-        [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")],
-    )  # dxg: WSL2
+    shm, dev = Path("/dev/shm"), Path("/dev")
     found = [
         *of_torch(said),
         *of_room(system.available_cores(), *local.room()),
-        *of_gpus(said, os.environ.get("CUDA_VISIBLE_DEVICES"), bool(device_files)),
+        *of_gpus(
+            said, os.environ.get("CUDA_VISIBLE_DEVICES"), any([*dev.glob("nvidia[0-9]*"), *dev.glob("dxg")])
+        ),  # dxg: WSL2
         *of_network(system.interface_problem(os.environ.get("GLOO_SOCKET_IFNAME"))),
         *of_shared_memory(shutil.disk_usage(shm).free if shm.is_dir() else None),
     ]

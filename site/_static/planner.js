@@ -97,7 +97,6 @@ const planner = (() => {
     const crosses = job.n_gpus > c.node && l.pp > 1;
     const message = 2 * t * s.hidden / l.tp / (crosses ? job.port * c.network : c.bus);
     found.pipeline = l.pp > 1 ? 2 * l.chunks * m * (message + (crosses ? c.alpha_across : c.alpha)) : 0;
-    found.crosses = crosses;
     return found;
   }
 
@@ -125,7 +124,7 @@ const planner = (() => {
     const tensor = (1 - k.overlap_tp) * sent.tensor;
     const context = Math.max(0, sent.context - one.attention * m * s.layers / l.pp);
     const expert = (1 - k.overlap_ep) * sent.expert;
-    const pipeline = sent.pipeline * (l.chunks > 1 ? 0.5 : 1) + (sent.crosses ? k.stall * m : 0);
+    const pipeline = sent.pipeline * (l.chunks > 1 ? 0.5 : 1);
     const busy = m * (layers * whole + head) + tensor + context + expert + pipeline;
     const bubble = (l.pp - 1) * busy / m / l.chunks;
     const data = sent.data - Math.min(k.overlap_dp * sent.data, l.zero >= 2 ? busy : busy / m);

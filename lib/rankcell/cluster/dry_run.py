@@ -60,15 +60,9 @@ def dry_run(script: str, *, job: int = 4242, end_with: int = 0) -> DryRun:
             call = shlex.join([sys.executable, "-ISs", fake_commands.__file__, name])
             (at / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
             (at / name).chmod(0o755)
-        told: dict[str, object] = {
-            "JOB_ID": job,
-            "JOBID": job,
-            "NTASKS": ntasks,
-            "NNODES": nodes,
-            "JOB_NUM_NODES": nodes,
-        }
-        told |= {"PROCID": 0, "LOCALID": 0, "NODEID": 0, "CPUS_PER_TASK": cpus, "SUBMIT_DIR": work}
-        told |= {"JOB_NODELIST": "node[7-8]", "NODELIST": "node[7-8]"}
+        told: dict[str, object] = {"JOB_ID": job, "JOBID": job, "NTASKS": ntasks, "CPUS_PER_TASK": cpus}
+        told |= {"NNODES": nodes, "JOB_NUM_NODES": nodes, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "SUBMIT_DIR": work}
+        told |= dict.fromkeys(("JOB_NODELIST", "NODELIST"), "node[7-8]")
         env = os.environ | {f"SLURM_{name}": str(value) for name, value in told.items()}
         env |= {"PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(notes), "END_WITH": str(end_with)}
         env |= {"CPUS": str(cpus * ntasks // nodes), "SLURMD_NODENAME": "node7"}

@@ -10,6 +10,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ class Script:
         return "".join(f"{line.text}\n" for line in self.lines)
 
     def __repr__(self) -> str:
-        with_reasons = ((line.text, *(f"    # {part}" for part in _wrap(line.why))) for line in self.lines)
-        return "\n".join("\n".join(parts) for parts in with_reasons)
+        wrap = partial(textwrap.wrap, width=96, break_long_words=False, break_on_hyphens=False)
+        return "\n".join("\n    # ".join((line.text, *wrap(line.why))) for line in self.lines)
 
     def _repr_html_(self) -> str:
         left = ' style="text-align:left'
@@ -69,13 +70,9 @@ def array(command: str, *, tasks: int, at_once: int = 0) -> Script:
 
 
 def alone(command: str, *, gpus: int = 1, name: str = "train", environment: str = "") -> Script:
-    """A job of one process.
-
-    Args:
-        environment: a conda environment to activate first, or the folder (with a `/`) of one made by venv.
-    """
+    """A job of one process; `environment` is the folder of one made by venv, to activate first."""
     keys = ["shell", "name", "output-alone", "time", "task-alone", "cpus-alone"]
-    keys += ["gpus"] * bool(gpus) + _activate(environment) + ["command-alone"]
+    keys += ["gpus"] * bool(gpus) + ["venv"] * bool(environment) + ["command-alone"]
     return _script(keys, command=command, name=name, gpus=gpus, environment=environment)
 
 
@@ -85,8 +82,6 @@ def by_srun(
     nodes: int,
     ranks_per_node: int,
     gpus_per_node: int = 0,
-    name: str = "train",
-    environment: str = "",
     partition: str = "",
     signal_seconds: int = 0,
 ) -> Script:
@@ -102,7 +97,7 @@ def by_srun(
     signals = bool(signal_seconds)
     keys = ["shell", "name", "output", "time", *["partition"] * bool(partition), "nodes", "ranks-per-node"]
     keys += ["cpus-per-rank", *["gpus-per-node"] * bool(gpus_per_node)]
-    keys += ["signal", "requeue", "append"] * signals + _activate(environment)
+    keys += ["signal", "requeue", "append"] * signals
     keys += ["host", "port", "threads", "srun", *["status", "queue-again", "exit"] * signals]
     inside = (
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
@@ -111,40 +106,27 @@ def by_srun(
     # the first rank to leave with status 75 is no failure that the others must be ended for at once
     in_time = "When one rank ends, the others have 30 s to end too: time to save."
     return _script(
-        keys, name=name, partition=partition, nodes=nodes, ranks_per_node=ranks_per_node, gpus=gpus_per_node,
-        seconds=signal_seconds, environment=environment, host="export MASTER_ADDR", port="export MASTER_PORT",
+        keys, partition=partition, nodes=nodes, ranks_per_node=ranks_per_node, gpus=gpus_per_node,
+        seconds=signal_seconds, host="export MASTER_ADDR", port="export MASTER_PORT",
         threads="$SLURM_CPUS_PER_TASK",
         inside=shlex.quote(inside), end="--wait=30" if signals else "--kill-on-bad-exit=1",
         at_the_end=in_time if signals else "When one rank fails, the others are ended.",
     )  # fmt: skip
 
 
-def by_torchrun(
-    command: str,
-    *,
-    nodes: int,
-    ranks_per_node: int,
-    minutes: int = 15,
-    cpus_per_rank: int = 1,
-    max_restarts: int = 0,
-) -> Script:
+def by_torchrun(command: str, *, nodes: int, ranks_per_node: int, minutes: int = 15, cpus_per_rank: int = 1) -> Script:
     """A job of `nodes` x `ranks_per_node` ranks: srun starts one torchrun on each node, torchrun the ranks.
 
-    Args:
-        command: the script that each rank runs, with its words; torchrun puts python before it.
-        max_restarts: how often all ranks are started again after one of them died.
+    `command` is the script that each rank runs, with its words; torchrun puts python before it.
     """
     _check_counts(nodes=nodes, ranks_per_node=ranks_per_node, cpus_per_rank=cpus_per_rank)
     options = [f"--nnodes={nodes} --nproc-per-node={ranks_per_node}"]
-    options += [f"--max-restarts={max_restarts}"] * bool(max_restarts)
     options += ["--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID", "--rdzv-endpoint=$head:$port"]
     keys = ["shell", "name", "output", "time", "nodes", "torchrun-per-node", "cpus-per-node"]
-    keys += ["host", "port", "threads", *["new-store"] * bool(max_restarts), "torchrun"]
-    restarts = f" When a rank dies, all are ended and started again, {max_restarts} times at most."
     return _script(
-        keys, command=command, minutes=minutes, nodes=nodes, ranks_per_node=ranks_per_node,
-        cpus=cpus_per_rank * ranks_per_node, host="head", port="port", threads=cpus_per_rank,
-        end="--kill-on-bad-exit=1", options=" \\\n    ".join(options), restarts=restarts if max_restarts else "",
+        [*keys, "host", "port", "threads", "torchrun"], command=command, minutes=minutes, nodes=nodes,
+        ranks_per_node=ranks_per_node, cpus=cpus_per_rank * ranks_per_node, host="head", port="port",
+        threads=cpus_per_rank, end="--kill-on-bad-exit=1", options=" \\\n    ".join(options),
     )  # fmt: skip
 
 
@@ -156,20 +138,10 @@ def _script(keys: Iterable[str], *, minutes: int = 15, environment: str = "", **
     return Script(tuple(Line(e["text"].format(**values), e["why"].format(**values)) for e in found))
 
 
-def _activate(environment: str) -> list[str]:
-    if "/" in environment:
-        return ["venv"]
-    return ["conda", "conda-activate"] if environment else []
-
-
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name} must be at least 1, not {count}.")
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
 
 
 def _code(text: str) -> str:

@@ -15,14 +15,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..source import split
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
-_ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST")
 _OVER = set("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 
 
@@ -41,8 +40,7 @@ class Slurm:
 
     mode = ""
     about = "the Slurm of this machine"
-    allocation: int | None = None  # of this process, from `allocate`
-    tell: Callable[[str], None] | None = None  # gets a line now and then while `wait` and `wait_for` wait
+    told: tuple[str, float] | None = None  # what `wait` and `wait_for` last printed, and when; None: they print nothing
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
@@ -58,7 +56,7 @@ class Slurm:
     def __repr__(self) -> str:
         return self.about
 
-    def run(self, *command: str, timeout: float = 60, env: Mapping[str, str] | None = None) -> str:
+    def run(self, *command: str, timeout: float = 60) -> str:
         """What `command` printed, run in the folder on the node where jobs are submitted.
 
         Raises:
@@ -66,15 +64,15 @@ class Slurm:
             subprocess.TimeoutExpired: it took longer than `timeout` seconds.
         """
         folder = self.folder if self.folder.is_dir() else None
-        environment = {**os.environ, **self.environment, **(env or {})}
+        environment = os.environ | self.environment
         return subprocess.run(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=timeout, check=True,
         ).stdout  # fmt: skip
 
-    def submit(self, *arguments: str, env: Mapping[str, str] | None = None) -> int:
+    def submit(self, *arguments: str) -> int:
         """The number of the job that `sbatch` made of `arguments`: options, then the script and its words."""
-        return int(self.run("sbatch", "--parsable", *arguments, env=env).split(";")[0])
+        return int(self.run("sbatch", "--parsable", *arguments).split(";")[0])
 
     def states(self, job: int) -> dict[str, str]:
         """The state of the job, or of each task of an array: {"7_0": "COMPLETED", "7_1": "RUNNING"}."""
@@ -113,43 +111,19 @@ class Slurm:
             self._pause(begin, seconds, f"waiting for {text.strip()!r} in {path}", late)
 
     def _pause(self, begin: float, seconds: float, awaited: str, late: str) -> None:
-        """Wait a moment and tell what is `awaited`; TimeoutError with `late` if `begin` is `seconds` ago."""
-        waited = time.monotonic() - begin
-        if waited > seconds:
+        """Wait a moment; print what is `awaited` when it changes, but not all the time, and now and then while it does
+        not. TimeoutError with `late` if `begin` is `seconds` ago.
+        """
+        now = time.monotonic()
+        if now - begin > seconds:
             raise TimeoutError(late)
-        if self.tell and waited > 1:
-            self.tell(awaited)
+        if self.told and now - begin > 1 and now - self.told[1] >= (4 if awaited == self.told[0] else 1.5):
+            print(awaited, flush=True)
+            self.told = awaited, now
         time.sleep(0.2)
 
-    def allocate(self, *, nodes: int, ranks_per_node: int, minutes: int = 30) -> int:
-        """The number of an allocation for this process, as if it had been started by `salloc`: until
-        `release`, `%%ranks N --nodes M` in `inside` starts its ranks there.
-
-        Raises:
-            NoSlurm: Slurm does not give it; says why.
-        """
-        self.release()
-        wish = [f"--nodes={nodes}", f"--ntasks-per-node={ranks_per_node}", f"--time={minutes}"]
-        command = ["salloc", "--no-shell", "--job-name=notebook", *wish]
-        environment = os.environ | self.environment
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-        )
-        granted = re.search(r"Granted job allocation (\d+)", done.stderr)
-        if granted is None:
-            raise NoSlurm(f"no allocation of {nodes} nodes: {' '.join(done.stderr.split())[-300:]}")
-        self.allocation = int(granted[1])
-        names = self.run("squeue", "-h", "-j", granted[1], "-o", "%N").strip()
-        self.environment |= dict(zip(_ALLOCATION, (granted[1], str(nodes), names), strict=True))
-        return self.allocation
-
-    def release(self) -> None:
-        """Give the allocation back, if there is one; what runs in it ends."""
-        if self.allocation is not None:
-            for name in _ALLOCATION:
-                self.environment.pop(name, None)
-            number, self.allocation = self.allocation, None
-            self.run("scancel", str(number))
+    def down(self) -> None:
+        """Take down what `find` has brought up; a Slurm that was here before stays."""
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -164,19 +138,9 @@ class Slurm:
             for name, value in old.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
-    def down(self) -> None:
-        """Give back the allocation; a Slurm that was here before stays."""
-        self.release()
 
-    def __enter__(self) -> "Slurm":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.down()
-
-
-def find(program: str | Path = "", *, folder: str | Path = "slurm-jobs") -> Slurm:
-    """The Slurm of this machine, with `folder` for its jobs, or else the one that `program` brings up.
+def find(program: str | Path = "") -> Slurm:
+    """The Slurm of this machine, with the folder slurm-jobs for its jobs, or else the one that `program` brings up.
 
     `program` is a Python file with a function `up()` that returns a `Slurm`, or raises `NoSlurm`.
 
@@ -184,7 +148,7 @@ def find(program: str | Path = "", *, folder: str | Path = "slurm-jobs") -> Slur
         NoSlurm: neither is to be had; says why.
     """
     try:
-        return Slurm(folder)
+        return Slurm("slurm-jobs")
     except NoSlurm:
         if not program:
             raise
@@ -199,18 +163,6 @@ def _counted(states: Mapping[str, str]) -> str:
     if len(states) < 2:
         return next(iter(counts), "gone")
     return ", ".join(f"{counts[name]} {name}" for name in sorted(counts))
-
-
-class _WaitReport:
-    """Prints what is waited for: when it changes, but not all the time, and now and then while it does not."""
-
-    last, said = "", 0.0
-
-    def __call__(self, text: str) -> None:
-        since = time.monotonic() - self.said
-        if since >= (4 if text == self.last else 1.5):
-            print(text, flush=True)
-            self.last, self.said = text, time.monotonic()
 
 
 class _Magics:
@@ -248,11 +200,11 @@ class _Magics:
             print("Skipped: this needs a throw-away cluster whose nodes have networks of their own.")
         else:
             with self.found.inside():
-                self.found.tell = _WaitReport()
+                self.found.told = "", 0.0
                 try:
                     return self._execute(cell)
                 finally:
-                    self.found.tell = None
+                    self.found.told = None
         return None
 
     def _execute(self, cell: str) -> Any:

@@ -40,30 +40,28 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Started:
-    """An agent has started the ranks of an order "start", or could not."""
+class Did:
+    """An agent has done an order "start" (`result`: process ids by rank) or "end" (ranks, which say nothing any more).
 
-    pids: dict[int, int]
+    `problem` says why it could not.
+    """
+
+    what: str
+    result: Any
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """An agent has ended these ranks: nothing that they said comes any more."""
-
-    ranks: tuple[int, ...]
-
-
+@dataclass
 class Agent:
     """The ranks of one node, and the notebook at the other end of `talk`."""
 
-    def __init__(self, talk: channel.Channel, interface: str) -> None:
-        self._talk, self._interface = talk, interface
-        self.ranks: Local | None = None
+    talk: channel.Channel
+    interface: str
+    ranks: Local | None = None
 
     def serve(self) -> None:
         """Until the notebook is gone."""
-        talk = self._talk
+        talk = self.talk
         while True:
             reads: list[Any] = [talk]
             if self.ranks is not None and talk.unsent < MAX_WAITING:
@@ -80,21 +78,20 @@ class Agent:
 
     def _do(self, order: Order) -> None:
         if order.what == "clock":
-            self._talk.post(time.monotonic())
+            self.talk.post(time.monotonic())
         elif order.what == "world":
-            self.ranks = Local(*order.arguments, interface=self._interface)
-        elif order.what == "start":
-            assert self.ranks is not None
-            try:
-                self.ranks.start(*order.arguments)
-            except errors.StartError as error:
-                self._talk.post(Started({}, str(error)))
-            else:
-                self._talk.post(Started(self.ranks.pids))
+            self.ranks = Local(*order.arguments, interface=self.interface)
         else:
-            getattr(self.ranks, order.what)(*order.arguments, **order.options)
-            if order.what == "end":
-                self._talk.post(Ended(tuple(order.arguments[0])))
+            assert self.ranks is not None
+            problem = ""
+            try:
+                getattr(self.ranks, order.what)(*order.arguments, **order.options)
+            except errors.StartError as error:
+                problem = str(error)
+            if order.what == "start":
+                self.talk.post(Did("start", {} if problem else self.ranks.pids, problem))
+            elif order.what == "end":
+                self.talk.post(Did("end", tuple(order.arguments[0])))
 
 
 def main() -> NoReturn:

@@ -26,7 +26,7 @@ from .. import errors
 from ..engine import channel, devices, system
 from ..engine.host import Host
 from ..engine.messages import HostEvent, ProcessExited, StartRank
-from .agent import Ended, Hello, Order, Started
+from .agent import Did, Hello, Order
 
 START_TIMEOUT = 120.0  # seconds for the agents to connect: Slurm may have to wait for the nodes
 HELLO = 60.0  # seconds for an agent that has proved itself to say hello: it imports torch first
@@ -146,14 +146,15 @@ class Nodes(Host):
         return found
 
     def _take(self, node: _Node, message: Any, found: list[HostEvent]) -> None:
-        if isinstance(message, Ended):
-            self._ending.subtract(message.ranks)
-        elif isinstance(message, Started):
-            self.pids.update(message.pids)
-            if message.problem:
-                raise errors.StartError(f"on {node.name}: {message.problem}")
-        elif not self._ending[message.rank]:
-            found.append(message)
+        if not isinstance(message, Did):
+            if not self._ending[message.rank]:
+                found.append(message)
+        elif message.problem:
+            raise errors.StartError(f"on {node.name}: {message.problem}")
+        elif message.what == "start":
+            self.pids.update(message.result)
+        else:
+            self._ending.subtract(message.result)
 
     def stop(self) -> None:
         """End all ranks and the agents, and with them the job step. Safe to call twice."""
@@ -249,11 +250,9 @@ def _accept(
         if srun.poll() is not None or time.monotonic() > deadline:
             log.seek(0)
             said = log.read()[-2000:].decode(errors="replace").strip()
-            ended = (
-                f"srun ended with code {srun.returncode}"
-                if srun.returncode is not None
-                else f"{len(found)} of {nodes} nodes answered within {START_TIMEOUT:.0f} s"
-            )
+            ended = f"{len(found)} of {nodes} nodes answered within {START_TIMEOUT:.0f} s"
+            if srun.returncode is not None:
+                ended = f"srun ended with code {srun.returncode}"
             raise errors.AllocationError(
                 f"no ranks on {nodes} nodes: {ended}.\n{said}".rstrip()
                 + "\nTry `!srun --overlap hostname` in the notebook: it must name the nodes of the allocation."

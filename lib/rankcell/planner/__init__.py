@@ -9,10 +9,9 @@
     seconds        the time of a step, by what it is spent on
     search         all layouts: which are possible, which is fastest, why not the others: `search.search(job)`
 
-Models and GPUs stand in models.csv and chips.csv, fitted numbers in fitted.json, which tools/fit_planner.py writes;
-tools/planner_rows.py reads published runs. Each module uses those above it. Fields of jobs and layouts may be NumPy
-arrays, so one formula serves one layout and a hundred thousand. Nothing here needs torch, a GPU or a rank; nothing is
-measured, and no job is started.
+Models and GPUs stand in models.csv and chips.csv, fitted numbers in fitted.json, which tools/fit_planner.py writes.
+Fields of jobs and layouts may be NumPy arrays, so one formula serves one layout and a hundred thousand. Nothing here
+needs torch, a GPU or a rank; nothing is measured, and no job is started.
 """
 
 from .layout import Job, Layout

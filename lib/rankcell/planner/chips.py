@@ -5,10 +5,9 @@ Their numbers and sources are in chips.csv. A GPU stands in a domain of `node` G
 direction, all peaks dense.
 """
 
-import difflib
 from dataclasses import dataclass
 
-from .shapes import table
+from .shapes import look_up, table
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,4 @@ _ALIASES = {"v100": "V100-32", "a100": "A100-80", "h100": "H100-80"}
 
 def find(name: str) -> Chip:
     """The GPU called `name`: "h100", "A100-40". Raises ValueError with the nearest names if it is unknown."""
-    known = {key.lower(): chip for key, chip in CHIPS.items()} | {k: CHIPS[full] for k, full in _ALIASES.items()}
-    if name.lower() in known:
-        return known[name.lower()]
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.2) or list(known)[:3]
-    raise ValueError(
-        f"There is no GPU called {name!r} here. The nearest are {', '.join(known[n].name for n in near)}; "
-        f"there are {', '.join(CHIPS)}."
-    )
+    return look_up(_ALIASES.get(name.lower(), name), CHIPS, "GPU")

@@ -16,11 +16,9 @@ PORT = 0.95  # of a port's rate: 382 of 8 x 50 GB/s (ml-engineering@744d01e, net
 
 
 class Traffic(NamedTuple):
-    """One kind of communication: bytes a rank sends per step, the ranks of a group, seconds if nothing hides it."""
+    """One kind of communication: bytes a rank sends per step, and their seconds if nothing hides them."""
 
     nbytes: Any
-    ranks: Any
-    crosses: Any
     seconds: Any
 
 
@@ -29,50 +27,18 @@ def ring(nbytes: Any, ranks: Any, bandwidth: Any, latency: Any) -> Any:
     return (ranks - 1) * latency + (ranks - 1) / ranks * nbytes / bandwidth
 
 
-def link(job: Job, ranks: Any, stride: Any) -> tuple[Any, Any, Any]:
-    """Bandwidth in bytes/s and latency in seconds of a group of `ranks` ranks, `stride` apart; does it cross?"""
+def _rings(job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, network: float = 1.0) -> Traffic:
+    """`times` all-gathers or reduce-scatters of `nbytes` in groups of `ranks` ranks, `stride` apart.
+
+    `network`: the share of a port's rate that they reach.
+    """
     chip = job.chip
     crosses = np.logical_and(stride * ranks > chip.node, np.asarray(ranks) > 1)
-    inside = np.maximum(1, np.minimum(ranks, chip.node / stride))
-    across = np.minimum(chip.bus, inside * chip.network * PORT)
-    return np.where(crosses, across, chip.bus), np.where(crosses, chip.alpha_across, chip.alpha), crosses
-
-
-WAYS = ("ring", "hierarchical", "tree", "in-switch")
-
-
-def all_reduce(job: Job, nbytes: Any, ranks: Any, stride: Any, way: str = "ring") -> Any:
-    """Seconds of one all-reduce of `nbytes` over `ranks` ranks, `stride` apart, by one of WAYS.
-
-    "ring": one ring over all, through the ports of all k ranks of a domain at once. The others first add up
-    inside each domain and gather there at the end; between the domains each rank then sums its k-th through its
-    own port: in a ring ("hierarchical"), in two pipelined trees ("tree": Sanders, Speck, Traeff,
-    https://doi.org/10.1016/j.parco.2009.09.001, 2009), or in the switches of the network ("in-switch": each port sends
-    and receives its part once; Bloch et al., SHARP, https://doi.org/10.14529/jsfi170401, 2017).
-    """
-    if way not in WAYS:
-        raise ValueError(f"There is no way {way!r} to sum. There are {', '.join(WAYS)}.")
-    chip = job.chip
-    if way == "ring":
-        bandwidth, latency, _ = link(job, ranks, stride)
-        return 2 * ring(nbytes, ranks, bandwidth, latency)
-    inside = np.maximum(1, np.minimum(ranks, chip.node / stride))
-    domains = np.maximum(1, ranks / inside)
-    part, port = nbytes / inside, chip.network * PORT
-    across = {
-        "hierarchical": 2 * ring(part, domains, port, chip.alpha_across),
-        "tree": 2 * (np.ceil(np.log2(domains)) * chip.alpha_across + part / port),
-        "in-switch": 2 * chip.alpha_across + part / port,
-    }[way]
-    return 2 * ring(nbytes, inside, chip.bus, chip.alpha) + across * (domains > 1)
-
-
-def _rings(job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, network: float = 1.0) -> Traffic:
-    """`times` all-gathers or reduce-scatters of `nbytes` in such a group, which reach `network` of the rate across."""
-    bandwidth, latency, crosses = link(job, ranks, stride)
-    bandwidth = bandwidth * np.where(crosses, network, 1)
+    ports = np.maximum(1, np.minimum(ranks, chip.node / stride))
+    bandwidth = np.where(crosses, np.minimum(chip.bus, ports * chip.network * PORT) * network, chip.bus)
+    latency = np.where(crosses, chip.alpha_across, chip.alpha)
     sent = times * (ranks - 1) / ranks * nbytes
-    return Traffic(sent, ranks, crosses, times * ring(nbytes, ranks, bandwidth, latency))
+    return Traffic(sent, times * ring(nbytes, ranks, bandwidth, latency))
 
 
 def tensor(job: Job, layout: Layout) -> Traffic:
@@ -111,7 +77,7 @@ def expert(job: Job, layout: Layout) -> Traffic:
     away = token * (domains - 1) * (1 - (1 - 1 / domains) ** s.top_k)
     latency = np.where(domains > 1, chip.alpha_across, chip.alpha) * (np.asarray(ranks) > 1)
     seconds = times * (local / chip.bus + away / (chip.network * PORT) + latency)
-    return Traffic(times * (local + away), ranks, domains > 1, seconds)
+    return Traffic(times * (local + away), seconds)
 
 
 def data(job: Job, layout: Layout) -> Traffic:
@@ -127,14 +93,13 @@ def data(job: Job, layout: Layout) -> Traffic:
     gathers = np.where(layout.zero >= 3, 2 * layout.microbatches(job), np.where(layout.zero >= 1, 1, 0))
     reduces = np.where(layout.zero >= 2, layout.microbatches(job), np.where(layout.zero >= 1, 1, 2))
     replicas = np.maximum(1, ranks * layout.tp / (layout.ep * layout.etp))
-    nbytes = seconds = crosses = 0
+    nbytes = seconds = 0
     for params, group, apart in ((dense, ranks, stride), (experts, replicas, stride * layout.ep)):
         for bytes_each, times in ((2, gathers), (each, reduces)):
             times = times * (np.asarray(params) > 0)  # without experts nothing is sent for them
             part = _rings(job, bytes_each * params, group, apart, times, network=job.stack.network)
             nbytes, seconds = nbytes + part.nbytes, seconds + part.seconds
-            crosses = np.logical_or(crosses, part.crosses)
-    return Traffic(nbytes, ranks, crosses, seconds)
+    return Traffic(nbytes, seconds)
 
 
 def pipeline(job: Job, layout: Layout) -> Traffic:
@@ -145,7 +110,7 @@ def pipeline(job: Job, layout: Layout) -> Traffic:
     bandwidth = np.where(crosses, PORT * job.chip.network, job.chip.bus)
     times = 2 * layout.chunks * layout.microbatches(job) * (np.asarray(layout.pp) > 1)
     seconds = times * (nbytes / bandwidth + np.where(crosses, job.chip.alpha_across, job.chip.alpha))
-    return Traffic(times * nbytes, layout.pp, crosses, seconds)
+    return Traffic(times * nbytes, seconds)
 
 
 KINDS = {"tensor": tensor, "context": context, "expert": expert, "data": data, "pipeline": pipeline}

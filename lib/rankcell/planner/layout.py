@@ -15,8 +15,6 @@ from .shapes import Shape
 from .stacks import Stack
 
 NONE, SELECTIVE, FULL = range(3)  # recomputed in the backward: nothing, attention's inside, whole layers
-RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("GPipe", "1F1B", "zero bubble", "ZB-2p", "ZB-V")
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE, ZB_2P, ZB_V = range(5)
 
 
@@ -39,7 +37,7 @@ class Layout:
     """How a job is spread: the sizes of the groups, the cut of the batch, what is kept and what is recomputed.
 
     `chunks` are the stages per rank of an interleaved pipeline, `zero` the stage of ZeRO over the data-parallel
-    ranks (0: plain data parallelism), `schedule` an index of SCHEDULES, `recompute` one of RECOMPUTE.
+    ranks (0: plain data parallelism), `schedule` and `recompute` one of the constants above.
     """
 
     tp: Any = 1

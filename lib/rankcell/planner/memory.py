@@ -4,6 +4,7 @@ ZeRO: Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3 (2019). Ac
 https://arxiv.org/abs/2205.05198, table 2 (2022), generalised to grouped queries, gated MLPs and experts.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,14 +36,6 @@ class StageMemory(NamedTuple):
         return self.states + self.activations + self.logits + self.workspace
 
 
-def zero_states(params: Any, dp: Any, stage: int) -> Any:
-    """Bytes of 16-bit weights and gradients and of the optimizer (12 per parameter: Adam with a copy of the weights) on
-    each of `dp` ranks, by ZeRO stage from 0 to 3: `zero_states(7.5e9, 64, 3) == 1.875e9`. Rajbhandari et al., table 1.
-    """
-    shards = [dp if stage >= k else 1 for k in (3, 2, 1)]
-    return params * (2 / shards[0] + 2 / shards[1] + 12 / shards[2])
-
-
 def kept_per_token(
     s: Shape,
     seq: Any,
@@ -53,9 +46,6 @@ def kept_per_token(
     recompute: Any = NONE,
     masks: bool = False,
     norm_copies: float = 0,
-    attention_copies: float = 0,
-    gate_copies: float = 0,
-    angles: float = 0,
     product_bytes: float = 2,
 ) -> Any:
     """Bytes that the forward of one mean layer keeps, per token of the micro-batch, on one of `tp` ranks.
@@ -63,23 +53,21 @@ def kept_per_token(
     Divided by tp: queries, keys, values, what attention gives, the inside of the MLP, and the square of attention (5
     bytes an element: softmax, dropout and its mask) unless attention is flash or its inside is recomputed. Divided with
     sequence parallelism only: the inputs of both norms and of both halves, and `masks` of dropout. `norm_copies`:
-    further 16-bit copies around the norms; `attention_copies`, `gate_copies`: of what attention gives, and of the
-    inside of the MLP. `angles`: tables of rotary positions, 16-bit and half a head wide. `product_bytes`: bytes per
-    element of what matrix products keep; 1 in fp8.
+    further 16-bit copies around the norms. `product_bytes`: bytes per element of what matrix products keep; 1 in fp8.
     """
     shard = np.where(sequence_parallel, tp, 1)
     p = product_bytes
     between = 2 * (2 + p) * s.hidden + 2 * s.hidden * masks + 2 * norm_copies * s.hidden
     # queries, keys, values, and the input of the projection
-    attention = 2 * (s.width + 2 * s.kv_width) + (p + 2 * attention_copies) * s.width
+    attention = 2 * (s.width + 2 * s.kv_width) + p * s.width
     share = s.moe_layers / s.layers
     inner = (1 - share) * s.ffn + share * (s.top_k * s.expert_ffn + s.shared_ffn)
     # without a gate: the input of the nonlinearity and what it gives; with one: two inputs and their product
-    mlp = inner * (np.where(s.gated, 4 + p, 2 + p) + 2 * gate_copies)
+    mlp = inner * np.where(s.gated, 4 + p, 2 + p)
     # the copy of a token at each of its experts, and its answer
     routed = share * s.top_k * (p + 2) * s.hidden
     square = np.where(np.logical_or(flash, recompute != NONE), 0, 5 * s.heads * seq)
-    kept = between / shard + (attention + mlp + square) / tp + routed + angles * s.width / s.heads
+    kept = between / shard + (attention + mlp + square) / tp + routed
     return np.where(recompute == FULL, 2 * s.hidden / shard, kept)
 
 
@@ -147,19 +135,18 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
     optimizer = spread(stack.optimizer_bytes, 1)
     gradients = spread(np.where(z >= 3, 4, stack.gradient_bytes), 2)
     tokens, held = layout.tokens(job), in_flight(job, layout, stage)
-    names = ("masks", "norm_copies", "attention_copies", "gate_copies", "angles")
-    options: dict[str, Any] = {name: getattr(stack, name) for name in names}
-    options |= {"flash": job.flash, "sequence_parallel": layout.sequence_parallel}
-    options["product_bytes"] = 1 if job.number_format in ("fp8", "fp4") else 2
-    layer = kept_per_token(job.shape, job.seq / layout.cp, layout.tp, recompute=layout.recompute, **options)
+    kept = partial(
+        kept_per_token, job.shape, job.seq / layout.cp, layout.tp, masks=stack.masks, norm_copies=stack.norm_copies,
+        flash=job.flash, sequence_parallel=layout.sequence_parallel,
+        product_bytes=1 if job.number_format in ("fp8", "fp4") else 2,
+    )  # fmt: skip
+    layer = kept(recompute=layout.recompute)
     gathered_whole = np.logical_and(layout.recompute != FULL, np.asarray(layout.tp) > 1)
     layer = layer + stack.kept_whole * job.shape.hidden * gathered_whole
     layer = layer * np.where(layout.recompute == SELECTIVE, stack.selective_kept, 1)
-    inside = kept_per_token(job.shape, job.seq / layout.cp, layout.tp, recompute=NONE, **options)
-    again = np.where(layout.recompute == FULL, inside, 0)  # the one layer that is being computed again
+    again = np.where(layout.recompute == FULL, kept(recompute=NONE), 0)  # the one layer that is being computed again
     is_last = stage == layout.pp - 1
-    end = is_last * stack.end_bytes * job.shape.hidden / np.where(layout.sequence_parallel, layout.tp, 1)
-    activations = tokens * (whole * held * layer + again + end)
+    activations = tokens * (whole * held * layer + again)
     logits = is_last * stack.logit_bytes * tokens * job.shape.vocab / layout.tp
     return StageMemory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
 

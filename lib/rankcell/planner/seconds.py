@@ -4,13 +4,10 @@ The rate of matrix products is the one constant per GPU and number format. Atten
 between the matrix products at the speed of the memory, and no layer is faster than its kernels can be launched.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import schedules
-from ..results import Event
 from . import communication
 from .layout import FULL, SELECTIVE, ZB_2P, ZB_V, ZERO_BUBBLE, Job, Layout
 from .memory import MIDDLE, kept_per_token, layers_on, params_on
@@ -41,7 +38,7 @@ class Step(NamedTuple):
 
 
 def idle(schedule: Any, p: Any, forward: Any, inputs: Any, weights: Any, chunks: Any = 1) -> Any:
-    """Seconds that a rank of a pipeline of `p` ranks idles per step, by an index of `layout.SCHEDULES`.
+    """Seconds that a rank of a pipeline of `p` ranks idles per step, by its schedule.
 
     `forward`, `inputs`, `weights`: seconds of a micro-batch's forward and the two halves of its backward on one
     rank. Qi et al., https://arxiv.org/abs/2401.10241, table 2 (2023), whose B is our I.
@@ -50,22 +47,6 @@ def idle(schedule: Any, p: Any, forward: Any, inputs: Any, weights: Any, chunks:
     halves = (p - 1) * (forward + inputs - weights)
     cases = [schedule == ZERO_BUBBLE, schedule == ZB_2P, schedule == ZB_V]
     return np.select(cases, [halves, (p - 1) * (forward + inputs - 2 * weights), halves / 2], whole)
-
-
-def dualpipe_idle(p: int, together: float, backward: float, weights: float) -> float:
-    """Seconds that a rank idles in DualPipe, and in DualPipeV on half as many ranks.
-
-    `together`: a forward and a backward that overlap; `backward`: a whole one. From the README of
-    https://github.com/deepseek-ai/DualPipe (2025).
-    """
-    return (p / 2 - 1) * (together + backward - 3 * weights)
-
-
-def rates(job: Job) -> tuple[float, float]:
-    """FLOP/s of matrix products in the format of the job, and in 16 bits, which attention and the head keep."""
-    formats = (job.number_format, "bf16")
-    narrow, wide = (job.chip.peak(f) * efficiency(job.chip, f) for f in formats)
-    return narrow, wide
 
 
 def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> tuple[Any, ...]:
@@ -100,14 +81,6 @@ def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> tuple[Any, ...]:
     return matmul, attention, elementwise, again, launch
 
 
-def head_seconds(job: Job, layout: Layout, rate: tuple[Any, Any]) -> Any:
-    """The head and the loss of one micro-batch: 6 h operations per logit; what is kept of a logit crosses
-    the memory half as often as what a layer keeps."""
-    logits = layout.tokens(job) * job.shape.vocab / layout.tp
-    elementwise = job.stack.passes * job.stack.logit_bytes / 2 * logits / job.chip.hbm
-    return job.stack.slowdown * (6 * job.shape.hidden * logits / rate[1] + elementwise)
-
-
 def optimizer_seconds(job: Job, layout: Layout) -> Any:
     """Adam's traffic, per parameter that a rank updates: reads and writes 4-byte weights and both moments (24 bytes),
     reads the gradient (4), writes 16-bit weights and clears the gradient (6).
@@ -119,11 +92,21 @@ def optimizer_seconds(job: Job, layout: Layout) -> Any:
 
 
 def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> Step:
-    """Seconds of one step, on the slowest stage. `rate`: see `rates`, which is the default."""
-    stack, m = job.stack, layout.microbatches(job)
-    rate = rates(job) if rate is None else rate
-    one, head = layer(job, layout, rate), head_seconds(job, layout, rate)
-    matmul, attention, elementwise, again, launch = one
+    """Seconds of one step, on the slowest stage.
+
+    `rate`: FLOP/s of matrix products in the format of the job, and in 16 bits, which attention and the head keep.
+    """
+    stack, chip, m = job.stack, job.chip, layout.microbatches(job)
+    if rate is None:
+        rate = (
+            chip.peak(job.number_format) * efficiency(chip, job.number_format),
+            chip.peak("bf16") * efficiency(chip, "bf16"),
+        )
+    one = matmul, attention, elementwise, again, launch = layer(job, layout, rate)
+    # the head and the loss: what is kept of a logit crosses the memory half as often as what a layer keeps
+    logits = layout.tokens(job) * job.shape.vocab / layout.tp
+    traffic = stack.passes * stack.logit_bytes / 2 * logits / job.chip.hbm
+    head = stack.slowdown * (6 * job.shape.hidden * logits / rate[1] + traffic)
     # the last stage has the head, those before it may have more layers
     middle, last = layers_on(job, layout, MIDDLE), layers_on(job, layout, layout.pp - 1)
     before = middle * sum(one) > last * sum(one) + head
@@ -135,7 +118,6 @@ def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> St
     context = np.maximum(0, sent["context"].seconds - hidden)  # behind attention on the block that is there
     expert = (1 - stack.overlap_ep) * sent["expert"].seconds
     pipeline = sent["pipeline"].seconds * np.where(np.asarray(layout.chunks) > 1, 0.5, 1)
-    pipeline = pipeline + sent["pipeline"].crosses * stack.stall * m
     busy = m * (layers * sum(one) + head) + tensor + context + expert + pipeline
     third = busy / m / 3  # forward and both halves of the backward take about equally long
     bubble = idle(layout.schedule, layout.pp, third, third, third, layout.chunks)
@@ -148,25 +130,3 @@ def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> St
         n * matmul, n * attention, n * elementwise, m * head, n * again, n * launch,
         tensor, context, expert, pipeline, bubble, data, optimizer_seconds(job, layout),
     )  # fmt: skip
-
-
-def timeline(job: Job, layout: Layout) -> tuple[Event, ...]:
-    """The pipeline of one step as predicted events, each action as long as on the slowest stage, sending included."""
-    found, m, p, v = step(job, layout), int(layout.microbatches(job)), int(layout.pp), int(layout.chunks)
-    whole = float(found.total - found.bubble - found.data - found.optimizer) / m / v
-    makers: tuple[Callable[..., schedules.Schedule], ...] = (
-        schedules.gpipe, schedules.one_f_one_b, schedules.zero_bubble, schedules.zero_bubble, schedules.zb_v,
-    )  # fmt: skip
-    plan = schedules.interleaved(p, m, v) if v > 1 else makers[layout.schedule](p, m)
-    share = 2 if layout.schedule == ZB_V else 1  # a rank of a V has two stages
-    return schedules.predict(plan, forward=whole / 3 / share, backward=whole * 2 / 3 / share)
-
-
-def tokens_per_second_per_gpu(job: Job, layout: Layout, total: Any) -> Any:
-    """Tokens per second and GPU of a step of `total` seconds."""
-    return job.batch * job.seq / job.n_gpus / total
-
-
-def mfu(job: Job, rate: Any) -> Any:
-    """Model-FLOP utilisation at `rate` tokens/s/GPU: causal attention, nothing recomputed, dense peak of the format."""
-    return rate * job.shape.flops_per_token(job.seq) / job.chip.peak(job.number_format)

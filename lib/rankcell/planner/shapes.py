@@ -6,9 +6,12 @@ model of a billion parameters).
 
 import csv
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,6 @@ class Shape:
         return self.width * self.kv_heads / self.heads
 
     @property
-    def attention_params(self) -> Any:
-        """Parameters of one attention: queries and output of `width`, keys and values of `kv_width`."""
-        counted = self.hidden * (2 * self.width + 2 * self.kv_width)
-        return self.attention + (self.attention == 0) * counted
-
-    @property
     def matrices(self) -> Any:
         """How many matrices an MLP has: three with a gate, else two."""
         return 2 + 1 * self.gated
@@ -71,7 +68,9 @@ class Shape:
         share = self.moe_layers / self.layers
         dense = self.matrices * self.hidden * self.ffn
         shared = self.hidden * (self.matrices * self.shared_ffn + self.experts)
-        return self.attention_params + (1 - share) * dense + share * shared
+        heads = self.hidden * (2 * self.width + 2 * self.kv_width)  # queries and output, keys and values
+        attention = self.attention + (self.attention == 0) * heads
+        return attention + (1 - share) * dense + share * shared
 
     @property
     def expert_layer_params(self) -> Any:
@@ -120,10 +119,14 @@ MODELS = {row["name"]: _shape(**row) for row in table("models.csv")}
 
 def find(name: str) -> Shape:
     """The model called `name`. Raises ValueError with the nearest names if it is unknown."""
-    if name.lower() in MODELS:
-        return MODELS[name.lower()]
-    near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.3) or list(MODELS)[:3]
-    raise ValueError(
-        f"There is no model called {name!r}. The nearest names are {', '.join(near)}; there are {len(MODELS)}: "
-        f"{', '.join(MODELS)}."
-    )
+    return look_up(name, MODELS, "model")
+
+
+def look_up(name: str, known: Mapping[str, T], what: str) -> T:
+    """The entry of `known` called `name`, in whatever case; ValueError with the nearest names if there is none."""
+    lower = {key.lower(): key for key in known}
+    if name.lower() in lower:
+        return known[lower[name.lower()]]
+    near = difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.2) or list(lower)[:3]
+    nearest = ", ".join(lower[key] for key in near)
+    raise ValueError(f"There is no {what} called {name!r}. The nearest are {nearest}; there are {', '.join(known)}.")

@@ -27,17 +27,12 @@ class Stack:
     overlap_ep: Any = 0.0
     network: Any = 0.8  # the share of the network's rate that the sum of the gradients reaches
     reduce_bytes: Any = 2.0  # of that sum, per parameter
-    stall: Any = 0.0  # seconds lost per micro-batch where a pipeline crosses nodes
     slowdown: Any = 1.0  # of all computation, for reasons nobody published
     weight_bytes: Any = 2.0  # per parameter, as the next two
     gradient_bytes: Any = 4.0
     optimizer_bytes: Any = 12.0
     logit_bytes: Any = 8.0  # per logit
-    norm_copies: Any = 0.0  # this and the next three: see `memory.kept_per_token`
-    attention_copies: Any = 0.0
-    gate_copies: Any = 0.0
-    angles: Any = 0.0
-    end_bytes: Any = 0.0  # per hidden element of a token, around the final norm
+    norm_copies: Any = 0.0  # see `memory.kept_per_token`
     kept_whole: Any = 0.0  # bytes per hidden element of a token, of gathered inputs that are not divided
     masks: Any = False  # whether it keeps the masks of dropout
     # With selective recomputation: the share of the activations that it keeps, and of the forward that it repeats,
@@ -55,16 +50,6 @@ class Stack:
 
 _FITTED = json.loads(files(__package__).joinpath("fitted.json").read_text("utf-8"))
 STACKS = {name: Stack(name=name, **numbers) for name, numbers in _FITTED["stacks"].items()}
-# torch as it is, each operation a kernel of its own, no compiler, as `models.Llama` with torch's attention: counted,
-# not fitted. An RMSNorm in float32 keeps its input and the normalised numbers in it (4 + 4 bytes, where a fused one
-# keeps 2), and both norms of a layer so 6 copies of 2 bytes; attention's result is copied into the order of the
-# tokens; silu keeps what it gives; queries and keys have a table of cosines and one of sines each. The loss: the
-# log-softmax of the logits, its gradient and theirs, 2 bytes each. No workspace is counted.
-# It is about bytes: its times are those of any stack.
-EAGER = Stack(
-    name="eager", norm_copies=6, attention_copies=1, gate_copies=1, angles=4, end_bytes=10, logit_bytes=6,
-    reduce_bytes=4, overlap_tp=0, workspace=0, sequence_parallel=False,
-)  # fmt: skip
 EFFICIENCY: dict[str, dict[str, float]] = _FITTED["efficiency"]
 ERRORS: dict[str, Any] = _FITTED["errors"]
 

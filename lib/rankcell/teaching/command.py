@@ -1,13 +1,22 @@
-"""`rankcell grade FOLDER`: many students' notebooks, judged by the course's own checks."""
+"""`rankcell grade FOLDER`: many students' notebooks, judged by the course's own checks, as a table and as CSV."""
 
+import csv
 import sys
+import textwrap
 import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
 from ..engine import system
-from . import grading, reports, sandbox, submissions
+from . import grading, sandbox
+from .exercises import ExerciseError, Lesson, short_name
+from .grading import FAILED, NOT_JUDGED, PASSED, UNTOUCHED, Judgement
 
+_MARKS = {PASSED: "✓", FAILED: "✗", UNTOUCHED: "·", NOT_JUDGED: "?"}
+_WIDTH = 110
 _WALLED = "Answers ran behind bubblewrap: with processes and a network of their own, and no file outside their folder."
 _OPEN = (
     "Answers were NOT walled off: they could reach the network and your files. Install bubblewrap (`bwrap`, Linux), or "
@@ -36,12 +45,15 @@ def add_command(commands: Any) -> None:
 def run(options: Any) -> int:
     """Judge as the options say and print the table; the number for the shell."""
     try:
-        lessons = grading.lessons_of(options.course)
-        found = submissions.find(options.folder, lessons)
+        lessons = [lesson for path in sorted(options.course.glob("*.ipynb")) if (lesson := Lesson(path)).exercises]
+        if not lessons:
+            why = "--course names the course's own notebooks."
+            raise ExerciseError(f"{options.course} holds no lesson with solutions. {why}")
+        found = grading.submissions(options.folder, lessons)
         if not found:
             names = ", ".join(lesson.name for lesson in lessons)
-            raise grading.GradeError(f"{options.folder} holds no notebook of the course (lessons: {names}).")
-    except grading.GradeError as error:
+            raise ExerciseError(f"{options.folder} holds no notebook of the course (lessons: {names}).")
+    except ExerciseError as error:
         print(f"rankcell grade: {error}", file=sys.stderr)
         return 2
     jobs, walled, began = max(0, options.jobs) or system.available_cores(), sandbox.walls(), time.monotonic()
@@ -52,11 +64,46 @@ def run(options: Any) -> int:
     except KeyboardInterrupt:
         print("rankcell grade: interrupted.", file=sys.stderr)
         return 130
-    print(reports.table(judgements))
+    print(table(judgements))
     took = time.monotonic() - began
     print(f"\n{len(judgements)} exercises in {took:.0f} s. {_WALLED if walled else _OPEN}")
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
-        reports.as_csv(judgements, options.csv)
-    passed, count = reports.score(judgements)
+        with options.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow([field.name for field in fields(Judgement)])
+            writer.writerows(map(astuple, judgements))
+    passed, count = score(judgements)
     return 2 if not count else int(passed < count)
+
+
+def score(judgements: Sequence[Judgement]) -> tuple[int, int]:
+    """How many passed, and of how many that could be judged."""
+    return sum(j.status == PASSED for j in judgements), sum(j.status != NOT_JUDGED for j in judgements)
+
+
+def table(judgements: Sequence[Judgement]) -> str:
+    """A row for each notebook, below it the feedback of what failed; then what failed most."""
+    rows = dict[tuple[str, str], list[Judgement]]()
+    for j in judgements:
+        rows.setdefault((j.student, j.lesson), []).append(j)
+    width, lessons = (max((len(key[k]) for key in rows), default=0) for k in (0, 1))
+    lines = []
+    for (student, lesson), found in rows.items():
+        numbers = [short_name(j.exercise).removeprefix("Exercise ") for j in found]
+        passed, count = score(found)
+        marks = "  ".join(f"{number} {_MARKS[j.status]}" for number, j in zip(numbers, found, strict=True))
+        lines.append(f"{student:{width}}  {lesson:{lessons}}  {passed}/{count}  {marks}")
+        for number, j in zip(numbers, found, strict=True):
+            if j.feedback:
+                said = f"{number}: {' '.join(j.feedback.split())}"
+                lines += textwrap.wrap(said, _WIDTH, initial_indent="    ", subsequent_indent=" " * 7)
+    lines += ["", "✓ passed   ✗ failed   · not begun   ? not judged"]
+    failed = Counter((j.lesson, j.exercise) for j in judgements if j.status == FAILED)
+    lines += ["", "Failed most often:"] if failed else []
+    for (lesson, exercise), count in failed.most_common(5):
+        same = [j for j in judgements if (j.lesson, j.exercise) == (lesson, exercise)]
+        tried = sum(j.status in (PASSED, FAILED) for j in same)
+        said = Counter(j.feedback for j in same if j.status == FAILED).most_common(1)[0][0]
+        lines.append(f"  {lesson}, {exercise}: {count} of {tried}. Most often: {textwrap.shorten(said, _WIDTH)}")
+    return "\n".join(lines)

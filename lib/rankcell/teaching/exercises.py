@@ -150,6 +150,11 @@ class Lesson:
             found[exercise.index] = [cells[j]["source"] for j in inside]
         return found
 
+    def begun(self, cells: Sequence[Cell]) -> dict[int, list[str]]:
+        """The answers that are not missing, and not still the stub."""
+        answers, stubs = self.answers(cells), {e.index: e.stub.strip() for e in self.exercises}
+        return {at: found for at, found in answers.items() if [c.strip() for c in found] not in ([], [stubs[at]])}
+
     def _partners(self, cells: Sequence[Cell]) -> dict[int, int]:
         """The place of a cell of the lesson -> its place among `cells`."""
         ids = {cell.get("id"): j for j, cell in enumerate(cells) if cell.get("id")}

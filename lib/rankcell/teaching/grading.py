@@ -1,4 +1,4 @@
-"""From submissions to judgements: each notebook in sessions of its own, several notebooks at a time.
+"""From a folder of notebooks to judgements: each in sessions of its own, several notebooks at a time.
 
 A session runs the lesson's own cells. Where an exercise comes, it runs the student's answer and the lesson's checks,
 notes what became of them, and goes on with the lesson's solution: a wrong answer costs no later one. A session that a
@@ -9,23 +9,71 @@ The course's own solutions are judged first, in the same way. Where one does not
 nobody's answer is judged; how long it takes is added to what an answer may take.
 """
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-from .exercises import Exercise, ExerciseError, Lesson, is_code, tags
-from .reports import FAILED, NOT_JUDGED, PASSED, UNTOUCHED, Judgement
+from .exercises import Exercise, ExerciseError, Lesson, is_code, read, tags
 from .sandbox import Attempt, Session
-from .submissions import Submission
 
+PASSED, FAILED, UNTOUCHED, NOT_JUDGED = "passed", "failed", "not begun", "not judged"
 _LESSON_SECONDS = 240.0  # for the course's own cells between two exercises: generous, they are known to end
 _SOLUTION_SECONDS = 120.0
 
 
-class GradeError(Exception):
-    """Why nothing can be judged, in words for whoever grades."""
+@dataclass(frozen=True)
+class Submission:
+    """One notebook of one student: the answers that were begun, by the place of the lesson's solution.
+
+    `problem` says why it could not be read, and is empty otherwise.
+    """
+
+    student: str
+    path: Path
+    lesson: str
+    answers: dict[int, list[str]]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One exercise of one student: `status`, and the feedback that the student would read."""
+
+    student: str
+    lesson: str
+    exercise: str
+    status: str
+    feedback: str = ""
+
+
+def submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission]:
+    """The notebooks in `folder` whose names hold that of a lesson, by student and lesson. Nothing in them is run.
+
+    A student is the first folder in `folder` on the way to the notebook; of notebooks in `folder` itself it is what
+    the file's name has besides that of the lesson, and the name of `folder` if that is nothing. Of several copies of
+    a lesson the one that was saved last counts.
+    """
+    newest = dict[tuple[str, str], Submission]()
+    paths = [path for path in folder.rglob("*.ipynb") if path.is_file()]
+    for path in sorted(paths, key=lambda path: (path.stat().st_mtime, path)):
+        inside = path.relative_to(folder)
+        lesson = next((one for one in lessons if one.name in path.stem), None)
+        if lesson is None or any(part.startswith(".") for part in inside.parts):
+            continue
+        answers, problem = dict[int, list[str]](), ""
+        try:
+            answers = lesson.begun(read(path))
+        except ExerciseError as error:
+            problem = str(error)
+        rest = re.sub(r"^[\W_]+|[\W_]+$", "", inside.stem.replace(lesson.name, ""))
+        name = inside.parts[0] if len(inside.parts) > 1 else rest or folder.resolve().name
+        student = "".join(c if c.isprintable() else "?" for c in name)
+        newest[student, lesson.name] = Submission(student, path, lesson.name, answers, problem)
+    return [newest[key] for key in sorted(newest)]
 
 
 class Playback:
@@ -38,18 +86,18 @@ class Playback:
         self._spoilt = False  # whether an answer has failed in this session
 
     def judge(self, exercise: Exercise, answer: Sequence[str], seconds: float) -> Attempt:
-        """How the answer and its checks fare; `limit` is "lesson" where the cells before it fail, whatever it does."""
+        """How the answer and its checks fare; it is not `judged` where the cells before it fail, whatever it does."""
         for _ in range(2):
             failed_before = self._spoilt
             self._session = session = self._session or self._begin()
             if problem := self._advance(session, exercise.index):
-                attempt = Attempt(f"the cells before the exercise fail: {problem}", limit="lesson")
+                attempt = Attempt(f"the cells before the exercise fail: {problem}", judged=False)
             else:
                 checks = [self._lesson.cells[i]["source"] for i in exercise.checks]
                 attempt = session.run([*answer, *checks], seconds, self._given_up)
                 self._spoilt |= bool(attempt.error)
-            again = attempt.limit == "lesson" or (attempt.error and failed_before)
-            if again or attempt.limit:
+            again = not attempt.judged or (attempt.error and failed_before)
+            if again or attempt.over:
                 self.close()
             if not again:
                 break
@@ -63,7 +111,7 @@ class Playback:
             cells = [self._lesson.cells[i]["source"] for i in places]
             attempt = session.run(cells, _LESSON_SECONDS, self._given_up)
             deliberate = "raises-exception" in tags(self._lesson.cells[places[attempt.place]])
-            if attempt.limit or (attempt.error and not deliberate):
+            if attempt.over or (attempt.error and not deliberate):
                 return attempt.error
             places = places[attempt.place + 1 :]
         return ""
@@ -85,17 +133,21 @@ class Grader:
     """
 
     def __init__(self, course: Path, lessons: Sequence[Lesson], *, seconds: float, jobs: int, walled: bool) -> None:
-        self._course, self._lessons = course, {lesson.name: lesson for lesson in lessons}
-        self._seconds, self._jobs, self._walled = seconds, jobs, walled
+        self._lessons = {lesson.name: lesson for lesson in lessons}
+        self._begin = lambda: Session(walled=walled, recorded=course / "recorded")
+        self._seconds, self._jobs = seconds, jobs
         self._stopped = threading.Event()
         self._own: dict[str, dict[int, Attempt]] = {}  # lesson -> how its own solutions fare, by place
 
     def grade(self, found: Sequence[Submission], tell: Callable[[Submission], None]) -> list[Judgement]:
         """Judge all answers; `tell` hears of each notebook that is judged. Ctrl-C ends all sessions."""
-        begun: dict[str, set[int]] = {}
+        begun = {one.lesson: set[int]() for one in found}
         for one in found:
-            if answers := self._answers(one):
-                begun.setdefault(one.lesson, set()).update(answers)
+            begun[one.lesson] |= one.answers.keys()
+
+        def solved(name: str) -> dict[int, Attempt]:
+            own = {e.index: [e.solution] for e in self._lessons[name].exercises if e.index in begun[name]}
+            return self._attempts(name, {at: (cells, _SOLUTION_SECONDS) for at, cells in own.items()})
 
         def judged(one: Submission) -> list[Judgement]:
             judgements = self._judgements(one)
@@ -104,38 +156,17 @@ class Grader:
 
         with ThreadPoolExecutor(self._jobs) as pool:
             try:
-                own = {name: pool.submit(self._own_solutions, name, places) for name, places in begun.items()}
-                self._own = {name: task.result() for name, task in own.items()}
-                tasks = [pool.submit(judged, one) for one in found]
-                return [judgement for task in tasks for judgement in task.result()]
+                self._own = dict(zip(begun, pool.map(solved, begun), strict=True))
+                return [judgement for judgements in pool.map(judged, found) for judgement in judgements]
             except KeyboardInterrupt:
                 self._stopped.set()
-                pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _answers(self, one: Submission) -> dict[int, list[str]]:
-        """The answers that were begun: not those that are missing, or still the stub."""
-        exercises = self._lessons[one.lesson].exercises if one.answers else []
-        found = {e.index: one.answers.get(e.index, []) for e in exercises}
-        stubs = {e.index: [e.stub.strip()] for e in exercises}
-        return {at: cells for at, cells in found.items() if [c.strip() for c in cells] not in ([], stubs[at])}
-
-    def _own_solutions(self, name: str, places: set[int]) -> dict[int, Attempt]:
-        answers = {e.index: [e.solution] for e in self._lessons[name].exercises if e.index in places}
-        return self._attempts(name, answers, dict.fromkeys(answers, _SOLUTION_SECONDS))
-
-    def _attempts(
-        self, name: str, answers: Mapping[int, Sequence[str]], seconds: Mapping[int, float]
-    ) -> dict[int, Attempt]:
-        if not answers:
-            return {}
-
-        def begin() -> Session:
-            return Session(walled=self._walled, recorded=self._course / "recorded")
-
-        with closing(Playback(self._lessons[name], begin, self._stopped.is_set)) as playback:
+    def _attempts(self, name: str, answers: Mapping[int, tuple[Sequence[str], float]]) -> dict[int, Attempt]:
+        """How answers fare that may take so many seconds, by the places of their exercises."""
+        with closing(Playback(self._lessons[name], self._begin, self._stopped.is_set)) as playback:
             return {
-                e.index: playback.judge(e, answers[e.index], seconds[e.index])
+                e.index: playback.judge(e, *answers[e.index])
                 for e in self._lessons[name].exercises
                 if e.index in answers and not self._stopped.is_set()
             }
@@ -143,16 +174,16 @@ class Grader:
     def _judgements(self, one: Submission) -> list[Judgement]:
         if one.problem:
             return [Judgement(one.student, one.lesson, "the notebook", NOT_JUDGED, one.problem)]
-        answers, own = self._answers(one), self._own.get(one.lesson, {})
-        seconds = {at: self._seconds + 2 * own[at].seconds for at in answers if not _problem(own[at])}
-        attempts = self._attempts(one.lesson, {at: answers[at] for at in seconds}, seconds)
+        own = self._own[one.lesson]
+        seconds = {at: self._seconds + 2 * own[at].seconds for at in one.answers if not _problem(own[at])}
+        attempts = self._attempts(one.lesson, {at: (one.answers[at], limit) for at, limit in seconds.items()})
         found = []
         for exercise in self._lessons[one.lesson].exercises:
             at, status, feedback = exercise.index, UNTOUCHED, ""
             if at in attempts:
                 feedback = attempts[at].error
-                status = NOT_JUDGED if attempts[at].limit == "lesson" else FAILED if feedback else PASSED
-            elif at in answers:
+                status = NOT_JUDGED if not attempts[at].judged else FAILED if feedback else PASSED
+            elif at in one.answers:
                 status, feedback = NOT_JUDGED, _problem(own[at])
             found.append(Judgement(one.student, one.lesson, exercise.text, status, feedback))
         return found
@@ -163,15 +194,3 @@ def _problem(own: Attempt) -> str:
     if own.skipped:
         return "a cell that its checks need is skipped on this machine"
     return f"the course's own solution fails on this machine: {own.error}" if own.error else ""
-
-
-def lessons_of(folder: Path) -> list[Lesson]:
-    """The lessons of a course that have exercises. Raises GradeError where there are none."""
-    try:
-        found = [Lesson(path) for path in sorted(folder.glob("*.ipynb"))]
-    except ExerciseError as error:
-        raise GradeError(str(error)) from None
-    found = [lesson for lesson in found if lesson.exercises]
-    if not found:
-        raise GradeError(f"{folder} holds no lesson with solutions. --course names the course's own notebooks.")
-    return found

@@ -21,7 +21,6 @@ from typing import Any
 from . import exercises
 
 FILE = "rankcell-progress.json"
-SOLVED = "solved"
 
 
 def load(shell: Any) -> None:
@@ -36,14 +35,14 @@ def load(shell: Any) -> None:
 
 def line(_: Sequence[str] = ()) -> "ProgressTable":
     """What `%ranks progress` shows: each lesson in the notebook's folder with its exercises."""
-    rows: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[str, bool]] = {}
     notebook = _this_notebook()
     for path in sorted(notebook.parent.glob("*.ipynb")) if notebook else ():
         with contextlib.suppress(exercises.ExerciseError):
             roles = roles_in(exercises.read(path)).values()
             done = _kept(path.parent).get(path.stem, {})
             if texts := [role.texts[0] for role in roles if role.kind == "answer"]:
-                rows[path.stem] = {text: done.get(text, "") for text in texts}
+                rows[path.stem] = {text: text in done for text in texts}
     return ProgressTable(rows)
 
 
@@ -144,7 +143,7 @@ class CellFollower:
         """Keep a tick, for good; a full disk must not cost a student the cell."""
         folder = self._notebook.parent
         known = _kept(folder)
-        known.setdefault(self._notebook.stem, {})[text] = SOLVED
+        known.setdefault(self._notebook.stem, {})[text] = "solved"
         draft = folder / f".{FILE}.{os.getpid()}.part"
         try:
             draft.write_text(json.dumps({"lessons": known}, ensure_ascii=False, indent=1) + "\n", "utf-8")
@@ -153,20 +152,20 @@ class CellFollower:
             print(f"{FILE} cannot be written in the notebook's folder ({error.strerror}).", file=sys.stderr)
 
 
+@dataclass(frozen=True, repr=False)
 class ProgressTable:
     """Lessons and their exercises, each solved or open."""
 
-    def __init__(self, rows: Mapping[str, Mapping[str, str]]) -> None:
-        self.rows = rows
+    rows: Mapping[str, Mapping[str, bool]]
 
     def __repr__(self) -> str:
         if not self.rows:
             return "Exercises are counted in the copies for students (`make student`), opened in JupyterLab."
         width = max(map(len, self.rows))
         lines = []
-        for lesson, states in self.rows.items():
-            marks = " ".join("✓" if state == SOLVED else "·" for state in states.values())
-            lines.append(f"{lesson:{width}}  {[*states.values()].count(SOLVED)} of {len(states)}  {marks}")
+        for lesson, solved in self.rows.items():
+            marks = " ".join("✓" if done else "·" for done in solved.values())
+            lines.append(f"{lesson:{width}}  {sum(solved.values())} of {len(solved)}  {marks}")
         return "\n".join([*lines, "✓ solved   · open"])
 
 
@@ -177,8 +176,8 @@ def _this_notebook() -> Path | None:
 
 
 def _kept(folder: Path) -> dict[str, dict[str, str]]:
-    """Lesson -> exercise -> its state; nothing where nothing can be read."""
+    """Lesson -> its solved exercises; nothing where nothing can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         lessons = json.loads((folder / FILE).read_text("utf-8"))["lessons"]
-        return {lesson: {t: s for t, s in of.items() if s == SOLVED} for lesson, of in lessons.items()}
+        return {lesson: dict.fromkeys(of, "solved") for lesson, of in lessons.items()}
     return {}

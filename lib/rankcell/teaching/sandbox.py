@@ -30,16 +30,13 @@ _MARK = "RANKCELL_SESSION"
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a few cells ended: the `error` of the one at `place` (empty if all went well), and the seconds they took.
-
-    `limit` is "time", "memory", "processes" or "killed" where the session was ended; `skipped` says that a cell needs
-    what this machine does not have.
-    """
+    """How a few cells ended: the `error` of the one at `place` (empty if all went well), and the seconds they took."""
 
     error: str = ""
     place: int = 0
-    skipped: bool = False
-    limit: str = ""
+    skipped: bool = False  # a cell needs what this machine does not have
+    judged: bool = True  # they were run at all
+    over: bool = False  # the session has ended
     seconds: float = 0.0
 
 
@@ -100,21 +97,19 @@ class Session:
                 return Attempt(**json.loads(line), seconds=took)
             if ready or ended:
                 return self._ended(took)
-            limit, error = self._broken_limit()
+            error = "was given up" if given_up() else self._broken_limit()
             if took > seconds and (self._core_seconds() - used > seconds or took > _BUSY * seconds):
-                limit, error = "time", f"did not end within {seconds:.0f} s"
-            if given_up():
-                limit, error = "given up", "was given up"
-            if limit:
+                error = f"did not end within {seconds:.0f} s"
+            if error:
                 self.close()
-                return Attempt(error, limit=limit, seconds=took)
+                return Attempt(error, over=True, seconds=took)
 
     def _ended(self, took: float) -> Attempt:
         code = self._process.wait()
         code = 128 - code if self._walled and code > 128 else code  # what bubblewrap makes of a signal
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended itself (exit code {code})"
         self.close()
-        return Attempt(f"the notebook's process {how}", limit="killed", seconds=took)
+        return Attempt(f"the notebook's process {how}", over=True, seconds=took)
 
     def _processes(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
@@ -130,18 +125,16 @@ class Session:
                 found += sum(process.cpu_times()[:4])
         return found
 
-    def _broken_limit(self) -> tuple[str, str]:
+    def _broken_limit(self) -> str:
         processes = self._processes()
         if len(processes) > PROCESSES:
-            return "processes", f"had {len(processes)} processes at once; {PROCESSES} are allowed"
+            return f"had {len(processes)} processes at once; {PROCESSES} are allowed"
         used = 0
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 memory = process.memory_info()
                 used += memory.rss - getattr(memory, "shared", 0)
-        if used > MEMORY:
-            return "memory", f"took {used / 2**30:.1f} GiB of memory; {MEMORY >> 30} GiB are allowed"
-        return "", ""
+        return f"took {used / 2**30:.1f} GiB of memory; {MEMORY >> 30} GiB are allowed" if used > MEMORY else ""
 
     def close(self) -> None:
         """End it with all that it has started, and remove its folder."""
