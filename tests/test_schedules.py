@@ -1,7 +1,6 @@
 """Schedules by arithmetic: every action once and in order, bubbles and peaks by formula, clear refusals."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed.pipelining import schedules as theirs
@@ -11,7 +10,7 @@ from rankcell import schedules as s
 SIZES = [(p, m) for p in range(1, 6) for m in (*range(1, p + 2), 2 * p, 2 * p + 1, 3 * p - 1)]
 MAKERS = {
     "naive": s.naive, "GPipe": s.gpipe, "1F1B": s.one_f_one_b, "interleaved": s.interleaved,
-    "zero bubble": s.zero_bubble, "ZB-V": s.zb_v,
+    "zero bubble": s.zero_bubble,
 }  # fmt: skip
 EVERY = [(name, p, m, ()) for name in MAKERS if name != "interleaved" for p, m in SIZES]
 EVERY += [("interleaved", p, m, (v,)) for p, m in SIZES for v in (1, 2, 3)]
@@ -26,19 +25,18 @@ def test_an_action_is_written_as_torch_writes_it():
 
 def test_every_action_comes_after_what_it_needs():
     for name, p, m, options in EVERY:
-        plan, folded = MAKERS[name](p, m, *options), name == "ZB-V"
+        plan = MAKERS[name](p, m, *options)
         when, events = s.rounds(plan), s.predict(plan, forward=1.0, backward=2.5, send=0.25)
         found = dict(s.actions_of(events))
-        chunks = 2 if folded else options[0] if options else 1
+        chunks = options[0] if options else 1
         halves = {(a.stage, a.microbatch) for a in found if a.kind == "I"}
         assert len(found) == len(when) == 2 * p * chunks * m + len(halves)
         sizes = (plan.n_ranks, plan.n_stages, plan.n_microbatches, plan.chunks)
         assert sizes == (p, p * chunks, m, chunks)
-        home = lambda k: min(k, 2 * p - 1 - k) if folded else k % p  # noqa: B023
         for action, event in found.items():
-            assert event.rank == home(action.stage) and event.predicted
+            assert event.rank == action.stage % p and event.predicted
             for before in plan.needs(action):
-                far = home(before.stage) != event.rank
+                far = before.stage % p != event.rank
                 assert found[before].end + (0.25 if far else 0.0) <= event.start + 1e-9
                 assert when[before] < when[action]
         for rank in range(p):
@@ -70,16 +68,6 @@ def test_bubbles_and_peaks_are_those_of_the_formulas():
         assert s.length(events) - m * 2.9 == pytest.approx((p - 1) * 1.1)
 
 
-def test_zb_v_idles_only_at_the_ends():
-    for p in range(1, 7):
-        for m in (2 * p, 2 * p + 1, 5 * p):
-            plan = s.zb_v(p, m)  # a chunk takes 1 forward, 1 for I and 1 for W: a rank 2, 2 and 2
-            assert s.length(s.predict(plan, forward=1.0, backward=2.0)) - 2 * 3 * m == p - 1
-            held = s.peak_in_flight(plan)
-            assert set(held) <= {2 * p - 1, 2 * p} and max(held) == 2 * p
-        assert max(s.peak_in_flight(s.zb_v(p, 1))) == 2  # one micro-batch is on both ways at the last rank
-
-
 def test_schedules_equal_those_of_torch():
     for name, make in MAKERS.items():
         for p, m in ((1, 1), (2, 4), (3, 4), (4, 8), (4, 13)):
@@ -87,7 +75,6 @@ def test_schedules_equal_those_of_torch():
             texts = [[str(a) for a in actions] for actions in plan.actions]
             lists = {rank: [theirs._Action.from_str(a) for a in mine] for rank, mine in enumerate(texts)}
             theirs._validate_schedule(lists, p, plan.n_stages, m)
-            maker = SimpleNamespace(pp_group_size=p, _n_microbatches=m, _num_stages=2 * p, num_stages=2 * p)
             for rank, mine in enumerate(texts):
                 if name == "interleaved" and m % p == 0:
                     warmup = min(2 * (p - 1 - rank) + p, 2 * m)
@@ -96,12 +83,6 @@ def test_schedules_equal_those_of_torch():
                     turns = (warmup, 2 * m - warmup, warmup)
                     found = theirs._get_1f1b_rank_ops(2, p, *turns, rank, forward, backward)
                     assert mine == [str(a) for a in found if a is not None]
-                if name == "ZB-V" and m >= 2 * p:
-                    found = theirs.ScheduleZBVZeroBubble._calculate_single_rank_operations(maker, rank)
-                    found = [str(part) for a in found if a is not None for part in (a.sub_actions or [a])]
-                    # of gradients that nobody waits for, ours has the oldest first
-                    assert [t for t in found if "W" not in t] == [t for t in mine if "W" not in t]
-                    assert sorted(found) == sorted(mine)
 
 
 STUCK = """The schedule never ends:

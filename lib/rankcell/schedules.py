@@ -8,7 +8,6 @@ costs a fixed number of seconds here, none unless you say so, and links are neve
 """
 
 import itertools
-from collections import Counter, deque
 from collections.abc import Iterable
 
 from .actions import Action, Schedule, ScheduleError, rounds, schedule
@@ -16,7 +15,7 @@ from .results import Event
 
 __all__ = [
     "Action", "Schedule", "ScheduleError", "actions_of", "gpipe", "idle_share", "interleaved", "length",
-    "naive", "one_f_one_b", "peak_in_flight", "predict", "rounds", "schedule", "zb_v", "zero_bubble",
+    "naive", "one_f_one_b", "peak_in_flight", "predict", "rounds", "schedule", "zero_bubble",
 ]  # fmt: skip
 
 # The schedules
@@ -85,54 +84,6 @@ def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
         actions += [Action(rank, "W", j) for j in range(done, n_microbatches)]
         lists.append(actions)
     return schedule("zero bubble", lists)
-
-
-def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """ZB-V: two chunks per rank in a V, down to the last rank and back, and backwards in two halves.
-
-    Stages s and 2p - 1 - s live on rank s. Where F, I and W of a chunk take the same time t and m is at least 2p - 1, a
-    rank idles for (p - 1) t at the start of a step and at its end together, and never in between. It keeps at most 2p
-    chunks' shares, as much as p whole micro-batches. Qi et al., https://arxiv.org/abs/2401.10241, section 6 (2023).
-    """
-    p, n = n_ranks, max(n_microbatches, 2 * n_ranks - 1)  # with fewer, as if they were there
-    lists = []
-    for r in range(p):
-        phases = [
-            (2 * (p - r) - 1, "F0"),  # until the first micro-batch has come back to this rank
-            (r, "F1 F0"),
-            (p - r, "F1 I1 W"),  # until the first gradient has gone round
-            (n - 2 * p + 1 + r, "F0 I0 W F1 I1 W"),
-            (p - 1 - r, "I0 W F1 I1 W"),
-            (r, "I0 I1"),  # no forwards are left: first what others wait for
-            (p - r, "I0 W"),
-            (2 * r, "W"),
-        ]
-        lists.append(_in_a_v(r, p, n_microbatches, phases))
-    return schedule("ZB-V", lists)
-
-
-def _in_a_v(rank: int, n_ranks: int, n_microbatches: int, phases: list[tuple[int, str]]) -> list[Action]:
-    """The list of a rank with two stages in a V: each phase repeats its actions so many times.
-
-    "F0" is the forward of the stage on the way down for its next micro-batch, "F1" of the one on the way back; "W" is
-    the oldest weight gradient that an "I" put off. Micro-batches that there are not are left out.
-    """
-    stages = rank, 2 * n_ranks - 1 - rank
-    following: Counter[tuple[int, str]] = Counter()
-    put_off: deque[Action] = deque()
-    actions = []
-    for times, names in phases:
-        for name in names.split() * times:
-            if name == "W":
-                actions.append(put_off.popleft())
-                continue
-            kind, stage = name[0], stages[int(name[1])]
-            direction = stage, "F" if kind == "F" else "B"
-            actions.append(Action(stage, kind, following[direction]))
-            if kind == "I":
-                put_off.append(Action(stage, "W", following[direction]))
-            following[direction] += 1
-    return [action for action in actions if action.microbatch < n_microbatches]
 
 
 def _one_f_one_b(rank: int, n_ranks: int, n_microbatches: int, backward: str) -> list[Action]:
