@@ -9,7 +9,7 @@ It computes nothing about ranks and draws nothing.
 import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,13 +28,9 @@ class CheckFailed(UserFacingError, AssertionError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A check that held: a sentence with its numbers, or one per line.
-
-    `measured` has the numbers by which answers can be compared: "bytes".
-    """
+    """A check that held: a sentence with its numbers, or one per line."""
 
     text: str
-    measured: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         return "\n".join(f"✓ {line}" for line in self.text.split("\n"))
@@ -60,16 +56,12 @@ def every(*verdicts: Verdict, says: str = "") -> Verdict:
     for verdict in verdicts:
         if not getattr(verdict, "ok", True):
             _fail(verdict.text)
-    measured = {name: number for v in verdicts for name, number in getattr(v, "measured", {}).items()}
     times = Counter(verdict.text for verdict in verdicts)  # a check for each rank says the same for each
-    return Verdict(says or "\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()), measured)
+    return Verdict(says or "\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()))
 
 
 def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0, name: str = "") -> Verdict:
-    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected.
-
-    `name` says what they are, "bytes that rank 0 sent", in the verdict and to a wrong answer.
-    """
+    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected; `name` says what they are."""
     worst, count = _compare(actual, expected, rtol, atol, of=name)
     head = name or ("as expected" if count == 1 else f"{count:,} numbers as expected")
     return Verdict(f"{head}: {_show(actual)}{_within(worst, expected)}")
@@ -128,10 +120,7 @@ def _hint(why: str) -> str:
 
 
 def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -> Verdict:
-    """Every rank made exactly these calls, in this order, such as `["all_gather", "all_reduce"]`; none: `[]`.
-
-    `what` names the part of the work ("forward"), `why` is what a wrong answer is told beside the calls.
-    """
+    """Every rank made exactly these calls, in this order; `what` is the part of the work, `why` a hint."""
     of = f"{what}: " if what else ""
     wanted = ", ".join(expected) or "nothing"
     if not run.ran:
@@ -154,15 +143,11 @@ def bytes_match(measured: float, formula: float, *, rtol: float = 0.05) -> Verdi
             f"The difference is {off:,.0f} bytes, allowed are {rtol * abs(formula):,.0f} ({rtol:.0%})."
         )
     said = f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: {ratio:.3f} of it (allowed ± {rtol:.0%})"
-    return Verdict(said, {"bytes": float(measured)})
+    return Verdict(said)
 
 
 def against(
-    run: Run,
-    one: Any,
-    *,
-    mesh: Mapping[str, int] | None = None,
-    names: Mapping[str, str] | None = None,
+    run: Run, one: Any, *, mesh: Mapping[str, int] | None = None, names: Mapping[str, str] | None = None
 ) -> Any:
     """How the tensors that the ranks traced make up those of one process, and which went wrong first.
 
@@ -180,38 +165,6 @@ def against(
         NothingToCompare: the Run or the trace is none, or no name is in both.
     """
     return extensions.find("check.against")(run, one, mesh=mesh, names=names)
-
-
-def diagnosed(first: Any, held: str, said: Mapping[str, str]) -> Verdict:
-    """That `said` is right about the first wrong tensor of a training: its "kind", how it is "held", what is "missing".
-
-    check.diagnosed(case.first, look(case.first), {"kind": "output", "held": "parts", "missing": "a division"})
-
-    `case` is what `against` gave back, and `held` how the ranks hold the tensor, in the words of `draw.held.look`.
-
-    Raises:
-        ValueError: nothing is known to be missing where a tensor of this kind is held so.
-    """
-    if (missing := _MISSING.get((first.kind, held))) is None:
-        raise ValueError(
-            f"Nothing is known to be missing where the ranks hold a `{first.kind}` as {held!r}: run the cell that "
-            "makes the case again, unchanged."
-        )
-    yours = [said.get(name) for name in ("kind", "held", "missing")]
-    return every(
-        that(yours[0] == first.kind, f"the first that is not as it should be is of the kind {yours[0]!r}"),
-        that(yours[1] == held, f"the ranks hold it as {yours[1]!r}"),
-        that(yours[2] == missing, f"what is missing is {yours[2]!r}"),
-    )
-
-
-# What is missing in a training whose first wrong tensor is of this kind and held so.
-_MISSING = {
-    ("grad", "multiple"): "a division",
-    ("grad", "its own on each"): "some weights in the average",
-    ("grad", "partial sum"): "an all-reduce after the backward",
-    ("grad_output", "partial sum"): "an all-reduce in the backward",
-}
 
 
 def _fail(sentence: str) -> NoReturn:
@@ -243,14 +196,7 @@ def _leaves(value: Any, name: str = "") -> dict[str, np.ndarray]:
 
 
 def _compare(
-    actual: Any,
-    expected: Any,
-    rtol: float,
-    atol: float,
-    owner: str = "expected",
-    other: str = "got",
-    *,
-    of: str = "",
+    actual: Any, expected: Any, rtol: float, atol: float, owner: str = "expected", other: str = "got", *, of: str = ""
 ) -> tuple[float, int]:
     """Largest difference and how many numbers were compared; raises where one is beyond the tolerance."""
     of = f"{of}: " if of else ""

@@ -55,9 +55,7 @@ class RankError(_WithRun, RuntimeError):
 
 
 class Deadlock(RankError):
-    """The ranks wait for each other, or for a rank that will never answer: proved from what each of them
-    waits for.
-    """
+    """The ranks wait for each other, or for a rank that will never answer: proved from what each of them waits for."""
 
 
 class RankTimeout(RankError):

@@ -13,8 +13,6 @@ from typing import Any
 TABLE = {
     "%ranks doctor": "doctor:line",
     "%ranks progress": "teaching.progress:line",
-    "--against": "compare.replay:against",  # (run, model) -> the run with what one process says of it
-    "--against, on ranks": "compare.replay:Follow",  # around the cell, given the rank's recorder
     "--nodes": "nodes.allocation:Nodes",  # (world_size, nodes, device) -> the host of the world
     "check.against": "compare.judge:compare",
     "rankcell.memory": "observers.meter:measure",

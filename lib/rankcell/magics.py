@@ -56,9 +56,8 @@ class RankMagics(Magics):
     def ranks(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on several real ranks, and show what each of them said.
 
-        On every rank the names rank, world_size, device, torch and dist are there, and all names that earlier
-        %%ranks cells of the same world defined. The value is a Run: run.ranks[2].stdout, run.values,
-        run.events.
+        On every rank the names rank, world_size, device, torch and dist are there, and all names that earlier %%ranks
+        cells of the same world defined. The value is a Run: run.ranks[2].stdout, run.values, run.events.
 
             %%ranks 4 --pull x -o run
             x = torch.ones(3, device=device) * rank
@@ -72,7 +71,6 @@ class RankMagics(Magics):
             return self._line(line)
         options = source.parse_line(line)
         push = self._pushed(options.push or ())
-        model = self._model(options.against)
         text = self._translated(cell)
         live = _Live()
         ranks = self._world(options, live)
@@ -84,7 +82,6 @@ class RankMagics(Magics):
                 pull=options.pull or (),
                 timeout=options.timeout,
                 values=options.values,
-                around=f"rankcell.{extensions.TABLE['--against, on ranks']}" if model is not None else "",
                 filename=self._name_of_cell(),
                 on_update=live.update,
             )
@@ -99,12 +96,6 @@ class RankMagics(Magics):
             raise
         live.end()
         _tell(ranks)
-        if model is not None:
-            try:
-                run = extensions.find("--against")(run, model)
-            except ValueError:  # it cannot say anything; the run is there all the same
-                self._keep(run, options)
-                raise
         return self._keep(run, options)
 
     def _pushed(self, names: Sequence[str]) -> dict[str, Any]:
@@ -115,18 +106,6 @@ class RankMagics(Magics):
                 f"cell first. No rank has run."
             )
         return {n: self.shell.user_ns[n] for n in names}
-
-    def _model(self, name: str | None) -> Any:
-        """The model that `--against` names."""
-        if name is None:
-            return None
-        model = self.shell.user_ns.get(name)
-        if not hasattr(model, "named_modules"):
-            what = f"is {errors.plain_value(model)}" if name in self.shell.user_ns else "is not there"
-            raise errors.OptionError(
-                f"--against needs a model of the notebook, and {name} {what}. Define it in an ordinary cell first."
-            )
-        return model
 
     def _translated(self, cell: str) -> str:
         """The cell with its magics translated; `%%ranks` is line 1, as the notebook counts."""
@@ -173,10 +152,7 @@ class RankMagics(Magics):
         return ranks
 
     def _keep(self, run: Run, options: Any) -> Run:
-        """Give the notebook the names that it asked for; the run that is the cell's value, which Out keeps.
-
-        Pulled values are held by their names alone, so that `del name` frees them.
-        """
+        """Give the notebook the names it asked for; the run for Out, without them, so that `del name` frees memory."""
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
         if options.out:
@@ -309,21 +285,14 @@ def _misplaced(line: str) -> None:
     )
 
 
-def _with_verdict(run: Run, text: str, how: str) -> str:
-    """What a run shows, and below it what `--against` found."""
-    return text if run.against is None else f"{text}\n{getattr(run.against, how)()}"
-
-
 def load(shell: Any) -> RankMagics:
     """Register the magics, the display of a Run and the completion with an IPython shell."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
     shell.register_magic_function(_misplaced, "line", "%ranks")
     formatters = shell.display_formatter.formatters
-    formatters["text/plain"].for_type(
-        Run, lambda run, p, cycle: p.text(_with_verdict(run, page.as_text(run), "__repr__"))
-    )
-    formatters["text/html"].for_type(Run, lambda run: _with_verdict(run, page.as_html(run), "_repr_html_"))
+    formatters["text/plain"].for_type(Run, lambda run, p, cycle: p.text(page.as_text(run)))
+    formatters["text/html"].for_type(Run, page.as_html)
     shell.Completer.custom_matchers.append(magics.match)
     shell.object_inspect_mime = partial(_inspect, shell)  # what Shift+Tab asks
     # Threads of OpenMP spin while they wait for the next product, and take the cores from the ranks: on two busy cores
@@ -361,8 +330,6 @@ def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
 
 
 def _import_torch() -> None:
-    """Only while no cell runs: two threads that import parts of torch at once may each hold a lock that the other one
-    needs, and Python then raises in one of them.
-    """
+    """Only while no cell runs: two threads that import parts of torch at once may wait for each other's locks."""
     with contextlib.suppress(Exception):  # whoever needs it meets the error
         import torch.multiprocessing  # noqa: F401

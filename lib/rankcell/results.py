@@ -11,10 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Values:
-    """Contents of one operation's tensors, flattened: one tuple of numbers per tensor.
-
-    For an in-place operation (all-reduce, broadcast) input and output are the same tensor.
-    """
+    """Contents of one operation's tensors, flattened: one tuple of numbers per tensor; in place, both are the same."""
 
     input_before: tuple[tuple[float, ...], ...]
     output_before: tuple[tuple[float, ...], ...]
@@ -23,9 +20,8 @@ class Values:
 
 @dataclass(frozen=True)
 class Watched:
-    """What the array named by `rankcell.watch` held, flattened: when an operation of the rank was called, and
-    when the rank called its next one, or left the block. `part` is where in it the operation's tensor lies,
-    from and up to; None if that tensor is no part of it.
+    """What the array named by `rankcell.watch` held, flattened: when an operation was called, and when the rank called
+    its next one. `part` is where in it the operation's tensor lies, from and up to; None if it does not.
     """
 
     before: tuple[float, ...]
@@ -144,9 +140,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication as a rank called it: its text ("all_reduce(float32[4])"), the line of the cell or of `file`, and
-    the how-many-th call of its group in the cell.
-    """
+    """A communication as a rank called it; the `nth` of its group in the cell. `text` is "all_reduce(float32[4])"."""
 
     text: str
     line: int = 0
@@ -216,9 +210,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Connection:
-    """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count. Its two ends are
-    named by address and port.
-    """
+    """Bytes that moved on one TCP connection of a rank in a cell, by the kernel; its ends are address and port."""
 
     ours: str
     theirs: str
@@ -291,7 +283,6 @@ class Run:
     seconds: float = 0.0
     pulled: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     standstill: tuple[Standing, ...] = ()  # where the ranks stood, if the cell had to be ended
-    against: Any = None  # with `--against`: the `Comparison` with one process
 
     def forget_details(self) -> None:
         """Let go of events, memory samples and traces; what was printed, shown and returned stays."""
@@ -325,8 +316,7 @@ class Run:
 
     @property
     def wire(self) -> tuple[tuple[int, ...], ...] | None:
-        """Bytes that really arrived at rank j from rank i in the cell: `wire[i][j]`, by the kernel's TCP
-        counters.
+        """Bytes that really arrived at rank j from rank i in the cell: `wire[i][j]`, by the kernel's TCP counters.
 
         Headers of gloo's messages are counted too. Counted where they arrive: a send may return before its
         last bytes have left. None where there are no such counters (nccl, macOS).

@@ -80,8 +80,6 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in"}),
     (("--start",), {"choices": ("forkserver", "spawn"), "default": "forkserver", "help":
         "how ranks are started: from a process that has torch, or as torch.multiprocessing.spawn does"}),
-    (("--against",), {"type": _name, "metavar": "MODEL", "help":
-        "compare the cell's one forward and backward with those of this model, in one process"}),
     (("--values",), {"action": "store_true", "help": "record what the tensors of every communication held"}),
 )
 # fmt: on
@@ -96,10 +94,7 @@ def parser() -> argparse.ArgumentParser:
     """That of the words behind `%%ranks`."""
     made = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False)
     made.add_argument(
-        "world_size",
-        nargs="?",
-        type=_whole("number of ranks", "`%%ranks 4`", 1),
-        help="how many ranks: `%%%%ranks 4`",
+        "world_size", nargs="?", type=_whole("number of ranks", "`%%ranks 4`", 1), help="how many ranks: `%%%%ranks 4`"
     )
     for flags, how in OPTIONS:
         made.add_argument(*flags, **how)
@@ -107,11 +102,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse_line(line: str) -> argparse.Namespace:
-    """The options of a whole `%%ranks` line, whose comment does not count.
-
-    Raises:
-        OptionError: the line is none, and what to write.
-    """
+    """The options of a whole `%%ranks` line, without its comment; OptionError says what to write."""
     try:
         options, more = parser().parse_known_args(shlex.split(line, comments=True))
     except argparse.ArgumentError as error:

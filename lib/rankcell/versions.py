@@ -30,7 +30,4 @@ def untried(version: str) -> str:
 def complete(dist: Any) -> None:
     """Give `torch.distributed` the names of 2.13 where it lacks them."""
     if not hasattr(dist, "all_gather_single"):
-        dist.all_gather_single, dist.reduce_scatter_single = (
-            dist.all_gather_into_tensor,
-            dist.reduce_scatter_tensor,
-        )
+        dist.all_gather_single, dist.reduce_scatter_single = (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)

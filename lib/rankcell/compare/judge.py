@@ -32,11 +32,7 @@ class NothingToCompare(UserFacingError, ValueError):
 
 
 def compare(
-    run: Run,
-    one: Any,
-    *,
-    mesh: Mapping[str, int] | None = None,
-    names: Mapping[str, str] | None = None,
+    run: Run, one: Any, *, mesh: Mapping[str, int] | None = None, names: Mapping[str, str] | None = None
 ) -> Comparison:
     """How the tensors traced in `run` make up those of `one`, the trace of one process; see `check.against`."""
     dense = _dense(one)
@@ -112,12 +108,7 @@ def _notes(dense: dict[_Key, list[Traced]], ranks: _OfRanks) -> tuple[str, ...]:
 class Judge:
     """Goes through the tensors in the order of computing, and remembers what it has seen of each rank."""
 
-    def __init__(
-        self,
-        dense: dict[_Key, list[Traced]],
-        ranks: _OfRanks,
-        mesh: Mapping[str, int] | None,
-    ) -> None:
+    def __init__(self, dense: dict[_Key, list[Traced]], ranks: _OfRanks, mesh: Mapping[str, int] | None) -> None:
         self.dense, self.ranks, self.mesh = dense, ranks, mesh
         self.seen = layouts.SeenPlaces()
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape

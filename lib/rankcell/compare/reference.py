@@ -151,9 +151,7 @@ class Reference:
         return k if fits and abs(k) >= 1e-6 else None
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
-        """Whether a matrix differs from that part by the same in every row: a bias that is added elsewhere, or by every
-        rank.
-        """
+        """Whether a matrix differs from that part by the same in every row: a bias added elsewhere, or by all."""
         part, slack = self._part(rows, columns)
         limits = self._limits(part, slack)
         if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
@@ -173,8 +171,7 @@ class Reference:
 
 
 def _nearest(rows: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
-    """For each of the rows the index of the target within the limits, and whether no other would do; None if one has
-    none.
+    """For each row the index of the target within the limits, and whether no other would do; None if one has none.
 
     Neighbours of rows belong to neighbours of targets, where there is a choice.
     """

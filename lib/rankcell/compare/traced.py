@@ -9,7 +9,7 @@ class Traced:
     """One tensor that `rankcell.trace` saw: a copy of it, as a numpy array (of 16 bits as 32), and whose it is."""
 
     name: str  # of the module or parameter
-    kind: str  # "output", "grad_output", "grad" or "parameter"; "input" and "cotangent" for `replay`
+    kind: str  # "output", "grad_output", "grad" or "parameter"
     step: int  # steps of the optimizer before it
     value: Any
     dtype: str = ""  # that of the tensor

@@ -176,10 +176,7 @@ class Cell:
         return "\n".join([headline, *rows])
 
     def _free(self, *, wanted: bool) -> None:
-        """Get every rank out of the cell; one that does not react is ended.
-
-        `wanted`: the learner asked for it, or the time is up. Otherwise the ranks are known to wait in vain.
-        """
+        """Get every rank out of the cell; `wanted` by the learner, else nobody answers. One that stays is ended."""
         workers, received = self._workers, self._workers.received
         about = "interrupt" if wanted else "free"
         running = [rank for rank, r in received.items() if not r.over]

@@ -51,10 +51,7 @@ class Channel:
                 self.socket.sendall(part)
 
     def post(self, message: Any) -> None:
-        """Send one message as far as the other end takes it now; `push` sends the rest.
-
-        Raises OSError when the other end is gone.
-        """
+        """Send one message as far as the other end takes it now; `push` sends the rest. OSError: it is gone."""
         parts = _parts(message)
         self._unsent += map(memoryview, parts)
         self.unsent += sum(map(len, parts))
@@ -162,11 +159,7 @@ def authenticate(sock: socket.socket, key: bytes, *, server: bool, timeout: floa
 
 
 def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
-    """A connection to the first of `addresses` that knows `key` and is told that we know it.
-
-    Raises:
-        OSError: none can be reached; says why for each.
-    """
+    """A connection to the first of `addresses` that knows `key` and hears that we do. OSError: why there is none."""
     problems: dict[str, str] = {}
     for address in list(dict.fromkeys(addresses)) * 3:
         try:

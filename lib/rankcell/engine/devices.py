@@ -140,12 +140,7 @@ def _mps_runs() -> bool:
         return False
     try:
         done = subprocess.run(
-            control,
-            input="get_server_list\n",
-            capture_output=True,
-            text=True,
-            timeout=MPS_ANSWERS,
-            check=False,
+            control, input="get_server_list\n", capture_output=True, text=True, timeout=MPS_ANSWERS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -151,9 +151,7 @@ def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int])
 
 
 def _by_size(states: Mapping[int, State], rank: int) -> dict[int, int]:
-    """How many collectives a rank has called in groups of each size in which it is: alike groups do alike work. It may
-    be in a group that only others have used so far.
-    """
+    """How many collectives a rank has called in groups of each size, also those that only others have used."""
     counts = states[rank].counts or {}
     found: dict[int, int] = {}
     for key in {k for s in states.values() for k in s.counts or {}}:
@@ -229,20 +227,11 @@ def _of_finished(states: Mapping[int, State], blame: int, waiting: Sequence[int]
         return head, f"Add the missing dist.recv(buffer, src={waiting[0]}) on rank {blame}, or drop the send."
     if wait.op == "recv":
         head = f"rank {blame} finished without sending what {_who(waiting, 'wait')} for."
-        return (
-            head,
-            f"Add the missing dist.send(tensor, dst={waiting[0]}) on rank {blame}, or drop the receive.",
-        )
+        return (head, f"Add the missing dist.send(tensor, dst={waiting[0]}) on rank {blame}, or drop the receive.")
     head = f"rank {blame} finished without calling new_group, and {_who(waiting, 'wait')} for it there."
     if len(wait.ranks) < len(states) or wait.group != "new_group":
-        return (
-            head,
-            f"A group with local synchronization must be made by all its members, {name_ranks(wait.ranks)}.",
-        )
-    return (
-        head,
-        "new_group must be called by every rank of the world, also by those outside the new group.",
-    )
+        return (head, f"A group with local synchronization must be made by all its members, {name_ranks(wait.ranks)}.")
+    return (head, "new_group must be called by every rank of the world, also by those outside the new group.")
 
 
 def _who(ranks: Sequence[int], verb: str) -> str:
@@ -270,9 +259,8 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> st
     """A sentence if some ranks called more collectives of a group than others by the end of a cell that `ran`
     ran, else None.
 
-    Such a cell came to its end only because the extra call did not wait (the root of a broadcast,
-    `async_op=True`); the next collective would be matched with the wrong one. `counts` holds, by rank, the
-    calls under each `Wait.key`.
+    Such a cell came to its end only because the extra call did not wait (the root of a broadcast, `async_op=True`); the
+    next collective would be matched with the wrong one. `counts` holds, by rank, the calls under each `Wait.key`.
     """
     for key in {k for c in counts.values() for k in c if len(k) == 2 and not str(k[0]).startswith(LEAVES)}:
         _, ranks = key

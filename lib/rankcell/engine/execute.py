@@ -11,10 +11,7 @@ from ..source import split
 
 
 def execute(source: str, filename: str, names: dict[str, Any]) -> Any:
-    """Run `source` in `names`, and return the value of its last expression, as a notebook cell does.
-
-    `await` may stand outside of functions.
-    """
+    """Run `source` in `names`; the value of its last expression. `await` may stand outside of functions."""
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     tree, last = split(source, filename)
     parts = [compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]

@@ -103,10 +103,7 @@ def end(process: BaseProcess) -> None:
 
 
 def make_folder() -> str:
-    """A new folder that only this user can enter, so that nobody else can take part in the ranks' rendezvous.
-
-    It is gone when this process is, in whatever way that ends.
-    """
+    """A new folder that only this user can enter, for the ranks' rendezvous; it is gone when this process is."""
     return tempfile.mkdtemp(prefix="world-", dir=_parent_folder())
 
 
@@ -142,9 +139,8 @@ class _Descriptor:
 def _undisturbed() -> Iterator[None]:
     """What `multiprocessing` looks at when it starts a process is not the learner's, and stays as the learner has it.
 
-    A new process would run the notebook's main module once more, which in a script without
-    `if __name__ == "__main__"` starts ranks; it wants to know the current folder, which may be removed; and it settles
-    the default start method.
+    A new process would run the notebook's main module once more, which in a script without `if __name__ == "__main__"`
+    starts ranks; it wants to know the current folder, which may be removed; and it settles the default start method.
     """
     main, method = sys.modules["__main__"], multiprocessing.get_start_method(allow_none=True)
     removed = None if _here() else os.open(".", os.O_RDONLY)

@@ -85,12 +85,7 @@ class Local(Host):
     """
 
     def __init__(
-        self,
-        world_size: int,
-        choice: devices.Choice,
-        method: str = "forkserver",
-        *,
-        interface: str = system.LOOPBACK,
+        self, world_size: int, choice: devices.Choice, method: str = "forkserver", *, interface: str = system.LOOPBACK
     ) -> None:
         self.ranks, self.choice = range(world_size), choice
         self._interface, self._method = interface, method

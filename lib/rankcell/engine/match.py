@@ -25,9 +25,8 @@ MAX_TENSORS = 16  # of one call that a signature lists; of more it holds a sum
 class Signature(NamedTuple):
     """One call of one rank, as far as it concerns the others.
 
-    Two calls match if they agree in `op`, `tensors` (dtype and number of elements: shapes may differ, as only
-    numbers travel), `reduce_op` and `root`, and if the rows that one sends to the other are as many as that
-    one expects.
+    Two calls match if they agree in `op`, `tensors` (dtype and number of elements: shapes may differ, as only numbers
+    travel), `reduce_op` and `root`, and if the rows that one sends to the other are as many as that one expects.
     """
 
     text: str  # the call in words
@@ -51,9 +50,7 @@ class Signature(NamedTuple):
 
 
 def difference(mine: bytes, theirs: bytes, ranks: Sequence[int], rank: int, peer: int) -> tuple[str, str]:
-    """What does not match between two packed signatures of `rank` and `peer`, in words, "" if they match; and
-    the text of the peer's call. `ranks` are those of the group.
-    """
+    """What does not match, in words, in two packed signatures of a group's `ranks`, or ""; the peer's call."""
     a, b = Signature(*marshal.loads(mine)), Signature(*marshal.loads(theirs))
     return _problem(a, b, ranks, rank, peer), b.text
 

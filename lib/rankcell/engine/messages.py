@@ -55,7 +55,6 @@ class Task:
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
     values: bool = False
-    around: str = ""  # "module:name" of a context manager around the cell, which is given the recorder
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
 
 
@@ -102,9 +101,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Done:
-    """The rank has finished with a task. In `result` the value is packed, and what was printed and shown is missing,
-    as it comes by itself.
-    """
+    """The rank has finished with a task. In `result` the value is packed; what was printed or shown comes by itself."""
 
     cell: str
     result: RankResult

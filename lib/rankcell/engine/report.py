@@ -27,10 +27,7 @@ BDB_NOTE = (
 
 
 def failure(error: BaseException, *, at: float = 0.0, call: Call | None = None, depth: int = 0) -> RankFailure:
-    """Why a rank did not finish: `error` as text, with its frames and what is behind it.
-
-    Never raises, whatever the learner's exception does when it is looked at.
-    """
+    """`error` as text, with its frames and what is behind it. Never raises, whatever the exception's code does."""
     try:
         return _failure(error, at=at, call=call, depth=depth)
     except BaseException:  # noqa: BLE001 - its class, or what is behind it, is as odd as that

@@ -42,11 +42,7 @@ def enlarge_pipe(fd: int, nbytes: int = 1 << 20) -> None:
 
 
 def shared_file(nbytes: int) -> int:
-    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes.
-
-    Raises:
-        OSError: there is no room for it.
-    """
+    """A descriptor of `nbytes` zeroed bytes without a name, for several processes. OSError: there is no room for it."""
     if LINUX:
         fd = os.memfd_create("rankcell")
         os.truncate(fd, nbytes)

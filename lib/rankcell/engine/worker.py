@@ -4,7 +4,6 @@ The main thread runs cells. A second thread (`control.py`) answers the notebook 
 exception of the learner's is caught in `run`, to report it.
 """
 
-import importlib
 import os
 import signal
 import socket
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle
@@ -65,9 +63,7 @@ class Rank:
         self.shell: Any = shell.RankShell.instance()
         self.recorder: record.Recorder = self.shell.recorder
         self.recorder.bind_rank(
-            config.rank,
-            SignatureTable(table_fd, config.rank, config.world_size),
-            enqueues=config.enqueues,
+            config.rank, SignatureTable(table_fd, config.rank, config.world_size), enqueues=config.enqueues
         )
         os.close(table_fd)
         self.groups = Groups(config, self.recorder, self._notes.append)
@@ -194,10 +190,7 @@ class Rank:
             function, args, kwargs = call
             self._names.lend(function)
             return function(*args, **kwargs)
-        module, _, name = task.around.partition(":")  # other parts put their observers around the cell
-        around = getattr(importlib.import_module(module), name)(self.recorder) if name else nullcontext()
-        with around:
-            return execute(task.source, task.filename, self.names)
+        return execute(task.source, task.filename, self.names)
 
     def _synchronize(self) -> None:
         """Wait until the device is through with what the cell waits for: its failures belong to this cell."""

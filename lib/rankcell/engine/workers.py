@@ -129,9 +129,7 @@ class Workers:
         self.start_all()
 
     def repair(self, lost: Sequence[int]) -> str:
-        """Replace the `lost` ranks, and have all ranks join a new process group. The others keep their names; if that
-        cannot be, a sentence says so.
-        """
+        """Replace `lost` ranks, and have all join a new group. The others keep their names, or a sentence says so."""
         self.generation += 1
         try:
             if lost:

@@ -18,10 +18,7 @@ _BEGIN, _END = "begin", "end"  # of a program, among its calls
 
 @dataclass(frozen=True)
 class Divergence:
-    """`rank` made a `call` (None: its program ended) where `others` made the `usual` one (None: theirs ended).
-
-    `others` is empty where only the rank itself had made the usual one, before.
-    """
+    """`rank` made a `call` where `others` (if none, the rank itself before) made the `usual` one. None: it ended."""
 
     rank: int
     call: Event | None

@@ -39,9 +39,7 @@ def find(records: Sequence[RankRecord]) -> Mismatch | None:
 
 
 def _calls(record: RankRecord, pair: Any) -> list[Call]:
-    """What a rank called: its operations (of messages those between a `pair`), those without a tensor that it stands
-    in, such as new_group, and the one that did not match.
-    """
+    """What a rank called: operations (messages of a `pair`), what it stands in, and the call that did not match."""
     found = [
         Call(e.text, e.line, e.seq, e.group, e.op, e.file)
         for e in record.events

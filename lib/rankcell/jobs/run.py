@@ -227,10 +227,7 @@ def main(options: Any) -> int:
     """Run the command as the options say; the number for the shell."""
     command = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not command:
-        print(
-            "rankcell run: there is no command. Write it behind --: rankcell run -- torchrun ...",
-            file=sys.stderr,
-        )
+        print("rankcell run: there is no command. Write it behind --: rankcell run -- torchrun ...", file=sys.stderr)
         return 2
     if int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         print("rankcell run: it stands before srun: rankcell run -- srun torchrun ...", file=sys.stderr)

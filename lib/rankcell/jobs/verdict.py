@@ -31,9 +31,7 @@ _OWN_ERRORS = ("ValueError", "KeyError", "OSError")  # of the program, whatever 
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """What happened to a job. `culprits` are all ranks to blame that cannot be told apart, `places` the file and line
-    of each stack that belongs to them, the most telling first.
-    """
+    """What happened to a job. `culprits` cannot be told apart; `places`: file and line of their stacks, best first."""
 
     kind: str  # "mismatch", "lost", "error", "hang", "still", "finished" or "unclear"
     culprits: tuple[int, ...]
@@ -240,9 +238,7 @@ def _rows(states: Sequence[State], culprits: Sequence[int]) -> tuple[str, ...]:
 
 
 def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
-    """The verdict, and under it stack and last operations of every rank: the culprits first, those that are alike
-    together.
-    """
+    """The verdict, and under it stack and last operations of every rank: the culprits first, those alike together."""
     alike: dict[Any, list[RankRecord]] = {}
     for record in sorted(records, key=lambda r: (r.rank not in found.culprits, r.rank)):
         alike.setdefault((record.rank in found.culprits, *_details(record)), []).append(record)

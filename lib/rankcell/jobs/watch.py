@@ -103,10 +103,7 @@ class WatchedJob:
 
     def _hear(self, sock: socket.socket) -> None:
         """All that one rank says, to its end."""
-        with (
-            sock,
-            contextlib.suppress(PermissionError, OSError, EOFError),
-        ):  # not one of ours: it was not read
+        with sock, contextlib.suppress(PermissionError, OSError, EOFError):  # not one of ours: it was not read
             channel.authenticate(sock, self._key, server=True)
             talk = channel.Channel(sock)
             arrival = talk.receive()
