@@ -1,9 +1,8 @@
 """Verdicts that stand under a cell: is it equal, is it the same on all ranks, is it what the formula says.
 
-A right answer comes back as a `Verdict`, one green line with its numbers. A wrong one raises `CheckFailed`, an
-`AssertionError`, with what was expected, what came, and where they differ most. It takes tensors, arrays, numbers, and
-lists and dictionaries of them; two NaN at the same place are equal: course tensors hold NaN where nobody wrote.
-It computes nothing about ranks and draws nothing.
+A right answer is a `Verdict`, one green line with its numbers; a wrong one raises `CheckFailed`, with what was
+expected, what came, and where they differ most. It takes tensors, arrays, numbers, and lists and dictionaries of them;
+two NaN at the same place are equal. It computes nothing about ranks and draws nothing.
 """
 
 import html
@@ -64,7 +63,9 @@ def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.
     """Every number of `actual` is within `atol + rtol * |expected|` of the one expected; `name` says what they are."""
     worst, count = _compare(actual, expected, rtol, atol, of=name)
     head = name or ("as expected" if count == 1 else f"{count:,} numbers as expected")
-    return Verdict(f"{head}: {_show(actual)}{_within(worst, expected)}")
+    sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in _leaves(expected).values() if x.dtype.kind in "iuf"]
+    off = f" (largest difference {worst:.2g})" if worst > ROUNDING * max(sizes, default=0) else ""
+    return Verdict(f"{head}: {_show(actual)}{off}")
 
 
 def equals_dense(parallel: Any, dense: Any, *, atol: float = 1e-6, rtol: float = 0.0, name: str = "") -> Verdict:
@@ -94,8 +95,7 @@ def sharded(
 ) -> Verdict:
     """Rank r holds part r of `whole`, cut along `dim` as `tensor_split` cuts; all of it where `dim` is None.
 
-    `parts` are the ranks' tensors in order, `name` says what they are, `why` is what a wrong answer is told beside the
-    difference. No dim adds up partial sums: add them before.
+    `parts` are the ranks' tensors, `name` says what they are, `why` is a hint. Partial sums must be added before.
     """
     dense = _array(whole)
     missing = [rank for rank, part in enumerate(parts) if part is None]
@@ -233,22 +233,13 @@ def _compare(
         differ = f"{wrong:,} of {count:,} numbers {'differs' if wrong == 1 else 'differ'}. "
         place = f"The largest difference is at {where}: {owner}" if where else owner[0].upper() + owner[1:]
         nan = np.isnan(found) != np.isnan(wanted)
+        share = f"{rtol:g} of the expected number"
+        allowed = f"{atol:g} + {share}" if atol and rtol else share if rtol else f"{atol:g}"
         _fail(
             f"{of}{differ if count > 1 else ''}{place} {_number(wanted)}, {other} {_number(found)}. "
-            f"{'One of them is NaN' if nan else f'The difference is {_number(worst)}'}. "
-            f"Allowed: {_allowed(rtol, atol)}."
+            f"{'One of them is NaN' if nan else f'The difference is {_number(worst)}'}. Allowed: {allowed}."
         )
     return worst, count
-
-
-def _allowed(rtol: float, atol: float) -> str:
-    share = f"{rtol:g} of the expected number"
-    return f"{atol:g} + {share}" if atol and rtol else share if rtol else f"{atol:g}"
-
-
-def _within(worst: float, expected: Any) -> str:
-    sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in _leaves(expected).values() if x.dtype.kind in "iuf"]
-    return f" (largest difference {worst:.2g})" if worst > ROUNDING * max(sizes, default=0) else ""
 
 
 def _shape(array: np.ndarray) -> str:

@@ -1,7 +1,4 @@
-"""What stands in a rank cell: the options of its line, and the last expression that is its value.
-
-The magic, the ranks and the export of a script read a cell alike, because they all read it here.
-"""
+"""What stands in a rank cell: the options of its line, and the last expression that is its value."""
 
 import argparse
 import ast
@@ -127,19 +124,13 @@ def parse_line(line: str) -> argparse.Namespace:
 
 
 def split(source: str, filename: str = "<cell>") -> tuple[ast.Module, ast.Expression | None]:
-    """The cell's statements, and its last expression apart if the cell shows its value."""
+    """The cell's statements, and its last expression apart if the cell shows its value: a semicolon hides it."""
     tree = ast.parse(source, filename)
-    last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not is_silenced(source):
-        last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
-    return tree, last
-
-
-def is_silenced(source: str) -> bool:
-    """Whether the cell's last expression ends in a semicolon, which hides its value as in any notebook."""
-    try:
-        last = ast.parse(source).body[-1]
-    except (SyntaxError, IndexError):
-        return False
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        return tree, None
     line = source.split("\n")[(last.end_lineno or 1) - 1].encode()
-    return line[last.end_col_offset :].lstrip().startswith(b";")
+    if line[last.end_col_offset :].lstrip().startswith(b";"):
+        return tree, None
+    tree.body.pop()
+    return tree, ast.Expression(last.value)

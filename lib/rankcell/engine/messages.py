@@ -1,8 +1,7 @@
 """What the notebook and its ranks say to each other: typed, frozen, without torch.
 
-The notebook's side never needs torch to read what a rank sent, and a reader can follow a cell from one side
-to the other by these names: `Task` goes out, `Shown` comes while it runs, `Done` ends it. Values and pulled
-names travel inside as pickles of their own, so that one that fails spoils nothing else.
+`Task` goes out, `Shown` comes while it runs, `Done` ends it. Values and pulled names travel inside as pickles of their
+own, so that one that fails spoils nothing else.
 """
 
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ class StartRank:
     @property
     def enqueues(self) -> frozenset[str]:
         """The kinds of device whose calls return when they are enqueued, as nccl's do, and not when they are over."""
-        return frozenset() if self.backend in ("gloo", "fake") else frozenset({self.device})
+        return frozenset() if self.backend == "gloo" else frozenset({self.device})
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Question:
-    """Something that the control thread answers while the main thread runs or waits.
-
-    `about` is "status", "interrupt" (the learner wants to stop), "free" (nobody will ever answer) or "complete".
-    """
+    """For the control thread: `about` is "status", "interrupt" (wanted), "free" (it waits in vain) or "complete"."""
 
     number: int
     about: str

@@ -312,7 +312,7 @@ def _work(
         return {"source": work}
     if callable(work):
         return {"call": _pickle("the function", (work, tuple(args), dict(kwargs or {})))}
-    raise TypeError(f"expected source text or a function, got {errors.plain_value(work)}.")
+    raise TypeError(f"expected source text or a function, got {repr(work)[:60]}.")
 
 
 def _pushed(names: Mapping[str, Any]) -> bytes:

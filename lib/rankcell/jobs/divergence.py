@@ -1,10 +1,8 @@
-"""Which of several ranks that wait for each other called something else than the others do: a pure function of their
-last operations.
+"""Which of several ranks that wait for each other called something else than the others do, from their last operations.
 
-Ranks that wait for each other are alike to blame as far as the waiting goes. What tells them apart is what they called
-before: one of them has gone from one line to another as nobody else did, nor itself before; or most ranks that did the
-same so far went on in another way. It names nobody where ranks lawfully do different things, or where none or several
-stand out.
+Who waits is alike to blame; what tells ranks apart is what they called before: one has gone from one line to another as
+nobody else did, nor itself before; or most ranks that did the same so far went on in another way. It names nobody where
+ranks lawfully do different things, or where none or several stand out.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """In the process of a rank under `rankcell run`: says that it is there, what it does, and how it ends.
 
-A thread of its own answers the runner. The recorder of rank cells is installed when the program calls
-`init_process_group` (`recording.py`); until then only the stack is known. Whatever fails here, the program goes on as
-it would without us. It decides nothing: the runner does. No torch is imported here.
+A thread of its own answers the runner. The recorder is installed when the program calls `init_process_group`; until
+then only the stack is known. Whatever fails here, the program goes on as it would without us. No torch is imported
+here.
 """
 
 import atexit

@@ -1,8 +1,7 @@
 """`rankcell.memory`: what one process holds while a block of code runs, by kind: states, activations, the rest.
 
-After every operation of torch it notes which storages came, went or changed their size, and whose they are.
-Bytes are those of the storages, each counted once, whatever looks at it; what a library allocates inside an
-operation, and frees there, is not seen. It costs some time per operation, and only while somebody measures. Fake
+After every operation of torch it notes which storages came, went or changed their size, and whose they are. Bytes are
+those of the storages, each counted once; what a library allocates and frees inside an operation is not seen. Fake
 tensors have storages as real ones have. It draws nothing.
 """
 
