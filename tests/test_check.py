@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rankcell import check
-from rankcell.compare.judge import Row
 from rankcell.results import Event, RankResult, Run
 
 NAN, INF = math.nan, math.inf
@@ -36,8 +35,7 @@ def test_every_says_once_what_holds_several_times():
     both = check.every(*[check.close_to([1 / 3, 2.0], [1 / 3, 2.0])] * 4, check.that(True, "a < b"))
     assert repr(both) == "✓ 2 numbers as expected: [0.3333, 2] (4 times)\n✓ a < b"
     assert "(4 times)<br>✓ a &lt; b</div>" in both._repr_html_()
-    told = check.every(check.bytes_match(8, 8), check.that(True, "x"), says="few")
-    assert (told.text, told.measured) == ("few", {"bytes": 8.0})
+    assert check.every(check.bytes_match(8, 8), check.that(True, "x"), says="few").text == "few"
 
 
 @pytest.mark.parametrize(
@@ -177,21 +175,3 @@ def test_calls_says_who_made_which():
     )
     assert message(check.calls, more, []) == "expected nothing on every rank; rank 0 sent all_reduce."
     assert message(check.calls, Run("", ()), []) == "no rank ran, so there is nothing to compare."
-
-
-def test_diagnosed_judges_each_word():
-    for kind, held, missing in (
-        ("grad", "multiple", "a division"),
-        ("grad", "its own on each", "some weights in the average"),
-        ("grad_output", "partial sum", "an all-reduce in the backward"),
-        ("grad", "partial sum", "an all-reduce after the backward"),
-    ):
-        first, said = (
-            Row("up", kind, 0, "x", "none", (0, 1)),
-            {"kind": kind, "held": held, "missing": missing},
-        )
-        assert check.diagnosed(first, held, said).text.count("\n") == 2
-        for name in said:
-            assert "'parts'" in message(check.diagnosed, first, held, said | {name: "parts"})
-    with pytest.raises(ValueError, match="missing where the ranks hold a `grad` as 'parts'"):
-        check.diagnosed(first, "parts", {})

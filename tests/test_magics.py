@@ -76,7 +76,7 @@ def test_the_line_magic_lists_stops_and_restarts(cell, shell, capsys):
 
 # fmt: off
 BAD_LINES = {
-    "4 --onyl 2": (OptionError, "%%ranks has no option --onyl. Did you mean --only? Its options are: --against, "),
+    "4 --onyl 2": (OptionError, "%%ranks has no option --onyl. Did you mean --only? Its options are: --device, "),
     "": (OptionError, "how many ranks? Write for example `%%ranks 4`."),
     "0": (OptionError, "'0' is no number of ranks."),
     "100000": (errors.WorldSizeError, "100000 ranks do not fit on this machine: "),

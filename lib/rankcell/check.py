@@ -1,15 +1,14 @@
 """Verdicts that stand under a cell: is it equal, is it the same on all ranks, is it what the formula says.
 
-A right answer comes back as a `Verdict`, one green line with its numbers. A wrong one raises `CheckFailed`, an
-`AssertionError`, with what was expected, what came, and where they differ most. It takes tensors, arrays, numbers, and
-lists and dictionaries of them; two NaN at the same place are equal: course tensors hold NaN where nobody wrote.
-It computes nothing about ranks and draws nothing.
+A right answer is a `Verdict`, one green line with its numbers; a wrong one raises `CheckFailed`, with what was
+expected, what came, and where they differ most. It takes tensors, arrays, numbers, and lists and dictionaries of them;
+two NaN at the same place are equal. It computes nothing about ranks and draws nothing.
 """
 
 import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,13 +27,9 @@ class CheckFailed(UserFacingError, AssertionError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A check that held: a sentence with its numbers, or one per line.
-
-    `measured` has the numbers by which answers can be compared: "bytes".
-    """
+    """A check that held: a sentence with its numbers, or one per line."""
 
     text: str
-    measured: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         return "\n".join(f"✓ {line}" for line in self.text.split("\n"))
@@ -60,19 +55,17 @@ def every(*verdicts: Verdict, says: str = "") -> Verdict:
     for verdict in verdicts:
         if not getattr(verdict, "ok", True):
             _fail(verdict.text)
-    measured = {name: number for v in verdicts for name, number in getattr(v, "measured", {}).items()}
     times = Counter(verdict.text for verdict in verdicts)  # a check for each rank says the same for each
-    return Verdict(says or "\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()), measured)
+    return Verdict(says or "\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()))
 
 
 def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0, name: str = "") -> Verdict:
-    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected.
-
-    `name` says what they are, "bytes that rank 0 sent", in the verdict and to a wrong answer.
-    """
+    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected; `name` says what they are."""
     worst, count = _compare(actual, expected, rtol, atol, of=name)
     head = name or ("as expected" if count == 1 else f"{count:,} numbers as expected")
-    return Verdict(f"{head}: {_show(actual)}{_within(worst, expected)}")
+    sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in _leaves(expected).values() if x.dtype.kind in "iuf"]
+    off = f" (largest difference {worst:.2g})" if worst > ROUNDING * max(sizes, default=0) else ""
+    return Verdict(f"{head}: {_show(actual)}{off}")
 
 
 def equals_dense(parallel: Any, dense: Any, *, atol: float = 1e-6, rtol: float = 0.0, name: str = "") -> Verdict:
@@ -102,8 +95,7 @@ def sharded(
 ) -> Verdict:
     """Rank r holds part r of `whole`, cut along `dim` as `tensor_split` cuts; all of it where `dim` is None.
 
-    `parts` are the ranks' tensors in order, `name` says what they are, `why` is what a wrong answer is told beside the
-    difference. No dim adds up partial sums: add them before.
+    `parts` are the ranks' tensors, `name` says what they are, `why` is a hint. Partial sums must be added before.
     """
     dense = _array(whole)
     missing = [rank for rank, part in enumerate(parts) if part is None]
@@ -128,10 +120,7 @@ def _hint(why: str) -> str:
 
 
 def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -> Verdict:
-    """Every rank made exactly these calls, in this order, such as `["all_gather", "all_reduce"]`; none: `[]`.
-
-    `what` names the part of the work ("forward"), `why` is what a wrong answer is told beside the calls.
-    """
+    """Every rank made exactly these calls, in this order; `what` is the part of the work, `why` a hint."""
     of = f"{what}: " if what else ""
     wanted = ", ".join(expected) or "nothing"
     if not run.ran:
@@ -154,15 +143,11 @@ def bytes_match(measured: float, formula: float, *, rtol: float = 0.05) -> Verdi
             f"The difference is {off:,.0f} bytes, allowed are {rtol * abs(formula):,.0f} ({rtol:.0%})."
         )
     said = f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: {ratio:.3f} of it (allowed ± {rtol:.0%})"
-    return Verdict(said, {"bytes": float(measured)})
+    return Verdict(said)
 
 
 def against(
-    run: Run,
-    one: Any,
-    *,
-    mesh: Mapping[str, int] | None = None,
-    names: Mapping[str, str] | None = None,
+    run: Run, one: Any, *, mesh: Mapping[str, int] | None = None, names: Mapping[str, str] | None = None
 ) -> Any:
     """How the tensors that the ranks traced make up those of one process, and which went wrong first.
 
@@ -180,38 +165,6 @@ def against(
         NothingToCompare: the Run or the trace is none, or no name is in both.
     """
     return extensions.find("check.against")(run, one, mesh=mesh, names=names)
-
-
-def diagnosed(first: Any, held: str, said: Mapping[str, str]) -> Verdict:
-    """That `said` is right about the first wrong tensor of a training: its "kind", how it is "held", what is "missing".
-
-    check.diagnosed(case.first, look(case.first), {"kind": "output", "held": "parts", "missing": "a division"})
-
-    `case` is what `against` gave back, and `held` how the ranks hold the tensor, in the words of `draw.held.look`.
-
-    Raises:
-        ValueError: nothing is known to be missing where a tensor of this kind is held so.
-    """
-    if (missing := _MISSING.get((first.kind, held))) is None:
-        raise ValueError(
-            f"Nothing is known to be missing where the ranks hold a `{first.kind}` as {held!r}: run the cell that "
-            "makes the case again, unchanged."
-        )
-    yours = [said.get(name) for name in ("kind", "held", "missing")]
-    return every(
-        that(yours[0] == first.kind, f"the first that is not as it should be is of the kind {yours[0]!r}"),
-        that(yours[1] == held, f"the ranks hold it as {yours[1]!r}"),
-        that(yours[2] == missing, f"what is missing is {yours[2]!r}"),
-    )
-
-
-# What is missing in a training whose first wrong tensor is of this kind and held so.
-_MISSING = {
-    ("grad", "multiple"): "a division",
-    ("grad", "its own on each"): "some weights in the average",
-    ("grad", "partial sum"): "an all-reduce after the backward",
-    ("grad_output", "partial sum"): "an all-reduce in the backward",
-}
 
 
 def _fail(sentence: str) -> NoReturn:
@@ -243,14 +196,7 @@ def _leaves(value: Any, name: str = "") -> dict[str, np.ndarray]:
 
 
 def _compare(
-    actual: Any,
-    expected: Any,
-    rtol: float,
-    atol: float,
-    owner: str = "expected",
-    other: str = "got",
-    *,
-    of: str = "",
+    actual: Any, expected: Any, rtol: float, atol: float, owner: str = "expected", other: str = "got", *, of: str = ""
 ) -> tuple[float, int]:
     """Largest difference and how many numbers were compared; raises where one is beyond the tolerance."""
     of = f"{of}: " if of else ""
@@ -287,22 +233,13 @@ def _compare(
         differ = f"{wrong:,} of {count:,} numbers {'differs' if wrong == 1 else 'differ'}. "
         place = f"The largest difference is at {where}: {owner}" if where else owner[0].upper() + owner[1:]
         nan = np.isnan(found) != np.isnan(wanted)
+        share = f"{rtol:g} of the expected number"
+        allowed = f"{atol:g} + {share}" if atol and rtol else share if rtol else f"{atol:g}"
         _fail(
             f"{of}{differ if count > 1 else ''}{place} {_number(wanted)}, {other} {_number(found)}. "
-            f"{'One of them is NaN' if nan else f'The difference is {_number(worst)}'}. "
-            f"Allowed: {_allowed(rtol, atol)}."
+            f"{'One of them is NaN' if nan else f'The difference is {_number(worst)}'}. Allowed: {allowed}."
         )
     return worst, count
-
-
-def _allowed(rtol: float, atol: float) -> str:
-    share = f"{rtol:g} of the expected number"
-    return f"{atol:g} + {share}" if atol and rtol else share if rtol else f"{atol:g}"
-
-
-def _within(worst: float, expected: Any) -> str:
-    sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in _leaves(expected).values() if x.dtype.kind in "iuf"]
-    return f" (largest difference {worst:.2g})" if worst > ROUNDING * max(sizes, default=0) else ""
 
 
 def _shape(array: np.ndarray) -> str:

@@ -1,7 +1,6 @@
-"""Every error a learner can meet, with its wording.
+"""Every error a learner can meet, with its wording: what happened, the numbers, and what to do.
 
-A message says what happened, the numbers, and what to do. No port, pid or backend text stands in a message:
-it would change from run to run and teach nothing. It is kept in `error.run.ranks[r].error`.
+No port, pid or backend text stands in a message: it would change from run to run and teach nothing.
 """
 
 import difflib
@@ -55,9 +54,7 @@ class RankError(_WithRun, RuntimeError):
 
 
 class Deadlock(RankError):
-    """The ranks wait for each other, or for a rank that will never answer: proved from what each of them
-    waits for.
-    """
+    """The ranks wait for each other, or for a rank that will never answer: proved from what each of them waits for."""
 
 
 class RankTimeout(RankError):
@@ -89,7 +86,7 @@ class MismatchError(RuntimeError):
             f"ranks are out of step: until the cell ends, this group sends nothing more."
             if again
             else f"{details.problem}: {calls}. This call was stopped before it sent anything. "
-            f"{_advice(details.problem)}"
+            f"{_ADVICE.get(details.problem, _SPLITS)}"
         )
 
 
@@ -97,11 +94,7 @@ def _at_line(call: Call) -> str:
     return f" at {at_line(call.line, call.file)}" if call.line else ""
 
 
-def _advice(problem: str) -> str:
-    split = "What one rank sends to another must be as long as what that rank expects."
-    return _ADVICE.get(problem, split)
-
-
+_SPLITS = "What one rank sends to another must be as long as what that rank expects."
 _ADVICE = {
     "different operations": "Every rank of a group must call the same operations in the same order.",
     "different dtypes": "Give the tensors the same dtype on every rank.",
@@ -275,7 +268,7 @@ def mismatch_error(run: Run) -> RankMismatch:
         f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]])} (call {calls[ranks[0]].nth})"
         for text, ranks in sorted(texts.items(), key=lambda item: item[1][0])
     ]
-    stopped = f"The call that does not match was stopped before it sent anything. {_advice(first.problem)}"
+    stopped = f"The call that does not match was stopped before it sent anything. {_ADVICE.get(first.problem, _SPLITS)}"
     return RankMismatch("\n".join([head, *lines, stopped]), run)
 
 
@@ -313,9 +306,3 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankL
         kept = f"{name_ranks(others)} kept {'its' if len(others) == 1 else 'their'} names"
         lines.append(kept + ", but process groups made with new_group were closed.")
     return RankLost("\n".join(lines), run)
-
-
-def plain_value(value: Any) -> str:
-    """A short name for a value in a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

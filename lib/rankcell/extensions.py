@@ -1,10 +1,7 @@
-"""What other parts add to the core, by the words a learner writes: the core imports none of them.
+"""What other parts add to the core, by the words a learner writes: the core imports none of them before.
 
-A part that answers to a word has a line in `TABLE`; its module is imported when the word is first used.
-
-    "%ranks WORD"     function(words) -> what the line shows; `words` stand behind WORD
-    "rankcell WORD"   function(commands): adds its parser to argparse's sub-commands, with `run=` as a default
-    the others        as their comments say
+"%ranks WORD"     function(words) -> what the line shows; `words` stand behind WORD
+"rankcell WORD"   function(commands): adds its parser to argparse's sub-commands, with `run=` as a default
 """
 
 from importlib import import_module
@@ -13,8 +10,6 @@ from typing import Any
 TABLE = {
     "%ranks doctor": "doctor:line",
     "%ranks progress": "teaching.progress:line",
-    "--against": "compare.replay:against",  # (run, model) -> the run with what one process says of it
-    "--against, on ranks": "compare.replay:Follow",  # around the cell, given the rank's recorder
     "--nodes": "nodes.allocation:Nodes",  # (world_size, nodes, device) -> the host of the world
     "check.against": "compare.judge:compare",
     "rankcell.memory": "observers.meter:measure",

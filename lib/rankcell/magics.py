@@ -1,8 +1,7 @@
 """The IPython side: `%%ranks` runs a cell on the ranks, `%ranks` shows, stops and restarts them.
 
-A line becomes options (`source.parse_line`), a cell a call of `Ranks.run`, a Run the cell's value. The worlds live in
-the one `RankMagics` instance that `%load_ext rankcell` makes. It draws nothing and knows no other part: those answer
-to words of `extensions.TABLE`.
+The worlds live in the one `RankMagics` that `%load_ext rankcell` makes. It draws nothing and knows no other part: those
+answer to words of `extensions.TABLE`.
 """
 
 import ast
@@ -13,7 +12,7 @@ import os
 import re
 import types
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -34,12 +33,6 @@ _AUTORELOAD = (
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 
 
-def _with_options(method: Any) -> Any:
-    """The magic with the options of `source.OPTIONS` in its docstring, which `%%ranks?` shows."""
-    method.__doc__ = f"{inspect.cleandoc(method.__doc__)}\n\n{source.parser().format_help()}"
-    return method
-
-
 @magics_class
 class RankMagics(Magics):
     """`%%ranks` and `%ranks`, and the worlds that they have started."""
@@ -52,13 +45,11 @@ class RankMagics(Magics):
         self._started = False  # a world; the first one waits for torch, and tells of one that was not tried
 
     @line_cell_magic
-    @_with_options
     def ranks(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on several real ranks, and show what each of them said.
 
-        On every rank the names rank, world_size, device, torch and dist are there, and all names that earlier
-        %%ranks cells of the same world defined. The value is a Run: run.ranks[2].stdout, run.values,
-        run.events.
+        On every rank the names rank, world_size, device, torch and dist are there, and all names that earlier %%ranks
+        cells of the same world defined. The value is a Run: run.ranks[2].stdout, run.values, run.events.
 
             %%ranks 4 --pull x -o run
             x = torch.ones(3, device=device) * rank
@@ -71,21 +62,25 @@ class RankMagics(Magics):
         if cell is None:
             return self._line(line)
         options = source.parse_line(line)
-        push = self._pushed(options.push or ())
-        model = self._model(options.against)
+        names = self.shell.user_ns
+        if missing := [n for n in options.push or () if n not in names]:
+            raise errors.PushError(
+                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an ordinary "
+                f"cell first. No rank has run."
+            )
         text = self._translated(cell)
+        number = len(names.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
         live = _Live()
         ranks = self._world(options, live)
         try:
             run = ranks.run(
                 text,
                 only=options.only,
-                push=push,
+                push={n: names[n] for n in options.push or ()},
                 pull=options.pull or (),
                 timeout=options.timeout,
                 values=options.values,
-                around=f"rankcell.{extensions.TABLE['--against, on ranks']}" if model is not None else "",
-                filename=self._name_of_cell(),
+                filename=f"<cell {number}>" if number > 0 else "<cell>",
                 on_update=live.update,
             )
         except (errors.RankError, errors.RanksInterrupted, errors.PullError) as error:
@@ -94,39 +89,12 @@ class RankMagics(Magics):
             _tell(ranks)
             if any(r.stdout or r.stderr or r.displays or r.data for r in error.run.ran):
                 display(error.run)  # what the ranks printed before it went wrong
-            for hint in _hints(error.run, self.shell.user_ns):
+            for hint in _hints(error.run, names):
                 error.add(hint)
             raise
         live.end()
         _tell(ranks)
-        if model is not None:
-            try:
-                run = extensions.find("--against")(run, model)
-            except ValueError:  # it cannot say anything; the run is there all the same
-                self._keep(run, options)
-                raise
         return self._keep(run, options)
-
-    def _pushed(self, names: Sequence[str]) -> dict[str, Any]:
-        missing = [n for n in names if n not in self.shell.user_ns]
-        if missing:
-            raise errors.PushError(
-                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an ordinary "
-                f"cell first. No rank has run."
-            )
-        return {n: self.shell.user_ns[n] for n in names}
-
-    def _model(self, name: str | None) -> Any:
-        """The model that `--against` names."""
-        if name is None:
-            return None
-        model = self.shell.user_ns.get(name)
-        if not hasattr(model, "named_modules"):
-            what = f"is {errors.plain_value(model)}" if name in self.shell.user_ns else "is not there"
-            raise errors.OptionError(
-                f"--against needs a model of the notebook, and {name} {what}. Define it in an ordinary cell first."
-            )
-        return model
 
     def _translated(self, cell: str) -> str:
         """The cell with its magics translated; `%%ranks` is line 1, as the notebook counts."""
@@ -136,11 +104,6 @@ class RankMagics(Magics):
         except SyntaxError as error:
             raise errors.CellSyntaxError(error) from None
         return text
-
-    def _name_of_cell(self) -> str:
-        """What tracebacks call this cell: its number is the one in front of it, as in In [3]."""
-        number = len(self.shell.user_ns.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
-        return f"<cell {number}>" if number > 0 else "<cell>"
 
     def _world(self, options: Any, live: "_Live") -> world.Ranks:
         """The world of the cell: the one that is alive, or a new one."""
@@ -173,10 +136,7 @@ class RankMagics(Magics):
         return ranks
 
     def _keep(self, run: Run, options: Any) -> Run:
-        """Give the notebook the names that it asked for; the run that is the cell's value, which Out keeps.
-
-        Pulled values are held by their names alone, so that `del name` frees them.
-        """
+        """Give the notebook the names it asked for; the run for Out, without them, so that `del name` frees memory."""
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
         if options.out:
@@ -222,7 +182,7 @@ class RankMagics(Magics):
     @context_matcher(identifier="rankcell")
     def match(self, context: Any) -> SimpleMatcherResult:
         """What IPython's completer asks: the options on the first line of a rank cell, names below it."""
-        head = re.match(r"\s*%%ranks\s+(?:1\s+of\s+)?(\d+)?", context.full_text)
+        head = re.match(r"\s*%%ranks\s+(\d+)?", context.full_text)
         if head and not context.cursor_line and context.token.startswith("-"):
             options = [o for o in source.option_strings() if o.startswith(context.token)]
             return SimpleMatcherResult(completions=[SimpleCompletion(text=o) for o in options], suppress=True)
@@ -237,6 +197,10 @@ class RankMagics(Magics):
         prefix = len(word) - len(context.token)
         found = [SimpleCompletion(text=name[prefix:]) for name in known if name.startswith(word)]
         return SimpleMatcherResult(completions=found)
+
+
+# `%%ranks?` shows the options, too
+RankMagics.ranks.__doc__ = f"{inspect.cleandoc(RankMagics.ranks.__doc__ or '')}\n\n{source.parser().format_help()}"
 
 
 def _count(world_size: int) -> str:
@@ -267,8 +231,7 @@ def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
 
 def _row(ranks: world.Ranks) -> str:
     """What `%ranks` shows of a world: its processes."""
-    size = f"{'1 of ' * (ranks.backend == 'fake')}{_count(ranks.world_size)}"
-    return f"{size} on {ranks.device} ({ranks.backend}), pids {', '.join(map(str, ranks.pids))}"
+    return f"{_count(ranks.world_size)} on {ranks.device} ({ranks.backend}), pids {', '.join(map(str, ranks.pids))}"
 
 
 class _Live:
@@ -309,25 +272,17 @@ def _misplaced(line: str) -> None:
     )
 
 
-def _with_verdict(run: Run, text: str, how: str) -> str:
-    """What a run shows, and below it what `--against` found."""
-    return text if run.against is None else f"{text}\n{getattr(run.against, how)()}"
-
-
 def load(shell: Any) -> RankMagics:
     """Register the magics, the display of a Run and the completion with an IPython shell."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
     shell.register_magic_function(_misplaced, "line", "%ranks")
     formatters = shell.display_formatter.formatters
-    formatters["text/plain"].for_type(
-        Run, lambda run, p, cycle: p.text(_with_verdict(run, page.as_text(run), "__repr__"))
-    )
-    formatters["text/html"].for_type(Run, lambda run: _with_verdict(run, page.as_html(run), "_repr_html_"))
+    formatters["text/plain"].for_type(Run, lambda run, p, cycle: p.text(page.as_text(run)))
+    formatters["text/html"].for_type(Run, page.as_html)
     shell.Completer.custom_matchers.append(magics.match)
     shell.object_inspect_mime = partial(_inspect, shell)  # what Shift+Tab asks
-    # Threads of OpenMP spin while they wait for the next product, and take the cores from the ranks: on two busy cores
-    # a small training of one process takes 20 times as long. Asleep they cost some microseconds.
+    # Threads of OpenMP that spin take the cores from the ranks: a small training takes 20 times as long on two cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # torch takes over a second to import: the fork server does it meanwhile, and so does this process when it is idle
     launch.warm_up()
@@ -361,8 +316,6 @@ def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
 
 
 def _import_torch() -> None:
-    """Only while no cell runs: two threads that import parts of torch at once may each hold a lock that the other one
-    needs, and Python then raises in one of them.
-    """
+    """Only while no cell runs: two threads that import parts of torch at once may wait for each other's locks."""
     with contextlib.suppress(Exception):  # whoever needs it meets the error
         import torch.multiprocessing  # noqa: F401

@@ -1,7 +1,4 @@
-"""What a rank cell leaves behind: frozen data that the other modules read, draw and check.
-
-It starts nothing, draws nothing and imports nothing of ours.
-"""
+"""What a rank cell leaves behind: frozen data that other modules read, draw and check. It imports nothing of ours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,10 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Values:
-    """Contents of one operation's tensors, flattened: one tuple of numbers per tensor.
-
-    For an in-place operation (all-reduce, broadcast) input and output are the same tensor.
-    """
+    """Contents of one operation's tensors, flattened: one tuple of numbers per tensor; in place, both are the same."""
 
     input_before: tuple[tuple[float, ...], ...]
     output_before: tuple[tuple[float, ...], ...]
@@ -23,9 +17,8 @@ class Values:
 
 @dataclass(frozen=True)
 class Watched:
-    """What the array named by `rankcell.watch` held, flattened: when an operation of the rank was called, and
-    when the rank called its next one, or left the block. `part` is where in it the operation's tensor lies,
-    from and up to; None if that tensor is no part of it.
+    """What the array named by `rankcell.watch` held, flattened: when an operation was called, and when the rank called
+    its next one. `part` is where in it the operation's tensor lies, from and up to; None if it does not.
     """
 
     before: tuple[float, ...]
@@ -87,10 +80,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "rest")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one process held at one moment, by kind; each storage counts once.
-
-    `activations` are what autograd keeps for backward, `rest` is all else that operations of torch have touched.
-    """
+    """Bytes that one process held at one moment, by kind; each storage counts once. Autograd keeps `activations`."""
 
     at: float  # seconds since the cell, or the measuring, began
     parameters: int = 0
@@ -144,9 +134,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication as a rank called it: its text ("all_reduce(float32[4])"), the line of the cell or of `file`, and
-    the how-many-th call of its group in the cell.
-    """
+    """A communication as a rank called it; the `nth` of its group in the cell. `text` is "all_reduce(float32[4])"."""
 
     text: str
     line: int = 0
@@ -189,10 +177,9 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank did not finish the cell: the exception as text, its frames, and when it happened.
-
-    `causes` are the exceptions behind it, each with how it led here: "caused by" (`raise ... from`), "while
-    handling", or "1 of 2" in an ExceptionGroup.
+    """Why a rank did not finish the cell: the exception as text, its frames, and when it happened. `causes` are those
+    behind it, each with how it led here: "caused by" (`raise ... from`), "while handling", or "1 of 2" in an
+    ExceptionGroup.
     """
 
     type: str
@@ -216,9 +203,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Connection:
-    """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count. Its two ends are
-    named by address and port.
-    """
+    """Bytes that moved on one TCP connection of a rank in a cell, by the kernel; its ends are address and port."""
 
     ours: str
     theirs: str
@@ -228,10 +213,8 @@ class Connection:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank was doing when its cell had to be ended, and which ranks it waited for.
-
-    `phase` is "running", "finished", "error", "lost" or "absent" (the cell does not run on it). `op` is the
-    operation it waited in ("" if it did not wait), `text` the whole call, `doing` a sentence.
+    """What one rank was doing when its cell had to be ended, and which ranks it waited for. `phase` is one of `State`;
+    `op` is the operation it waited in ("" if it did not wait), `text` the whole call, `doing` a sentence.
     """
 
     rank: int
@@ -267,7 +250,7 @@ class RankResult:
     node: str = ""  # the node it ran on, of a world with `--nodes`
     dropped: int = 0  # how many of the oldest events are not in `events`: a long run stays small
     memory: tuple[Memory, ...] = ()  # what it held over time, with `rankcell.memory` only
-    trace: tuple[Any, ...] = ()  # what its model computed, with `rankcell.trace` only: `compare.traced.Traced`
+    trace: tuple[Any, ...] = ()  # what its model computed, with `rankcell.trace` only: `compare.reference.Traced`
     mismatch: Mismatch | None = None  # a call that did not match, also if the program caught the error
     order: tuple[tuple[int, int], ...] = ()
 
@@ -291,7 +274,6 @@ class Run:
     seconds: float = 0.0
     pulled: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     standstill: tuple[Standing, ...] = ()  # where the ranks stood, if the cell had to be ended
-    against: Any = None  # with `--against`: the `Comparison` with one process
 
     def forget_details(self) -> None:
         """Let go of events, memory samples and traces; what was printed, shown and returned stays."""
@@ -325,11 +307,9 @@ class Run:
 
     @property
     def wire(self) -> tuple[tuple[int, ...], ...] | None:
-        """Bytes that really arrived at rank j from rank i in the cell: `wire[i][j]`, by the kernel's TCP
-        counters.
-
-        Headers of gloo's messages are counted too. Counted where they arrive: a send may return before its
-        last bytes have left. None where there are no such counters (nccl, macOS).
+        """Bytes that really arrived at rank j from rank i in the cell, `wire[i][j]`, gloo's headers included, by the
+        kernel's TCP counters at the receiver: a send may return before its last bytes have left. None without counters
+        (nccl, macOS).
         """
         if not self.ranks or any(r.connections is None for r in self.ran) or self.backend != "gloo":
             return None

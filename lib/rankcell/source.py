@@ -1,7 +1,4 @@
-"""What stands in a rank cell: the options of its line, and the last expression that is its value.
-
-The magic, the ranks and the export of a script read a cell alike, because they all read it here.
-"""
+"""What stands in a rank cell: the options of its line, and the last expression that is its value."""
 
 import argparse
 import ast
@@ -80,8 +77,6 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in"}),
     (("--start",), {"choices": ("forkserver", "spawn"), "default": "forkserver", "help":
         "how ranks are started: from a process that has torch, or as torch.multiprocessing.spawn does"}),
-    (("--against",), {"type": _name, "metavar": "MODEL", "help":
-        "compare the cell's one forward and backward with those of this model, in one process"}),
     (("--values",), {"action": "store_true", "help": "record what the tensors of every communication held"}),
 )
 # fmt: on
@@ -96,10 +91,7 @@ def parser() -> argparse.ArgumentParser:
     """That of the words behind `%%ranks`."""
     made = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False)
     made.add_argument(
-        "world_size",
-        nargs="?",
-        type=_whole("number of ranks", "`%%ranks 4`", 1),
-        help="how many ranks: `%%%%ranks 4`",
+        "world_size", nargs="?", type=_whole("number of ranks", "`%%ranks 4`", 1), help="how many ranks: `%%%%ranks 4`"
     )
     for flags, how in OPTIONS:
         made.add_argument(*flags, **how)
@@ -107,11 +99,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse_line(line: str) -> argparse.Namespace:
-    """The options of a whole `%%ranks` line, whose comment does not count.
-
-    Raises:
-        OptionError: the line is none, and what to write.
-    """
+    """The options of a whole `%%ranks` line, without its comment; OptionError says what to write."""
     try:
         options, more = parser().parse_known_args(shlex.split(line, comments=True))
     except argparse.ArgumentError as error:
@@ -136,19 +124,13 @@ def parse_line(line: str) -> argparse.Namespace:
 
 
 def split(source: str, filename: str = "<cell>") -> tuple[ast.Module, ast.Expression | None]:
-    """The cell's statements, and its last expression apart if the cell shows its value."""
+    """The cell's statements, and its last expression apart if the cell shows its value: a semicolon hides it."""
     tree = ast.parse(source, filename)
-    last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not is_silenced(source):
-        last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
-    return tree, last
-
-
-def is_silenced(source: str) -> bool:
-    """Whether the cell's last expression ends in a semicolon, which hides its value as in any notebook."""
-    try:
-        last = ast.parse(source).body[-1]
-    except (SyntaxError, IndexError):
-        return False
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        return tree, None
     line = source.split("\n")[(last.end_lineno or 1) - 1].encode()
-    return line[last.end_col_offset :].lstrip().startswith(b";")
+    if line[last.end_col_offset :].lstrip().startswith(b";"):
+        return tree, None
+    tree.body.pop()
+    return tree, ast.Expression(last.value)

@@ -1,8 +1,4 @@
-"""Which torch the course was run on, and the two names that the older of them lack.
-
-torch 2.13 gave `all_gather_into_tensor` and `reduce_scatter_tensor` the names `all_gather_single` and
-`reduce_scatter_single`, which the lessons use. Nothing else of torch is changed here.
-"""
+"""Which torch the course was run on, and the two names of torch 2.13, which the lessons use and older ones lack."""
 
 import re
 from typing import Any
@@ -30,7 +26,4 @@ def untried(version: str) -> str:
 def complete(dist: Any) -> None:
     """Give `torch.distributed` the names of 2.13 where it lacks them."""
     if not hasattr(dist, "all_gather_single"):
-        dist.all_gather_single, dist.reduce_scatter_single = (
-            dist.all_gather_into_tensor,
-            dist.reduce_scatter_tensor,
-        )
+        dist.all_gather_single, dist.reduce_scatter_single = (dist.all_gather_into_tensor, dist.reduce_scatter_tensor)

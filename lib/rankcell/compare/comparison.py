@@ -9,12 +9,10 @@ from ..results import name_ranks
 
 SHOWN = 12  # rows of the table that is shown
 FINAL = ("grad", "parameter")  # what counts in a training
-KINDS = {
-    "output": "output",
-    "grad_output": "gradient of the output",
-    "grad": "gradient",
-    "parameter": "weights",
-}
+KINDS = {"output": "output", "grad_output": "gradient of the output", "grad": "gradient", "parameter": "weights"}
+
+
+PLURALS = KINDS | {"output": "outputs", "grad_output": "gradients of the output", "grad": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Comparison:
         if self.first is not None:
             return self.first.says
         counts = {k: sum(r.kind == k for r in self.rows) for k in KINDS}
-        what = ", ".join(f"{n} {_plural(KINDS[k], n)}" for k, n in counts.items() if n)
+        what = ", ".join(f"{n} {KINDS[k] if n == 1 else PLURALS[k]}" for k, n in counts.items() if n)
         return f"the ranks' tensors make up those of one process: {what}"
 
     def _shown(self) -> Sequence[Row]:
@@ -118,9 +116,3 @@ class Comparison:
             f'<table style="font-size:.9em;margin-top:.4em"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
             f"{more}{notes}"
         )
-
-
-def _plural(word: str, n: int) -> str:
-    if n == 1 or word == "weights":
-        return word
-    return word.replace("gradient", "gradients", 1) if word.startswith("gradient") else f"{word}s"

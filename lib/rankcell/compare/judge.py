@@ -1,8 +1,7 @@
 """How the ranks hold each tensor: the trace of several ranks against that of one process, in the order of computing.
 
-`compare` pairs tensors by name and has `layouts` say for each how the ranks' tensors make up the one. What counts are
-the gradients and the updated parameters (and, where nothing is trained, the last outputs); `blame` finds the first
-tensor that explains what is wrong with them. `check.against` is its public name.
+What counts are the gradients and the updated parameters (and, where nothing is trained, the last outputs); `blame`
+finds the first tensor that explains what is wrong with them. `check.against` is the public name of `compare`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,7 @@ from . import layouts
 from .blame import first_wrong
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
-from .reference import ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, matrix_of, typical
-from .traced import Traced
+from .reference import ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
 from .wording import BEFORE, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor: no optimizer's update of such a gradient is compared
@@ -32,11 +30,7 @@ class NothingToCompare(UserFacingError, ValueError):
 
 
 def compare(
-    run: Run,
-    one: Any,
-    *,
-    mesh: Mapping[str, int] | None = None,
-    names: Mapping[str, str] | None = None,
+    run: Run, one: Any, *, mesh: Mapping[str, int] | None = None, names: Mapping[str, str] | None = None
 ) -> Comparison:
     """How the tensors traced in `run` make up those of `one`, the trace of one process; see `check.against`."""
     dense = _dense(one)
@@ -57,7 +51,10 @@ def compare(
         row, used_as_whole = blamed
         holders, all_ranks = judge.holders.get(row.name, ()), {r for ps in ranks.values() for r, _ in ps}
         first = said(row, used_as_whole=used_as_whole, holders=holders, mesh=mesh or {}, ranks=all_ranks)
-    return Comparison(tuple(rows), first, _notes(dense, ranks))
+    known = {name for kind, name, *_ in dense if kind == "parameter"}
+    strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
+    notes = (f"{name} has no partner in the dense model: not compared." for name in strangers)
+    return Comparison(tuple(rows), first, tuple(notes))
 
 
 _Key = tuple[str, str, int, int]  # kind, name, step, part
@@ -102,22 +99,10 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def _notes(dense: dict[_Key, list[Traced]], ranks: _OfRanks) -> tuple[str, ...]:
-    """What was not compared."""
-    known = {name for kind, name, *_ in dense if kind == "parameter"}
-    strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
-    return tuple(f"{name} has no partner in the dense model: not compared." for name in strangers)
-
-
 class Judge:
     """Goes through the tensors in the order of computing, and remembers what it has seen of each rank."""
 
-    def __init__(
-        self,
-        dense: dict[_Key, list[Traced]],
-        ranks: _OfRanks,
-        mesh: Mapping[str, int] | None,
-    ) -> None:
+    def __init__(self, dense: dict[_Key, list[Traced]], ranks: _OfRanks, mesh: Mapping[str, int] | None) -> None:
         self.dense, self.ranks, self.mesh = dense, ranks, mesh
         self.seen = layouts.SeenPlaces()
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
@@ -189,7 +174,7 @@ class Judge:
         floor = 0.0 if kind == "parameter" else self.floors[kind]
         space = name if kind in FINAL else ""
         reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, space)
-        pieces = [_piece(rank, e) for rank, e in pairs]
+        pieces = [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in pairs]
         if kind == "parameter" and step:
             reference, pieces = self._update(key, reference, pieces)
         if kind not in FINAL and reference.n * reference.f > 1 and all(p.n * p.f == 1 for p in pieces):
@@ -209,7 +194,7 @@ class Judge:
         """By how much a step changed a parameter, in one process and on the ranks: little beside the parameter."""
         kind, name, step, part = key
         earlier = (kind, name, step - 1, part)
-        before = {rank: _piece(rank, e) for rank, e in self.ranks.get(earlier, [])}
+        before = {rank: Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in self.ranks.get(earlier, [])}
         old = self.dense.get(earlier)
         if not old or any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
             return reference, list(pieces)
@@ -226,8 +211,8 @@ class Judge:
         return changed, [replace(p, matrix=p.matrix - before[p.rank].matrix) for p in pieces]
 
     def _is_noise(self, name: str, step: int) -> bool:
-        """Whether the gradient of a parameter is so small that an optimizer may make anything of it; or, where it has
-        none, that of its twin in another part of the model, of which it may be the moving average.
+        """Whether a parameter's gradient is so small that an optimizer may make anything of it; or, where it has none,
+        that of its twin in another part of the model, of which it may be the moving average.
         """
         gradient = self.dense.get(("grad", name, step, 0))
         if gradient is None:
@@ -396,10 +381,6 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
         return f"other numbers ({share:.0%} off)"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
     return off_by if row.kind == "parameter" else f"{off_by}, as if rounded"
-
-
-def _piece(rank: int, e: Traced) -> Piece:
-    return Piece(rank, e.call, e.shape, matrix_of(e))
 
 
 def _matrix(entries: Sequence[Traced]) -> np.ndarray:

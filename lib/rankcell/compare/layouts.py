@@ -1,7 +1,6 @@
 """How the tensors of several ranks make up one: found from their numbers, without being told.
 
-A piece may lie in the reference as it is, or times a factor. Several pieces that fit nowhere may still add up: they are
-partial sums. It knows no modules and no words; `judge` does.
+A piece may lie in the reference as it is, or times a factor. Several that fit nowhere may still add up: partial sums.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,10 +41,7 @@ class SeenPlaces:
     def learn(self, piece: Piece, reference: Reference, fit: Fit) -> None:
         """Remember where a piece was found."""
         if fit.sure and fit.rows is not None:
-            _add(
-                self._rows.setdefault((reference.space, piece.rank, piece.call, reference.n, piece.n), []),
-                fit.rows,
-            )
+            _add(self._rows.setdefault((reference.space, piece.rank, piece.call, reference.n, piece.n), []), fit.rows)
         if fit.sure and fit.columns is not None:
             _add(self._columns.setdefault((reference.space, piece.rank, reference.f, piece.f), []), fit.columns)
 
@@ -136,10 +132,7 @@ class Sum:
 
 
 def partial(
-    pieces: Sequence[Piece],
-    reference: Reference,
-    seen: SeenPlaces,
-    mesh: Mapping[str, int] | None,
+    pieces: Sequence[Piece], reference: Reference, seen: SeenPlaces, mesh: Mapping[str, int] | None
 ) -> Sum | None:
     """How pieces that fit nowhere alone add up to the same part of the reference; None if they do not."""
     first = pieces[0]

@@ -1,15 +1,12 @@
-"""The tensor of one process, what a rank has of it, and where the one lies in the other.
-
-Every question has the same form: for which rows and columns of the reference, and which factor k, is the piece k times
-that part of it?
+"""The tensor of one process, what a rank has of it, and where the one lies in the other: for which rows and columns of
+the reference, and which factor k, is the piece k times that part of it?
 """
 
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
-
-from .traced import Traced
 
 Map = np.ndarray  # indices into the reference's rows or columns
 
@@ -20,6 +17,32 @@ ROUNDING = {"float64": 2**-53, "float32": 2**-24, "bfloat16": 2**-8, "float16": 
 SLACK = 4.0  # a row or column may be off by so many times the error of one of its numbers
 MOST_PAIRS = 1 << 23  # rows times rows that are compared at once
 NOT_FINITE = (7e7, 5e7, -5e7)  # stand for NaN, infinity and minus infinity, so that they can be compared
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One tensor that `rankcell.trace` saw: a copy of it, as a numpy array (of 16 bits as 32), and whose it is."""
+
+    name: str  # of the module or parameter
+    kind: str  # "output", "grad_output", "grad" or "parameter"
+    step: int  # steps of the optimizer before it
+    value: Any
+    dtype: str = ""  # that of the tensor
+    call: int = 0  # which call of the module it belongs to
+    part: int = 0  # which tensor of the module's output
+    order: int = 0  # counts what was seen
+    line: int = 0  # of the learner's code, 0 where it is not known
+    dropped: str = ""  # a digest of what a dropout that is on was given
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor."""
+        return tuple(self.value.shape)
+
+    @property
+    def mask(self) -> bytes:
+        """Where a dropout put zeros; empty for what is no dropout's output."""
+        return (self.value == 0).tobytes() if self.dropped else b""
 
 
 def typical(matrix: np.ndarray) -> float:
@@ -50,14 +73,8 @@ def _norms(matrix: np.ndarray) -> np.ndarray:
     return np.sqrt(np.einsum("ij,ij->i", matrix, matrix))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one rank has of a tensor, from one call of its module."""
-
-    rank: int
-    call: int
-    shape: tuple[int, ...]
-    matrix: np.ndarray  # (n, f)
+class _Sizes:
+    matrix: np.ndarray
 
     @property
     def n(self) -> int:
@@ -71,10 +88,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Where a piece lies in the reference: `factor` times these rows and columns of it (None: all).
+class Piece(_Sizes):
+    """What one rank has of a tensor, from one call of its module."""
 
-    `sure` says that no other rows would have done. `flat` are places in the flattened reference instead.
+    rank: int
+    call: int
+    shape: tuple[int, ...]
+    matrix: np.ndarray  # (n, f)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where a piece lies in the reference: `factor` times these rows and columns of it (None: all), or `flat` places of
+    it flattened. `sure` says that no others would have done.
     """
 
     rows: Map | None
@@ -85,11 +111,9 @@ class Fit:
 
 
 @dataclass
-class Reference:
-    """The tensor of one process. `floor` is the size below which a number is noise.
-
-    Pieces of tensors of the same `space` lie in the same places. `slack` is for updates: by how much each number may be
-    off besides.
+class Reference(_Sizes):
+    """The tensor of one process. Below `floor` a number is noise. Pieces of tensors of the same `space` lie in the same
+    places. `slack` is for updates: by how much each number may be off besides.
     """
 
     matrix: np.ndarray
@@ -102,16 +126,6 @@ class Reference:
 
     def __post_init__(self) -> None:
         self.scale = max(typical(self.matrix), self.floor, 1e-30)
-
-    @property
-    def n(self) -> int:
-        """Rows."""
-        return len(self.matrix)
-
-    @property
-    def f(self) -> int:
-        """Columns."""
-        return int(self.matrix.shape[1])
 
     @cached_property
     def is_noise(self) -> bool:
@@ -151,9 +165,7 @@ class Reference:
         return k if fits and abs(k) >= 1e-6 else None
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
-        """Whether a matrix differs from that part by the same in every row: a bias that is added elsewhere, or by every
-        rank.
-        """
+        """Whether a matrix differs from that part by the same in every row: a bias added elsewhere, or by all."""
         part, slack = self._part(rows, columns)
         limits = self._limits(part, slack)
         if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
@@ -173,8 +185,7 @@ class Reference:
 
 
 def _nearest(rows: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
-    """For each of the rows the index of the target within the limits, and whether no other would do; None if one has
-    none.
+    """For each row the index of the target within the limits, and whether no other would do; None if one has none.
 
     Neighbours of rows belong to neighbours of targets, where there is a choice.
     """

@@ -1,7 +1,6 @@
 """What a model computes in a block of code: outputs, their gradients, gradients of parameters, updates.
 
-Hooks look and change nothing, and are gone after the block. Tensors are kept as they are: those of one process are what
-those of ranks are compared with. This module compares nothing.
+Hooks look and change nothing, and are gone after the block. Tensors are kept as they are.
 """
 
 import hashlib
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..engine import current
 from ..engine.operation import kind_of
-from .traced import Traced
+from .reference import Traced
 
 LIMIT = 1 << 30  # bytes that a process keeps at most
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -132,10 +131,7 @@ class Trace:
                     self._without_graph.setdefault(id(module), []).append(of_part)
 
     def _await_backward(self, tensor: Tensor, about: dict[str, Any]) -> None:
-        def hook(gradient: Tensor) -> None:
-            self._keep(self._made("grad_output", gradient, **about))
-
-        self._handles.append(tensor.register_hook(hook))
+        self._handles.append(tensor.register_hook(lambda g: self._keep(self._made("grad_output", g, **about))))
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._inside += 1
@@ -215,12 +211,11 @@ class Trace:
 
 def of(model: Any) -> AbstractContextManager[Trace]:
     """`rankcell.trace`: on a rank what is traced goes with the cell's result."""
-    return Trace(model) if current.recorder is None else on_rank(current.recorder, model)
+    return Trace(model) if current.recorder is None else _on_rank(current.recorder, model)
 
 
 @contextmanager
-def on_rank(recorder: Any, model: Any) -> Iterator[Trace]:
-    """Trace `model` while the block runs; the entries go with the cell's result, also if it fails."""
+def _on_rank(recorder: Any, model: Any) -> Iterator[Trace]:
     trace = Trace(model, on_rank=True)
     try:
         with trace:
@@ -259,15 +254,11 @@ def _line() -> int:
     """The line of the learner's code that is running, not of the models and layers that come with us."""
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_learners(frame.f_code):
+        code = frame.f_code
+        if kind_of(code) is True and not code.co_filename.startswith(_PACKAGE):
             return frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return 0
-
-
-@lru_cache(10_000)
-def _is_learners(code: Any) -> bool:
-    return kind_of(code) is True and not code.co_filename.startswith(_PACKAGE)
 
 
 def _modules(model: Any) -> list[nn.Module]:

@@ -13,7 +13,7 @@
                      devices    CPU or GPU, which backend, and why
     rank side        preloaded  what is imported before ranks are forked
                      worker     runs cells;  environment  what they find;  control  the thread that answers meanwhile
-                     execute    source -> value;  report  exception or value -> what travels;  stdio, shell
+                     report     exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
                      listen     hears of every communication;  record  writes it down as an  operation
                      streams    when a GPU is through with one

@@ -1,8 +1,7 @@
-"""On the notebook's side: one cell, from the moment the ranks have it to its `Run`, or the error that says what went
-wrong first.
+"""On the notebook's side: one cell, from its task to its `Run`, or the error that says what went wrong first.
 
-It listens, asks now and then what the ranks do, proves a deadlock (`diagnose.py`), and gets everybody out of a
-cell that cannot end, took too long, or was interrupted. What then must be repaired is for the world to do.
+It listens, asks now and then what the ranks do, proves a deadlock (`diagnose.py`), and gets everybody out of a cell
+that cannot end, took too long, or was interrupted. What then must be repaired is for the world to do.
 """
 
 import contextlib
@@ -72,20 +71,16 @@ class Cell:
     def run(self, interrupted: Callable[[], bool]) -> Ending:
         """Give the task to the ranks, and wait until it is over on all of them, or until `interrupted`."""
         self._workers.next_cell(self._task.cell, self._members)
-        self._send()
+        host = self._workers.host
+        offsets = {rank: host.clock_offset(rank) for rank in self._members}
+        for offset in set(offsets.values()):  # its beginning as the clock of each one's machine shows it
+            task = replace(self._task, began=self._task.began + offset)
+            mine = [rank for rank in self._members if offsets[rank] == offset]
+            host.send(mine, pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
         cause = self._wait(interrupted)
         if cause is not None:
             self._free(wanted=not isinstance(cause, errors.Deadlock))
         return self._ending(cause)
-
-    def _send(self) -> None:
-        """Give the task to the ranks, its beginning as the clock of each one's machine shows it."""
-        host = self._workers.host
-        offsets = {rank: host.clock_offset(rank) for rank in self._members}
-        for offset in set(offsets.values()):
-            task = replace(self._task, began=self._task.began + offset)
-            mine = [rank for rank in self._members if offsets[rank] == offset]
-            host.send(mine, pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
 
     def _over(self) -> bool:
         return all(p.over for p in self._workers.received.values())
@@ -176,10 +171,7 @@ class Cell:
         return "\n".join([headline, *rows])
 
     def _free(self, *, wanted: bool) -> None:
-        """Get every rank out of the cell; one that does not react is ended.
-
-        `wanted`: the learner asked for it, or the time is up. Otherwise the ranks are known to wait in vain.
-        """
+        """Get every rank out of the cell; `wanted` by the learner, else nobody answers. One that stays is ended."""
         workers, received = self._workers, self._workers.received
         about = "interrupt" if wanted else "free"
         running = [rank for rank, r in received.items() if not r.over]
@@ -262,13 +254,8 @@ class Cell:
 def what_went_wrong(
     run: Run, cause: Cause | None, unmatched: str | None, pull: Sequence[str], *, replaced: bool
 ) -> Cause | errors.PullError | None:
-    """The error of a cell that is over: what went wrong first; None if nothing did.
-
-    Args:
-        cause: why we have ended the cell, if the ranks did not.
-        unmatched: a sentence, if some ranks called more than others.
-        pull: names that the notebook wants.
-        replaced: whether lost ranks can be replaced.
+    """The error of a cell that is over: what went wrong first; None if nothing did. `cause` is why we have ended it, if
+    the ranks did not, `unmatched` a sentence, `replaced` whether lost ranks can be.
     """
     lost = [r for r in run.ran if r.state == "lost" and not (r.error and r.error.caused_by_abort)]
     raised = [r for r in run.failed if r.error and not r.error.caused_by_abort and r.state == "error"]

@@ -58,10 +58,9 @@ class Control:
     def _free(self, *, wanted: bool) -> None:
         """Get the main thread out of the cell.
 
-        `wanted`: the learner asked for it, and most likely the rank computes, or waits only for a moment. Then
-        Python is interrupted first, and connections are closed if that did not help: gloo may hang for good if
-        its connections are closed in the middle of a transfer. Otherwise the rank is known to wait in vain, and
-        leaves with the clean error of a closed connection.
+        `wanted` by the learner, it may only compute: Python is interrupted first, and connections are closed if that
+        did not help, as gloo may hang if they are closed in the middle of a transfer. Otherwise the rank is known to
+        wait in vain.
         """
         if wanted:
             signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
@@ -80,8 +79,7 @@ class Control:
     def status(self) -> Status:
         """What the rank is doing now."""
         rank = self._rank
-        # the cell first: `phase` is set before the recorder learns of a new cell, so that a phase of the cell
-        # before is never told as one of this cell
+        # the cell first, as `phase` is set before the recorder learns of a new one: no older phase is told as its own
         cell = rank.recorder.cell
         phase = rank.phase
         rank.stdio.place()  # sends what was printed; the main thread may be writing to stderr
@@ -103,28 +101,16 @@ def look(recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: s
         frame = frame.f_back
     waits, counts = recorder.status()
     return Status(
-        rank=rank,
-        cell=cell,
-        phase=phase,
-        line=line,
-        file=file,
-        in_torch="/torch/" in top and not system.wants_a_core(),
-        joins=joins,
-        synchronizes=synchronizes,
-        cpu=system.thread_cpu_seconds(main_thread),
-        switches=system.thread_switches(main_thread),
-        waits=waits,
-        counts=counts,
-        calls=recorder.total,
+        rank, cell, phase, line, file, joins=joins, synchronizes=synchronizes, waits=waits, counts=counts,
+        in_torch="/torch/" in top and not system.wants_a_core(), cpu=system.thread_cpu_seconds(main_thread),
+        switches=system.thread_switches(main_thread), calls=recorder.total,
         threads=threads(recorder, {main_thread, *ours}, busy=True),
-    )
+    )  # fmt: skip
 
 
 def threads(recorder: Recorder, ours: set[int | None], *, busy: bool) -> bool:
     """Whether another thread than `ours` is inside the learner's code; if `busy`, one that stands in no operation, and
-    so may still answer.
-
-    A thread of a library that waits for work, such as a progress bar's, has no frame of the learner's.
+    so may still answer. A library's thread that waits for work has no frame of the learner's.
     """
     waiting = {o.thread for o in list(recorder.open.values()) if busy and o.waiting}
     for ident, frame in _frames().items():
@@ -151,9 +137,7 @@ def _waits_for_a_thread(frame: Any) -> bool:
 
 
 def _frames() -> dict[int, Any]:
-    """Where every other thread stands. Our own frame is not among them: it would hold itself, and with it the
-    frames of the main thread and all tensors in them, until the garbage collector comes.
-    """
+    """Where every other thread stands. Our own frame would hold itself, and with it all tensors of the main thread."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     return frames

@@ -4,8 +4,7 @@
     fewer, NCCL 2.30 or newer    nccl, ranks share GPUs round-robin; where CUDA MPS runs they compute side by side
     fewer, older NCCL            gloo on CUDA tensors, which go through the memory of the host; asked for only
 
-Beside nccl, tensors on the CPU go over gloo. `notebooks/recorded` says on which GPU this ran last; several GPUs have
-not been tried.
+Beside nccl, tensors on the CPU go over gloo. Several GPUs have not been tried (`notebooks/recorded`).
 """
 
 import ctypes
@@ -49,11 +48,7 @@ class Choice:
 
 
 def choose(world_size: int, device: str, machine: Machine) -> Choice:
-    """What `world_size` ranks talk over on `device` ("auto", "cpu" or "cuda").
-
-    Raises:
-        ValueError: no such device. WorldSizeError: cuda was asked for, and there is no GPU.
-    """
+    """What `world_size` ranks talk over on `device`, "auto", "cpu" or "cuda" (WorldSizeError: there is no GPU)."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist. Choose cpu, cuda or auto.")
     gpus = machine.gpus
@@ -83,10 +78,9 @@ def choose(world_size: int, device: str, machine: Machine) -> Choice:
 
 
 def _shared(world_size: int, machine: Machine, note: str) -> Choice:
-    """Ranks share GPUs over nccl.
-
-    From https://docs.nvidia.com/deeplearning/nccl, NCCL 2.30, environment variables. NVLS is for GPUs of one rank each.
-    The kernels of all ranks of a GPU wait for each other: they must fit on it at the same time.
+    """Ranks share GPUs over nccl: https://docs.nvidia.com/deeplearning/nccl, NCCL 2.30, environment variables. NVLS is
+    for GPUs of one rank each. The kernels of all ranks of a GPU wait for each other: they must fit on it at the same
+    time.
     """
     shared = -(-world_size // machine.gpus)
     environment = {
@@ -103,9 +97,6 @@ def _shared(world_size: int, machine: Machine, note: str) -> Choice:
     return Choice("cuda", "nccl", f"{note} in turns", better, shared, environment)
 
 
-# --- the machine is asked from here on ---
-
-
 def look(gpus: int | None = None, *, mps: bool = True) -> Machine:
     """What this machine has; `gpus` of all nodes together, where there are several. Starts no CUDA here."""
     import torch
@@ -115,10 +106,7 @@ def look(gpus: int | None = None, *, mps: bool = True) -> Machine:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The NCCL that this process has loaded, (2, 30, 7); empty if torch has none.
-
-    `torch.cuda.nccl.version()` names the one that torch was built with, and another can have been installed since.
-    """
+    """The NCCL that this process has loaded, (2, 30, 7), newer maybe than torch's own; empty if there is none."""
     import torch
 
     if not torch.distributed.is_nccl_available():
@@ -140,12 +128,7 @@ def _mps_runs() -> bool:
         return False
     try:
         done = subprocess.run(
-            control,
-            input="get_server_list\n",
-            capture_output=True,
-            text=True,
-            timeout=MPS_ANSWERS,
-            check=False,
+            control, input="get_server_list\n", capture_output=True, text=True, timeout=MPS_ANSWERS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -1,8 +1,7 @@
 """Who waits for whom, and what is to blame: a pure function of the ranks' states.
 
-A deadlock is proved, not timed out: a rank is stuck when it waits for a rank that will never answer (it
-finished the cell, raised, died, or does not run the cell) or for one that is stuck itself. A rank that
-computes can always still answer, so a slow rank is never reported.
+A deadlock is proved, not timed out: a rank is stuck when it waits for a rank that will never answer (it finished the
+cell, raised, died, or does not run it) or for one that is stuck itself. One that computes can always still answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +98,7 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
     elif len({w.group for w in waits.values()}) > 1:
         head = f"{who} take their process groups in different order, and each waits for the other."
         advice = "Take the groups in one order that holds for all ranks, say all rows before all columns."
-        turns = [f"rank {r} takes {_name(w)} first" for r, w in sorted(waits.items())]
+        turns = [f"rank {r} takes group {w.group!r} of {name_ranks(w.ranks)} first" for r, w in sorted(waits.items())]
         lines = (*lines, *turns)
     else:
         head = f"{who} wait for each other."
@@ -151,9 +150,7 @@ def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int])
 
 
 def _by_size(states: Mapping[int, State], rank: int) -> dict[int, int]:
-    """How many collectives a rank has called in groups of each size in which it is: alike groups do alike work. It may
-    be in a group that only others have used so far.
-    """
+    """How many collectives a rank has called in groups of each size, also those that only others have used."""
     counts = states[rank].counts or {}
     found: dict[int, int] = {}
     for key in {k for s in states.values() for k in s.counts or {}}:
@@ -229,20 +226,11 @@ def _of_finished(states: Mapping[int, State], blame: int, waiting: Sequence[int]
         return head, f"Add the missing dist.recv(buffer, src={waiting[0]}) on rank {blame}, or drop the send."
     if wait.op == "recv":
         head = f"rank {blame} finished without sending what {_who(waiting, 'wait')} for."
-        return (
-            head,
-            f"Add the missing dist.send(tensor, dst={waiting[0]}) on rank {blame}, or drop the receive.",
-        )
+        return head, f"Add the missing dist.send(tensor, dst={waiting[0]}) on rank {blame}, or drop the receive."
     head = f"rank {blame} finished without calling new_group, and {_who(waiting, 'wait')} for it there."
     if len(wait.ranks) < len(states) or wait.group != "new_group":
-        return (
-            head,
-            f"A group with local synchronization must be made by all its members, {name_ranks(wait.ranks)}.",
-        )
-    return (
-        head,
-        "new_group must be called by every rank of the world, also by those outside the new group.",
-    )
+        return head, f"A group with local synchronization must be made by all its members, {name_ranks(wait.ranks)}."
+    return head, "new_group must be called by every rank of the world, also by those outside the new group."
 
 
 def _who(ranks: Sequence[int], verb: str) -> str:
@@ -262,17 +250,12 @@ def _ahead(states: Mapping[int, State], ended: Sequence[int], waiting: Sequence[
     return tuple(sorted({r for r in waiting if any(n > usual.get(k, n) for k, n in sizes[r].items())}))
 
 
-def _name(wait: Wait) -> str:
-    return f"group {wait.group!r} of {name_ranks(wait.ranks)}"
-
-
 def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> str | None:
-    """A sentence if some ranks called more collectives of a group than others by the end of a cell that `ran`
-    ran, else None.
+    """A sentence if some ranks called more collectives of a group than others by the end of a cell that `ran` ran, else
+    None.
 
-    Such a cell came to its end only because the extra call did not wait (the root of a broadcast,
-    `async_op=True`); the next collective would be matched with the wrong one. `counts` holds, by rank, the
-    calls under each `Wait.key`.
+    Such a cell ended only because the extra call did not wait (the root of a broadcast, `async_op=True`); the next
+    collective would be matched with the wrong one. `counts` holds, by rank, the calls under each `Wait.key`.
     """
     for key in {k for c in counts.values() for k in c if len(k) == 2 and not str(k[0]).startswith(LEAVES)}:
         _, ranks = key

@@ -2,12 +2,13 @@
 
 import builtins
 import contextlib
+import functools
 import os
 import resource
 import signal
 import sys
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,9 @@ def enter(config: StartRank) -> None:
     os.environ.clear()
     os.environ.update(config.environment)
     address = "127.0.0.1" if config.store.startswith("/") else config.store.rpartition(":")[0]
-    os.environ.update(
-        RANK=str(config.rank),
-        WORLD_SIZE=str(config.world_size),
-        LOCAL_RANK=str(config.local_rank),
-        LOCAL_WORLD_SIZE=str(config.local_world_size),
-        MASTER_ADDR=address,
-        MASTER_PORT=str(config.port),
-    )
+    for name in ("rank", "world_size", "local_rank", "local_world_size"):
+        os.environ[name.upper()] = str(getattr(config, name))
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(config.port))
     if config.device == "cpu":
         # where no device is named torch takes a GPU that it sees: in fully_shard, in a mesh
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -42,8 +38,8 @@ def enter(config: StartRank) -> None:
     sys.path[:] = list(config.path)
     sys.argv = [""]
     torch.set_num_threads(1)
-    builtins.input = _no_input
-    sys.breakpointhook = _no_debugger
+    builtins.input = functools.partial(_no_keyboard, "")
+    sys.breakpointhook = functools.partial(_no_keyboard, report.BDB_NOTE)
     spawn = mp.spawn
 
     def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,12 +52,8 @@ def enter(config: StartRank) -> None:
     mp.set_start_method("fork", force=True)
 
 
-def _no_input(*_: Any, **__: Any) -> str:
-    raise RankInputError
-
-
-def _no_debugger(*_: Any, **__: Any) -> None:
-    raise RankInputError(report.BDB_NOTE)
+def _no_keyboard(said: str, *_: Any, **__: Any) -> NoReturn:
+    raise RankInputError(said)
 
 
 def device_of(config: StartRank) -> torch.device:

@@ -1,8 +1,7 @@
 """Inside a rank: its process groups, and the connections behind them.
 
-The rank joins a process group before its first cell, and a new one whenever a connection was closed. A cell may
-make groups of its own, destroy them, and set the default group up again, as pasted scripts do: those calls are
-watched like operations, because they wait for other ranks and open connections.
+The rank joins a process group before its first cell, and a new one whenever a connection was closed. A cell may make
+and destroy groups, the default one too: those calls are watched like operations, because they wait for other ranks.
 """
 
 import contextlib
@@ -87,9 +86,7 @@ class GroupCalls:
         signature: Signature | None = None,
         blocks: bool = True,
     ) -> Any:
-        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits; at once if it `blocks`,
-        else if it takes long.
-        """
+        """Call `make`, seen as an operation of `ranks` in which this one waits: at once if it `blocks`."""
         recorder = self.recorder
         o = Operation(op)
         o.group, o.ranks = label or op, ranks
@@ -127,10 +124,8 @@ def replace_in_torch(calls: Mapping[str, tuple[Any, Callable[..., Any]]]) -> Non
 
 
 def _forget_meshes() -> None:
-    """Let DTensor forget what it has worked out for meshes whose groups are gone.
-
-    It keeps the layouts of results by the shape of a mesh, so a new mesh like an old one would be given the groups of
-    the old one. Torch has the means for it, but promises none of them.
+    """Let DTensor forget the layouts that it keeps by the shape of a mesh: a new mesh would be given the groups of an
+    old one. Torch has the means for it, but promises none of them.
     """
     if (tensor := sys.modules.get("torch.distributed.tensor")) is None:
         return
@@ -229,9 +224,8 @@ class Groups(GroupCalls):
         asked = [f"{name}={n}" for name, n in given.items() if n not in (-1, None, getattr(config, name))]
         if asked:
             raise GroupError(
-                f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}: a rank cell "
-                f"has its ranks already. Leave the arguments out, or choose the number of ranks in the "
-                f"`%%ranks` line."
+                f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}: a rank cell has "
+                "its ranks already. Leave the arguments out, or choose the number of ranks in the `%%ranks` line."
             )
         name = str(backend or config.backend).lower()
         if name not in (config.backend, f"cpu:{config.backend}", "cpu:gloo,cuda:nccl"):
@@ -254,10 +248,9 @@ class Groups(GroupCalls):
         self._note_timeout(dist.distributed_c10d._get_default_group(), timeout)
 
     def close(self) -> None:
-        """End whatever waits in the groups, here and at the other ends.
-
-        gloo: its connections are shut down, and whoever waits on one gets an error. nccl's kernels spin on the GPU
-        until their communicator is aborted, and then the host goes on.
+        """End whatever waits in the groups, here and at the other ends: gloo's connections are shut down, and whoever
+        waits on one gets an error; nccl's kernels spin on the GPU until their communicator is aborted, and then the
+        host goes on.
         """
         if self._config.enqueues and not self.aborted:
             self.aborted = True

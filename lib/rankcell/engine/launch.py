@@ -3,11 +3,10 @@
 With the start method "forkserver" a rank is a fork of a process that has imported torch (`preloaded.py`), which takes
 milliseconds; "spawn" is what `torch.multiprocessing.spawn` does: each rank is a new Python that imports torch itself.
 
-The fork server is an object of the standard library's own class, beside the one that `multiprocessing` keeps for
-everybody: the learner's own use of `multiprocessing`, whichever start method, neither disturbs it nor inherits
-anything from it. Private reaches into the standard library: `start_processes` asks the module
-`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`start`), and
-the "alive" descriptor is closed in ranks and in forks of the notebook, as it would keep the server up (`_let_go`).
+Our fork server stands beside the one that `multiprocessing` keeps, so that the learner's use of `multiprocessing`
+neither disturbs it nor inherits from it. Private reaches into the standard library: ours answers in the place of the
+module `multiprocessing.forkserver` while ranks start (`start`), and the "alive" descriptor is closed in ranks and in
+forks of the notebook, as it would keep the server up (`_let_go`).
 """
 
 import atexit
@@ -32,6 +31,7 @@ from unittest import mock
 import psutil
 
 from .. import errors
+from . import system
 from .messages import CRASHED, FOLDER, StartRank
 
 METHODS = ("forkserver", "spawn")
@@ -49,11 +49,7 @@ def warm_up() -> None:
 
 
 def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> list[BaseProcess]:
-    """Start a rank for each order, which gets copies of the descriptors beside it.
-
-    Raises:
-        StartError: torch cannot be imported, or the system gives no more processes.
-    """
+    """Start a rank for each order, with copies of its descriptors. StartError: no torch, or no more processes."""
     started: list[BaseProcess] = []
     try:
         from torch.multiprocessing import start_processes
@@ -103,10 +99,7 @@ def end(process: BaseProcess) -> None:
 
 
 def make_folder() -> str:
-    """A new folder that only this user can enter, so that nobody else can take part in the ranks' rendezvous.
-
-    It is gone when this process is, in whatever way that ends.
-    """
+    """A new folder that only this user can enter, for the ranks' rendezvous; it is gone when this process is."""
     return tempfile.mkdtemp(prefix="world-", dir=_parent_folder())
 
 
@@ -140,14 +133,11 @@ class _Descriptor:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What `multiprocessing` looks at when it starts a process is not the learner's, and stays as the learner has it.
-
-    A new process would run the notebook's main module once more, which in a script without
-    `if __name__ == "__main__"` starts ranks; it wants to know the current folder, which may be removed; and it settles
-    the default start method.
+    """What `multiprocessing` looks at when it starts a process is not the learner's, and stays as the learner has it:
+    the main module (it would be run once more), the current folder (it may be removed), the default start method.
     """
     main, method = sys.modules["__main__"], multiprocessing.get_start_method(allow_none=True)
-    removed = None if _here() else os.open(".", os.O_RDONLY)
+    removed = None if system.current_folder() else os.open(".", os.O_RDONLY)
     sys.modules["__main__"] = types.ModuleType("__main__")
     if removed is not None:
         os.chdir("/")
@@ -163,14 +153,12 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """What the fork server finds in its environment and in `sys.path`.
-
-    A file in the learner's folder that is called like a module of the standard library is for the ranks to import, not
-    for torch. The last entry is for a package of ours that lies in that folder only.
+    """What the fork server finds in its environment and in `sys.path`: no file of the learner's folder that is called
+    like a module of the standard library; at the end, a package of ours that lies in that folder only.
     """
     path = list(sys.path)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)}
-    sys.path[:] = [p for p in path if p and str(Path(p).absolute()) != _here()]
+    sys.path[:] = [p for p in path if p and str(Path(p).absolute()) != system.current_folder()]
     sys.path.append(str(Path(__file__).absolute().parents[2]))
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
     with contextlib.suppress(OSError):  # nothing can be written: `make_folder` says so
@@ -184,14 +172,6 @@ def _environment() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _here() -> str:
-    """The current folder; "" if it was removed."""
-    try:
-        return os.getcwd()  # noqa: PTH109
-    except FileNotFoundError:
-        return ""
 
 
 def _parent_folder() -> str:

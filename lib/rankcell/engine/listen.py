@@ -1,13 +1,10 @@
 """Inside a rank: sees every communication before it is sent, whoever issues it, and tells the recorder.
 
-All of torch's distributed operations (calls of the user, DDP's reducer, FSDP2, DTensor, functional
-collectives, pipelining) pass the dispatcher as `c10d::...`. We register at its BackendSelect key, which sits
-right above the backends: nothing is overridden, one registration serves every backend and device, and the
-real kernel is reached by redispatch. Measured against nine other ways to listen: the only one that saw
-everything without deadlock and without a tax on computing.
-
-Calls of the backend object itself (`group._get_backend(device).allreduce(...)`) do not pass the dispatcher, and are
-not seen.
+All of torch's distributed operations (of the user, DDP's reducer, FSDP2, DTensor, functional collectives) pass the
+dispatcher as `c10d::...`. We register at its BackendSelect key, right above the backends: nothing is overridden, one
+registration serves every backend, and the real kernel is reached by redispatch. Measured against nine other ways to
+listen: the only one that saw everything without deadlock and without a tax on computing. Calls of the backend object
+itself (`group._get_backend(device).allreduce(...)`) do not pass the dispatcher, and are not seen.
 """
 
 import sys
@@ -116,15 +113,7 @@ class Listener:
         o.issued = clock()
         return self._answered(o, result, inputs or outputs)
 
-    def _send(
-        self,
-        o: Operation,
-        keyset: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[Any],
-        outputs: list[Any],
-    ) -> Any:
+    def _send(self, o: Operation, keyset: Any, args: Any, kwargs: Any, inputs: list[Any], outputs: list[Any]) -> Any:
         """Hand the call on to the backend; what gloo cannot do with tensors of a GPU, with copies on the host."""
         first = inputs[0] if inputs else outputs[0] if outputs else None
         if first is None or not first.is_cuda or o.enqueued:

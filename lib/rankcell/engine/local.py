@@ -35,9 +35,8 @@ def room() -> tuple[int, str]:
     by_files = max(0, files - 200) // FILES_PER_RANK
     most = min(by_memory, by_files, MOST)
     why = (
-        f"a rank takes about {MEMORY_PER_RANK >> 20} MiB and {FILES_PER_RANK} open files; {memory / 2**30:.1f} "
-        f"GiB of memory are free, and {files:,} "
-        f"files may be open. It has room for {most} ranks."
+        f"a rank takes about {MEMORY_PER_RANK >> 20} MiB and {FILES_PER_RANK} open files; {memory / 2**30:.1f} GiB of "
+        f"memory are free, and {files:,} files may be open. It has room for {most} ranks."
     )
     if by_files < by_memory:
         why += " `ulimit -n` in the shell that starts Jupyter allows more files."
@@ -85,12 +84,7 @@ class Local(Host):
     """
 
     def __init__(
-        self,
-        world_size: int,
-        choice: devices.Choice,
-        method: str = "forkserver",
-        *,
-        interface: str = system.LOOPBACK,
+        self, world_size: int, choice: devices.Choice, method: str = "forkserver", *, interface: str = system.LOOPBACK
     ) -> None:
         self.ranks, self.choice = range(world_size), choice
         self._interface, self._method = interface, method
@@ -274,11 +268,7 @@ class Local(Host):
 
 
 def this_machine(world_size: int, device: str, method: str) -> Local:
-    """All ranks are processes of this machine.
-
-    Raises:
-        WorldSizeError: the machine cannot hold that many ranks, or has no such device. ValueError: nor has any other.
-    """
+    """All ranks are processes of this machine. WorldSizeError: it cannot hold that many, or has no such device."""
     choice = devices.choose(world_size, device, devices.look(mps=device == "cuda"))
     most, why = room()
     if world_size > most:

@@ -1,8 +1,7 @@
 """What the notebook and its ranks say to each other: typed, frozen, without torch.
 
-The notebook's side never needs torch to read what a rank sent, and a reader can follow a cell from one side
-to the other by these names: `Task` goes out, `Shown` comes while it runs, `Done` ends it. Values and pulled
-names travel inside as pickles of their own, so that one that fails spoils nothing else.
+`Task` goes out, `Shown` comes while it runs, `Done` ends it. Values and pulled names travel inside as pickles of their
+own, so that one that fails spoils nothing else.
 """
 
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ class StartRank:
     @property
     def enqueues(self) -> frozenset[str]:
         """The kinds of device whose calls return when they are enqueued, as nccl's do, and not when they are over."""
-        return frozenset() if self.backend in ("gloo", "fake") else frozenset({self.device})
+        return frozenset() if self.backend == "gloo" else frozenset({self.device})
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class Task:
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
     values: bool = False
-    around: str = ""  # "module:name" of a context manager around the cell, which is given the recorder
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
 
 
@@ -102,9 +100,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Done:
-    """The rank has finished with a task. In `result` the value is packed, and what was printed and shown is missing,
-    as it comes by itself.
-    """
+    """The rank has finished with a task. In `result` the value is packed; what was printed or shown comes by itself."""
 
     cell: str
     result: RankResult
@@ -116,10 +112,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Question:
-    """Something that the control thread answers while the main thread runs or waits.
-
-    `about` is "status", "interrupt" (the learner wants to stop), "free" (nobody will ever answer) or "complete".
-    """
+    """For the control thread: `about` is "status", "interrupt" (wanted), "free" (it waits in vain) or "complete"."""
 
     number: int
     about: str

@@ -27,10 +27,7 @@ BDB_NOTE = (
 
 
 def failure(error: BaseException, *, at: float = 0.0, call: Call | None = None, depth: int = 0) -> RankFailure:
-    """Why a rank did not finish: `error` as text, with its frames and what is behind it.
-
-    Never raises, whatever the learner's exception does when it is looked at.
-    """
+    """`error` as text, with its frames and what is behind it. Never raises, whatever the exception's code does."""
     try:
         return _failure(error, at=at, call=call, depth=depth)
     except BaseException:  # noqa: BLE001 - its class, or what is behind it, is as odd as that
@@ -47,15 +44,17 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
         message = "" if error.code is None else _safely(lambda: str(error.code), "")
     if type(error).__name__ == "BdbQuit":
         notes.append(BDB_NOTE)
+    mismatch = error.details if isinstance(error, MismatchError) else None
+    causes = tuple(_causes(error, depth)) if depth < MAX_DEPTH else ()
     return RankFailure(
-        type=type(error).__name__,
-        message=message,
-        frames=_frames(error),
-        at=at,
+        type(error).__name__,
+        message,
+        _frames(error),
+        at,
+        causes=causes,
         notes=tuple(notes),
         call=call,
-        mismatch=error.details if isinstance(error, MismatchError) else None,
-        causes=tuple(_causes(error, depth)) if depth < MAX_DEPTH else (),
+        mismatch=mismatch,
     )
 
 
@@ -68,10 +67,7 @@ _ADDRESS = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # differs from rank t
 
 
 def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
-    """What torch says of closed connections and groups, without addresses and in a learner's words.
-
-    `renewed`: the process groups of earlier cells were closed.
-    """
+    """What torch says of closed connections and groups (`renewed`: of earlier cells), in a learner's words."""
     closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)
     if not closed and not _STALE.search(found.message):
         return found

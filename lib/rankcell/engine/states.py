@@ -1,7 +1,7 @@
 """What each rank is doing, from what it answers, and in words."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..results import Standing, at_line, name_ranks
@@ -13,11 +13,7 @@ CELL, SCRIPT = "cell", "script"  # what the ranks run
 
 @dataclass(frozen=True)
 class State:
-    """What one rank is doing. `phase` is "running" or one of `OVER`.
-
-    "still" is found in a script only: it has not moved for so long that nobody expects it to, and stands in no
-    operation. `why` says where.
-    """
+    """What one rank is doing. `phase` is "running" or one of `OVER`; a script's is "still" if long unmoved."""
 
     rank: int
     phase: str
@@ -34,9 +30,7 @@ class State:
 
     @property
     def standing(self) -> tuple[tuple[Wait, ...], ...]:
-        """The operations that this rank stands in, a tuple for each of its threads; empty if it can still do
-        something by itself. A thread is stuck if it is in one of them for ever.
-        """
+        """The operations that this rank stands in, by thread; none if it can still do something by itself."""
         mine = tuple(w for w in self.waits if w.thread == 0 and w.waiting)
         if not mine and self.blocked_in_torch:
             mine = tuple(w for w in self.waits if w.thread == 0)
@@ -88,10 +82,8 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     if state.phase == "absent":
         return "do not run this cell" if many else "does not run this cell"
     calls = state.calls
-    if state.phase == "finished" and state.why:
-        return state.why
     if state.phase == "finished":
-        return f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
+        return state.why or f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
     blocking = state.blocking
     if not blocking:
         at = f" at {at_line(state.line, state.file)}" if state.line else ""
@@ -101,15 +93,12 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     wait = blocking[0]
     where = f", {at_line(wait.line, wait.file)}" if wait.line else ""
     inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
-    return f"wait{s} in {wait.text}{inside} (call {wait.nth} {_group(wait, world_size)}{where})"
-
-
-def _group(wait: Wait, world_size: int) -> str:
+    of = f"of the group of {name_ranks(wait.ranks)}"
     if wait.op in ("send", "recv"):
-        return "of this pair"
-    if len(wait.ranks) == world_size:
-        return "of the world" if wait.group in ("0", "new_group", "init_process_group") else "of a group of all ranks"
-    return f"of the group of {name_ranks(wait.ranks)}"
+        of = "of this pair"
+    elif len(wait.ranks) == world_size:
+        of = "of the world" if wait.group in ("0", "new_group", "init_process_group") else "of a group of all ranks"
+    return f"wait{s} in {wait.text}{inside} (call {wait.nth} {of}{where})"
 
 
 def standings(states: Sequence[State]) -> tuple[Standing, ...]:
@@ -117,18 +106,12 @@ def standings(states: Sequence[State]) -> tuple[Standing, ...]:
     by_rank = {s.rank: s for s in states}
     found = []
     for state in states:
-        wait = state.blocking[0] if state.blocking else None
-        found.append(
-            Standing(
-                rank=state.rank,
-                phase=state.phase,
-                doing=doing(state, len(states)),
-                op=wait.op if wait else "",
-                text=wait.text if wait else "",
-                line=wait.line if wait else state.line,
-                waits_for=missing_peers(wait, by_rank, state.rank) if wait else (),
-            )
-        )
+        row = Standing(state.rank, state.phase, doing(state, len(states)), line=state.line)
+        if state.blocking:
+            wait = state.blocking[0]
+            missing = missing_peers(wait, by_rank, state.rank)
+            row = replace(row, op=wait.op, text=wait.text, line=wait.line, waits_for=missing)
+        found.append(row)
     return tuple(found)
 
 
@@ -164,15 +147,9 @@ def from_status(status: Status, before: Status | None) -> State:
         and status.cpu - before.cpu < 1e-4
         and status.switches == before.switches
     )
+    phase = "running" if status.phase in ("starting", "idle") else status.phase
+    blocked = status.synchronizes or (status.in_torch and still)
     return State(
-        rank=status.rank,
-        phase="running" if status.phase in ("starting", "idle") else status.phase,
-        waits=status.waits,
-        counts=status.counts,
-        calls=status.calls,
-        line=status.line,
-        file=status.file,
-        joins=status.joins,
-        blocked_in_torch=status.synchronizes or (status.in_torch and still),
-        other_threads=status.threads,
-    )
+        status.rank, phase, status.waits, status.counts, status.calls, status.line, status.file, status.joins,
+        blocked_in_torch=blocked, other_threads=status.threads,
+    )  # fmt: skip

@@ -36,7 +36,8 @@ class Stdio:
             os.close(fd)
         self._libc = ctypes.CDLL(None)
         self._out_began = self._err_began = 0  # bytes written before the cell
-        self._turns: list[tuple[int, int]] = []
+        # of this cell: from which byte of stderr on so many bytes of stdout stood before it
+        self.turns: list[tuple[int, int]] = []
         self._open(0, 0)
 
     def _open(self, out: int, err: int) -> None:
@@ -59,18 +60,13 @@ class Stdio:
                 setattr(sys, name, ours)
         self.flush()
         self._out_began, self._err_began = self._out.written, self._err.written
-        self._turns = []
+        self.turns = []
 
     def _turn(self) -> None:
         """Something goes to stderr, and what was printed to stdout stands before it."""
         out = self.place()
-        if len(self._turns) < MAX_TURNS and (not self._turns or self._turns[-1][1] != out):
-            self._turns.append((self._err.written - self._err_began, out))
-
-    @property
-    def turns(self) -> tuple[tuple[int, int], ...]:
-        """Of this cell: from which byte of stderr on so many bytes of stdout stood before it."""
-        return tuple(self._turns)
+        if len(self.turns) < MAX_TURNS and (not self.turns or self.turns[-1][1] != out):
+            self.turns.append((self._err.written - self._err_began, out))
 
     def place(self) -> int:
         """How many bytes of stdout the cell has written."""

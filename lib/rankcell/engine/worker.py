@@ -4,7 +4,10 @@ The main thread runs cells. A second thread (`control.py`) answers the notebook 
 exception of the learner's is caught in `run`, to report it.
 """
 
-import importlib
+import ast
+import asyncio
+import inspect
+import linecache
 import os
 import signal
 import socket
@@ -12,16 +15,16 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult
+from ..source import split
 from . import control, current, environment, listen, record, report, shell, system
 from .channel import Channel
-from .execute import execute
 from .groups import Groups
 from .match import SignatureTable
 from .messages import Done, Join, Joined, RankState, Shown, StartRank, Task
@@ -65,9 +68,7 @@ class Rank:
         self.shell: Any = shell.RankShell.instance()
         self.recorder: record.Recorder = self.shell.recorder
         self.recorder.bind_rank(
-            config.rank,
-            SignatureTable(table_fd, config.rank, config.world_size),
-            enqueues=config.enqueues,
+            config.rank, SignatureTable(table_fd, config.rank, config.world_size), enqueues=config.enqueues
         )
         os.close(table_fd)
         self.groups = Groups(config, self.recorder, self._notes.append)
@@ -102,7 +103,14 @@ class Rank:
 
     def run(self, task: Task) -> Done:
         """Run one cell or function call and say what happened. Never raises."""
-        self._begin(task)
+        self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
+        self._notes.clear()
+        self._process.restore(self._on_interrupt)
+        self.stdio.begin()
+        if task.forget_counts:
+            self.recorder.forget_counts()
+        self.recorder.begin(task.cell, began=task.began, values=task.values)
+        self.running = True
         moved_before = system.bytes_moved(self.groups.connections)
         start = clock()
         failed: RankFailure | None = None
@@ -125,79 +133,48 @@ class Rank:
         except BaseException as error:  # noqa: BLE001 - reported to the notebook, which raises it
             self.running = False
             seconds = seconds or clock() - start
-            failed = self._failure(error, task)
+            if isinstance(error, MemoryError):
+                self._process.make_room()
+            found = report.failure(error, at=clock() - task.began, call=self.recorder.failed_call)
+            failed = report.without_addresses(found, renewed=self.groups.renewed)
             data, value, pulled = {}, None, {}
-        self._end()
+        self._process.restore(self._on_interrupt)
+        self._notes += self._names.restore()
+        self.stdio.flush()
         self.phase = "error" if failed else "finished"
         recorder = self.recorder
         moved = None if recorder.enqueues else system.bytes_moved(self.groups.connections)
         result = RankResult(
-            rank=self.config.rank,
-            node=self.config.node,
-            state="error" if failed else "ok",
-            value=value,
-            data=data,
-            error=failed,
-            seconds=seconds,
-            events=recorder.events(),
-            dropped=recorder.dropped,
+            self.config.rank, "error" if failed else "ok", node=self.config.node, value=value, data=data, error=failed,
+            seconds=seconds, events=recorder.events(), dropped=recorder.dropped, memory=recorder.memory,
+            trace=recorder.trace, mismatch=recorder.matcher.found, order=tuple(self.stdio.turns),
             connections=_moved(moved_before, moved),
-            memory=recorder.memory,
-            trace=recorder.trace,
-            mismatch=recorder.matcher.found,
-            order=self.stdio.turns,
-        )
+        )  # fmt: skip
         return Done(task.cell, result, self._state(pulled))
 
     def _state(self, pulled: dict[str, bytes | str]) -> RankState:
         recorder = self.recorder
         return RankState(
-            pulled=pulled,
-            counts=dict(recorder.counts),
-            calls=recorder.total,
-            broken=recorder.broken,
-            group=self.groups.name,
+            pulled, dict(recorder.counts), recorder.total, recorder.broken, self.groups.name,
             open=sum(not o.finished for o in list(recorder.open.values())),
             threads=control.threads(recorder, {self.main_thread, self.control.thread.ident}, busy=False),
-            names=tuple(n for n in self.names if not n.startswith("_")),
-            notes=tuple(dict.fromkeys(self._notes)),
-        )
-
-    def _begin(self, task: Task) -> None:
-        self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
-        self._notes.clear()
-        self._process.restore(self._on_interrupt)
-        self.stdio.begin()
-        if task.forget_counts:
-            self.recorder.forget_counts()
-        self.recorder.begin(task.cell, began=task.began, values=task.values)
-        self.running = True
-
-    def _end(self) -> None:
-        self._process.restore(self._on_interrupt)
-        self._notes += self._names.restore()
-        self.stdio.flush()
+            names=tuple(n for n in self.names if not n.startswith("_")), notes=tuple(dict.fromkeys(self._notes)),
+        )  # fmt: skip
 
     def _work(self, task: Task, start: float) -> tuple[Any, float]:
         """The value of the cell or call, and the seconds until all that it waits for was through."""
         pushed = cloudpickle.loads(task.push) if task.push else {}
-        call = cloudpickle.loads(task.call) if task.call else None
-        value = self._execute(task, pushed, call)
-        self._synchronize()
-        return value, clock() - start
-
-    def _execute(self, task: Task, pushed: dict[str, Any], call: Any) -> Any:
         for item in pushed.values():
             self._names.lend(item)
         self.names.update(pushed)
-        if call is not None:
-            function, args, kwargs = call
+        if task.call:
+            function, args, kwargs = cloudpickle.loads(task.call)
             self._names.lend(function)
-            return function(*args, **kwargs)
-        module, _, name = task.around.partition(":")  # other parts put their observers around the cell
-        around = getattr(importlib.import_module(module), name)(self.recorder) if name else nullcontext()
-        with around:
-            return execute(task.source, task.filename, self.names)
+            value = function(*args, **kwargs)
+        else:
+            value = _execute(task.source, task.filename, self.names)
+        self._synchronize()
+        return value, clock() - start
 
     def _synchronize(self) -> None:
         """Wait until the device is through with what the cell waits for: its failures belong to this cell."""
@@ -220,12 +197,6 @@ class Rank:
             code = 1
         self.stdio.flush()
         os._exit(code)
-
-    def _failure(self, error: BaseException, task: Task) -> RankFailure:
-        if isinstance(error, MemoryError):
-            self._process.make_room()
-        found = report.failure(error, at=clock() - task.began, call=self.recorder.failed_call)
-        return report.without_addresses(found, renewed=self.groups.renewed)
 
     def show(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
         """Send a rich display, with the place in stdout where it belongs."""
@@ -250,3 +221,24 @@ def _moved(before: _Moved, after: _Moved) -> tuple[Connection, ...] | None:
         sent_before, received_before = before.get(ports, (0, 0))
         found.append(Connection(*ports, sent - sent_before, received - received_before))
     return tuple(found)
+
+
+def _execute(source: str, filename: str, names: dict[str, Any]) -> Any:
+    """Run `source` in `names`; the value of its last expression. `await` may stand outside of functions."""
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    tree, last = split(source, filename)
+    parts = [compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]
+    if last is not None:
+        parts.append(compile(last, filename, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    if any(code.co_flags & inspect.CO_COROUTINE for code in parts):
+        return asyncio.run(_awaited(parts, names))
+    return [eval(code, names) for code in parts][-1]
+
+
+async def _awaited(parts: Sequence[Any], names: dict[str, Any]) -> Any:
+    value = None
+    for code in parts:
+        value = eval(code, names)
+        if code.co_flags & inspect.CO_COROUTINE:
+            value = await value
+    return value

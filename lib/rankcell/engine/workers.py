@@ -1,10 +1,6 @@
-"""On the notebook's side: the processes of a world, wherever they live: started, heard, asked, replaced.
-
-What ranks say is sorted by rank here, between cells too: a rank may end, or a thread of the learner's may print.
-"""
+"""On the notebook's side: the processes of a world, wherever they live: started, heard, asked, replaced."""
 
 import itertools
-import os
 import pickle
 import sys
 import time
@@ -14,21 +10,8 @@ from typing import Any
 
 from .. import errors
 from ..results import RankFailure, name_ranks
-from . import system
+from . import messages, system
 from .host import Host
-from .messages import (
-    Answer,
-    Done,
-    Join,
-    Joined,
-    Output,
-    ProcessExited,
-    Question,
-    RankState,
-    Shown,
-    StartRank,
-    WorkerMessage,
-)
 from .received import Received
 
 START_TIMEOUT = 120.0  # seconds for ranks to join their first process group
@@ -63,7 +46,7 @@ class Workers:
                 self.received[rank].lost = failure
         self.began, self._cell = time.monotonic(), name
 
-    def keep(self, states: Mapping[int, RankState]) -> None:
+    def keep(self, states: Mapping[int, messages.RankState]) -> None:
         """Remember in what state a cell has left its ranks."""
         for rank, state in states.items():
             self.counts[rank] = state.counts
@@ -74,22 +57,22 @@ class Workers:
         """Take in whatever has arrived, waiting at most `timeout` seconds for something."""
         for event in self.host.pump(timeout):
             received = self.received[event.rank]
-            if isinstance(event, Output):
+            if isinstance(event, messages.Output):
                 (received.stdout if event.stream == "out" else received.stderr).extend(event.data)
-            elif isinstance(event, WorkerMessage):
+            elif isinstance(event, messages.WorkerMessage):
                 self._take(event.rank, received, pickle.loads(event.message))
-            elif isinstance(event, ProcessExited):
+            elif isinstance(event, messages.ProcessExited):
                 self.lose(event.rank, event.how)
 
-    def _take(self, rank: int, received: Received, message: Joined | Shown | Done | Answer) -> None:
-        if isinstance(message, Joined):
+    def _take(self, rank: int, received: Received, message: Any) -> None:
+        if isinstance(message, messages.Joined):
             if message.problem:
                 self._problems[rank] = message.problem
             else:
                 self._joined[rank] = message.generation
-        elif isinstance(message, Shown):
+        elif isinstance(message, messages.Shown):
             received.show(message.display, update=message.update)
-        elif isinstance(message, Answer):
+        elif isinstance(message, messages.Answer):
             if message.number in self._answers:
                 self._answers[message.number][rank] = message.value
         elif message.cell == self._cell:
@@ -106,7 +89,7 @@ class Workers:
         """Ask the control threads of `ranks`; the answers that came within `wait` seconds. None: it found none."""
         number = next(self._questions)
         answers = self._answers[number] = {}
-        self.host.send(ranks, pickle.dumps(Question(number, about, argument)), control=True)
+        self.host.send(ranks, pickle.dumps(messages.Question(number, about, argument)), control=True)
         deadline = time.monotonic() + wait
         while any(r not in answers and self.received[r].lost is None for r in ranks):
             left = deadline - time.monotonic()
@@ -129,9 +112,7 @@ class Workers:
         self.start_all()
 
     def repair(self, lost: Sequence[int]) -> str:
-        """Replace the `lost` ranks, and have all ranks join a new process group. The others keep their names; if that
-        cannot be, a sentence says so.
-        """
+        """Replace `lost` ranks, and have all join a new group. The others keep their names, or a sentence says so."""
         self.generation += 1
         try:
             if lost:
@@ -139,7 +120,7 @@ class Workers:
                 self._start(lost)
             self.host.prepare_store(self.generation)
             others = [r for r in self.host.ranks if r not in lost]
-            self.host.send(others, pickle.dumps(Join(self.generation)))
+            self.host.send(others, pickle.dumps(messages.Join(self.generation)))
             self._await_ready(REJOIN_TIMEOUT)
         except errors.StartError:  # a rank died meanwhile
             self.restart()
@@ -147,32 +128,17 @@ class Workers:
         return ""
 
     def _start(self, ranks: Sequence[int]) -> None:
-        try:
-            folder = os.getcwd()  # noqa: PTH109
-        except FileNotFoundError:  # it was removed
-            folder = ""
         choice, orders = self.host.choice, []
         for rank in ranks:
             self.received[rank] = Received(runs=False)
             self._joined[rank] = -1
             local_rank, per_node, node = self.host.place_of(rank)
-            orders.append(
-                StartRank(
-                    rank=rank,
-                    world_size=self.world_size,
-                    device=choice.device,
-                    backend=choice.backend,
-                    store=self.host.address_for(rank),
-                    port=self._port,
-                    generation=self.generation,
-                    folder=folder,
-                    path=tuple(map(str, sys.path)),
-                    local_rank=local_rank,
-                    local_world_size=per_node or self.world_size,
-                    node=node,
-                    memory_fraction=choice.memory_fraction,
-                )
-            )
+            order = messages.StartRank(
+                rank, self.world_size, choice.device, choice.backend, self.host.address_for(rank), self._port,
+                self.generation, folder=system.current_folder(), path=tuple(map(str, sys.path)), local_rank=local_rank,
+                local_world_size=per_node or self.world_size, node=node, memory_fraction=choice.memory_fraction,
+            )  # fmt: skip
+            orders.append(order)
         self.host.start(orders)
 
     def _await_ready(self, timeout: float) -> None:
@@ -197,10 +163,8 @@ class Workers:
         self.counts, self.can_reset_counts = {}, False
 
 
-def _can_reset(states: Mapping[int, RankState]) -> bool:
-    """Whether counters have grown many, and a reset changes nothing: all that was sent has come, nothing is under way.
-    Collectives are known to match (`Cell._unmatched`).
-    """
+def _can_reset(states: Mapping[int, messages.RankState]) -> bool:
+    """Whether counters have grown many, and nothing is under way. Collectives are known to match."""
     if any(state.open or state.threads for state in states.values()):
         return False
     under_way: Counter[Any] = Counter()

@@ -45,12 +45,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        *,
-        device: str = "auto",
-        nodes: int | None = None,
-        start: str = "forkserver",
+        self, world_size: int, *, device: str = "auto", nodes: int | None = None, start: str = "forkserver"
     ) -> None:
         if not isinstance(world_size, int) or world_size < 1:
             raise errors.WorldSizeError(f"a world needs at least 1 rank, got {world_size!r}.")
@@ -143,7 +138,6 @@ class Ranks:
         pull: Sequence[str] = (),
         timeout: float | None = None,
         values: bool = False,
-        around: str = "",
         filename: str = "<cell>",
         on_update: OnUpdate | None = None,
     ) -> Run:
@@ -155,7 +149,6 @@ class Ranks:
             pull: names to fetch from the ranks afterwards, into `run.pulled` (lists by rank).
             timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes progress.
             values: record the contents of every communication's tensors (their first 64 numbers).
-            around: "module:name" of a context manager inside which each rank runs the cell, given its recorder.
             on_update: called while the cell runs, with the run so far and a line that says what the ranks do.
 
         Raises:
@@ -174,7 +167,6 @@ class Ranks:
                 filename=filename,
                 pull=tuple(pull),
                 values=values,
-                around=around,
                 # all ranks or none: a rank that counts on is out of step with those that begin anew
                 forget_counts=self._workers.can_reset_counts and len(members) == len(self._host.ranks),
                 push=_pushed(push or {}),
@@ -293,12 +285,7 @@ def _notes(ending: Ending) -> list[str]:
 
 
 def run(
-    work: str | Callable[..., Any],
-    *,
-    world_size: int,
-    device: str = "auto",
-    nodes: int | None = None,
-    **how: Any,
+    work: str | Callable[..., Any], *, world_size: int, device: str = "auto", nodes: int | None = None, **how: Any
 ) -> Run:
     """Run a function (or source text) on `world_size` fresh ranks and return what each of them did.
 
@@ -325,7 +312,7 @@ def _work(
         return {"source": work}
     if callable(work):
         return {"call": _pickle("the function", (work, tuple(args), dict(kwargs or {})))}
-    raise TypeError(f"expected source text or a function, got {errors.plain_value(work)}.")
+    raise TypeError(f"expected source text or a function, got {repr(work)[:60]}.")
 
 
 def _pushed(names: Mapping[str, Any]) -> bytes:

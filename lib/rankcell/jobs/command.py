@@ -1,4 +1,4 @@
-"""The sub-commands `run` and `explain` of `rankcell`; their modules are imported when they are used."""
+"""The sub-commands `run` and `explain` of `rankcell`; what they need is imported when they are used."""
 
 from importlib import import_module
 from typing import Any
@@ -30,5 +30,5 @@ def add_command(commands: Any) -> None:
         description="Say who is to blame from the report that `rankcell run` has written.",
     )
     explain.add_argument("folder", metavar="FOLDER")
-    for parser, name in ((run, "run"), (explain, "explain")):
-        parser.set_defaults(run=lambda options, name=name: import_module(f".{name}", __package__).main(options))
+    for parser, name in ((run, "main"), (explain, "explain")):
+        parser.set_defaults(run=lambda options, name=name: getattr(import_module(".run", __package__), name)(options))

@@ -30,12 +30,7 @@ _Found = tuple[verdict.JobVerdict, list[RankRecord]]
 
 
 class Runner:
-    """One command, from its start to its end.
-
-    Args:
-        limit: seconds without any progress after which ranks that stand still are reported.
-        report: the folder to write what is known into; "" for one that is named by the time.
-    """
+    """One command. Ranks that stand still for `limit` seconds are reported; `report` is the folder."""
 
     def __init__(self, command: Sequence[str], *, limit: float, report: str) -> None:
         self._command, self._limit, self._report = command, limit, report
@@ -113,8 +108,6 @@ class Runner:
                 time.sleep(0.05)
             if process.poll() is not None:
                 return
-
-    # --- what is to be said
 
     def _conclude(self) -> _Found | None:
         """What has gone wrong by now, and all that is known of each rank; None while nothing has."""
@@ -227,12 +220,26 @@ def main(options: Any) -> int:
     """Run the command as the options say; the number for the shell."""
     command = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not command:
-        print(
-            "rankcell run: there is no command. Write it behind --: rankcell run -- torchrun ...",
-            file=sys.stderr,
-        )
+        print("rankcell run: there is no command. Write it behind --: rankcell run -- torchrun ...", file=sys.stderr)
         return 2
     if int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         print("rankcell run: it stands before srun: rankcell run -- srun torchrun ...", file=sys.stderr)
         return 2
     return Runner(command, limit=options.limit, report=options.report).run()
+
+
+def explain(options: Any) -> int:
+    """Say of the report in a folder what `rankcell run` said; 0 if it could be read."""
+    try:
+        found = [records.load(path.read_bytes()) for path in Path(options.folder).glob("rank-*.pickle")]
+        if not found:
+            raise ValueError(f"in {options.folder} is no report of `rankcell run`.")
+    except ValueError as error:
+        print(f"rankcell explain: {error}", file=sys.stderr)
+        return 1
+    if all(r.phase == "finished" for r in found):
+        judged = verdict.finished(found)
+    else:
+        judged = verdict.judge(found) or verdict.unclear(found, "nothing here proves who is to blame.")
+    print(verdict.text(judged, found))
+    return 0

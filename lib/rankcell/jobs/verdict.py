@@ -1,8 +1,7 @@
 """Who is to blame, and where: a pure function of what is known of each rank of a job.
 
-The proof of a deadlock is the one of rank cells (`engine/diagnose.py`), and so are the words of a mismatch and of an
-exception (`errors.py`). What a script adds: a rank that has ended closes its connections, so that the others raise
-errors that are only consequences; and a rank may be blocked outside torch, in a file or a lock.
+The proof of a deadlock, and the words of a mismatch or an exception, are those of rank cells. What a script adds: a
+rank that has ended closes its connections, so that others raise consequences; and a rank may be blocked outside torch.
 """
 
 import re
@@ -14,9 +13,8 @@ from .. import errors
 from ..engine import diagnose
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, describe, doing, missing_peers
-from ..engine.states import standings as standings_of
-from ..results import Event, Frame, Mismatch, RankFailure, RankResult, Run, Standing, at_line, name_ranks
-from . import mismatch, stacks
+from ..results import Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
+from . import stacks
 from .divergence import Divergence, find_divergent_rank
 from .records import RankRecord
 
@@ -26,14 +24,13 @@ _CONSEQUENCE = re.compile(
     r"timeout|broken pipe|remote process exited|network error|peer closed",
     re.IGNORECASE,
 )
+_PAIRED = ("send", "recv")
 _OWN_ERRORS = ("ValueError", "KeyError", "OSError")  # of the program, whatever their text says
 
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """What happened to a job. `culprits` are all ranks to blame that cannot be told apart, `places` the file and line
-    of each stack that belongs to them, the most telling first.
-    """
+    """What happened to a job. `culprits` cannot be told apart; `places`: file and line of their stacks, best first."""
 
     kind: str  # "mismatch", "lost", "error", "hang", "still", "finished" or "unclear"
     culprits: tuple[int, ...]
@@ -73,17 +70,12 @@ def waits_for(record: RankRecord) -> Wait | None:
     return next(iter(state_of(record).blocking), None)
 
 
-def standings(records: Sequence[RankRecord]) -> tuple[Standing, ...]:
-    """Who stood where and waited for whom, as `draw.waits` takes it."""
-    return standings_of([state_of(r) for r in records])
-
-
 def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
     """What happened, as far as `records` prove it; None while somebody may still go on and nobody has failed."""
     records = sorted(records, key=lambda r: r.rank)
     states = [diagnose.finished_if_leaving(state_of(r)) for r in records]
     proof = diagnose.diagnose(states)
-    if (found := mismatch.find(records)) is not None:
+    if (found := _find_mismatch(records)) is not None:
         return _mismatched(records, found)
     lost = [r for r in records if r.phase == "lost"]
     raised = [r for r in records if r.phase == "error" and not is_consequence(r)]
@@ -99,7 +91,45 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
     return _raised(states, victims) if victims else None
 
 
-# --- each kind
+def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
+    """The mismatch that a rank has noticed first, with what every rank called there; None if none has."""
+    noticed = [r for r in records if r.failure is not None and r.failure.mismatch is not None]
+    if not noticed:
+        return None
+    first = min(noticed, key=lambda r: r.at).failure
+    assert first is not None and first.mismatch is not None
+    calls = dict(first.mismatch.calls)
+    one = next(iter(calls.values()))
+    for record in records:
+        if one.op in _PAIRED and record.rank not in calls:
+            continue
+        there = [
+            call
+            for call in _calls(record, calls)
+            if (call.group, call.nth) == (one.group, one.nth) and (call.op in _PAIRED) == (one.op in _PAIRED)
+        ]
+        if there and record.rank not in calls:
+            calls[record.rank] = there[0]
+        elif there:  # who noticed knows its own file only
+            calls[record.rank] = replace(calls[record.rank], line=there[0].line, file=there[0].file)
+        elif record.rank in calls and not calls[record.rank].file:
+            line = calls[record.rank].line
+            file = next((e.file for e in record.events if e.line == line), "")
+            calls[record.rank] = replace(calls[record.rank], file=file)
+    return replace(first.mismatch, calls=calls)
+
+
+def _calls(record: RankRecord, pair: Any) -> list[Call]:
+    """What a rank called: operations (messages of a `pair`), what it stands in, and the call that did not match."""
+    found = [
+        Call(e.text, e.line, e.seq, e.group, e.op, e.file)
+        for e in record.events
+        if e.op not in _PAIRED or e.peer in pair
+    ]
+    found += [Call(w.text, w.line, w.nth, w.group, w.op, w.file) for w in record.waits if w.op not in _PAIRED]
+    if record.failure is not None and record.failure.mismatch is not None:
+        found += [call for rank, call in record.failure.mismatch.calls.items() if rank == record.rank]
+    return found
 
 
 def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
@@ -223,9 +253,6 @@ def finished(records: Sequence[RankRecord]) -> JobVerdict:
     return JobVerdict("finished", (), head, _rows(states, ()))
 
 
-# --- in words
-
-
 def _rows(states: Sequence[State], culprits: Sequence[int]) -> tuple[str, ...]:
     """What each rank does, those that do the same together, the culprits first."""
     alike: dict[tuple[bool, str], list[State]] = {}
@@ -240,9 +267,7 @@ def _rows(states: Sequence[State], culprits: Sequence[int]) -> tuple[str, ...]:
 
 
 def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
-    """The verdict, and under it stack and last operations of every rank: the culprits first, those that are alike
-    together.
-    """
+    """The verdict, and under it stack and last operations of every rank: the culprits first, those alike together."""
     alike: dict[Any, list[RankRecord]] = {}
     for record in sorted(records, key=lambda r: (r.rank not in found.culprits, r.rank)):
         alike.setdefault((record.rank in found.culprits, *_details(record)), []).append(record)
@@ -253,18 +278,15 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
 
 
 def _details(record: RankRecord) -> list[str]:
-    lines = _stack(record.stack)
+    lines: list[str] = []
+    frames = record.stack
+    if frames:
+        shown = (stacks.own(frames) or frames)[-6:]
+        lines = errors.describe_frames(RankFailure("", "", shown)).split("\n")
+        lines += [] if shown[-1] is frames[-1] else [f"  (in {frames[-1].name})"]
     if record.events:
         lines.append("  last operations:")
     for event in record.events[-SHOWN:]:
         where = f", {at_line(event.line, event.file)}" if event.line else ""
         lines.append(f"    {event.text} (call {event.seq} of group {event.group!r}{where})")
     return lines
-
-
-def _stack(frames: Sequence[Frame]) -> list[str]:
-    if not frames:
-        return []
-    shown = (stacks.own(frames) or tuple(frames))[-6:]
-    lines = errors.describe_frames(RankFailure("", "", shown)).split("\n")
-    return lines if shown[-1] is frames[-1] else [*lines, f"  (in {frames[-1].name})"]

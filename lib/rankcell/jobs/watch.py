@@ -1,7 +1,7 @@
 """The ranks of a job under `rankcell run`, as the runner knows them: who has come, what each does, how it ended.
 
-The ranks connect back and prove that they know a key, as the agents of `rankcell.nodes` do; they may be on any node
-that reads the user's home directory. Twice a second each says what it does. What that means is for `run` and `verdict`.
+The ranks connect back and prove that they know a key, as the agents of `rankcell.nodes` do, from any node that reads
+the user's home directory. Twice a second each says what it does. What that means is for `run` and `verdict`.
 """
 
 import contextlib
@@ -93,8 +93,6 @@ class WatchedJob:
                 Path(known.arrival.crash_file).unlink(missing_ok=True)
         Path(f"/dev/shm/rankcell-{self._token}").unlink(missing_ok=True)
 
-    # --- who comes and goes
-
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
@@ -103,10 +101,7 @@ class WatchedJob:
 
     def _hear(self, sock: socket.socket) -> None:
         """All that one rank says, to its end."""
-        with (
-            sock,
-            contextlib.suppress(PermissionError, OSError, EOFError),
-        ):  # not one of ours: it was not read
+        with sock, contextlib.suppress(PermissionError, OSError, EOFError):  # not one of ours: it was not read
             channel.authenticate(sock, self._key, server=True)
             talk = channel.Channel(sock)
             arrival = talk.receive()
@@ -164,8 +159,6 @@ class WatchedJob:
             record, phase="lost", why=f"crashed: {crash}" if crash else how or WITHOUT_A_WORD, waits=(), threads=False,
             stack=stack, line=line or record.line, file=file or record.file, at=time.time(),
         )  # fmt: skip
-
-    # --- questions, and what is known
 
     def tell(self, ranks: Iterable[int], about: str, argument: Any = None) -> int:
         """Send a question; its number, under which the answers will come."""

@@ -1,15 +1,14 @@
 """`rankcell.memory`: what one process holds while a block of code runs, by kind: states, activations, the rest.
 
-After every operation of torch it notes which storages came, went or changed their size, and whose they are.
-Bytes are those of the storages, each counted once, whatever looks at it; what a library allocates inside an
-operation, and frees there, is not seen. It costs some time per operation, and only while somebody measures. Fake
+After every operation of torch it notes which storages came, went or changed their size, and whose they are. Bytes are
+those of the storages, each counted once; what a library allocates and frees inside an operation is not seen. Fake
 tensors have storages as real ones have. It draws nothing.
 """
 
 import contextlib
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -31,29 +30,22 @@ class Meter:
     """Measures what is held while its `with` block runs: `samples`, and `peak`, the highest of them.
 
     Args:
-        owners: modules, optimizers and tensors (parameters that are in no module). A module may say what else
-            it holds by a method `held_by_kind`, which returns lists of tensors by kind.
+        owners: modules, optimizers and tensors (parameters that are in no module).
         began: zero of the samples' times, as `clock()` says; by default the moment the block begins.
-        watches: look after every operation; else somebody says what they are, by `seen`.
 
     A saved tensor that is changed in place before backward is not noticed inside the block: torch compares
     versions only of tensors that nobody watches.
     """
 
-    def __init__(
-        self,
-        *owners: Any,
-        began: float | None = None,
-        watches: bool = True,
-    ) -> None:
-        modules: list[torch.nn.Module] = []
-        optimizers: list[torch.optim.Optimizer] = []
+    def __init__(self, *owners: Any, began: float | None = None) -> None:
+        self._modules: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._tensors: list[Tensor] = []
         for owner in tree_leaves(list(owners)):
             if isinstance(owner, torch.nn.Module):
-                modules += owner.modules()
+                self._modules += owner.modules()
             elif isinstance(owner, torch.optim.Optimizer):
-                optimizers.append(owner)
+                self._optimizers.append(owner)
             elif isinstance(owner, Tensor):
                 self._tensors.append(owner)
             elif owner is not None:
@@ -61,10 +53,7 @@ class Meter:
                     f"rankcell.memory cannot tell what a {type(owner).__name__} holds. Name modules, optimizers "
                     f"and tensors."
                 )
-        self.modules: Collection[torch.nn.Module] = modules
-        self.optimizers: Collection[torch.optim.Optimizer] = optimizers
         self.began = began
-        self._watches = watches
         self.phase = ""  # the part of the program that the next samples belong to
         # address of a storage: reference, number. The reference does not keep it, and tells when it is gone.
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -85,8 +74,7 @@ class Meter:
         self.look()
         self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._resizing()))
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
-        if self._watches:
-            self._stack.enter_context(_Watch(self))
+        self._stack.enter_context(_Watch(self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,10 +136,6 @@ class Meter:
         self._changed[number] = storage.nbytes()
         return found
 
-    def forget(self, tensor: Tensor) -> None:
-        """Take no tensor for a parameter that is about to become another one."""
-        self._trained.pop(id(tensor), None)
-
     def _resizing(self) -> Any:
         """`resize_` of a storage, which no operation tells: FSDP takes memory away by it and gives it back."""
         original = torch.UntypedStorage.resize_
@@ -207,21 +191,17 @@ class Meter:
         parameters = list(self._trained.values())
         self._claim(parameters, "parameters")
         self._claim([p.grad for p in parameters if p.grad is not None], "gradients")
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 self._claim(state.values(), "optimizer")
-        tellers: list[Any] = [m for m in list(self.modules) if hasattr(type(m), "held_by_kind")]
-        for teller in tellers:
-            for kind, tensors in teller.held_by_kind().items():
-                self._claim(tensors, kind)
 
     def _parameters(self) -> list[Tensor]:
         """The parameters and buffers that the owners show now. It is called after most operations."""
         shown: list[Any] = list(self._tensors)
-        for module in list(self.modules):
+        for module in self._modules:
             shown += module._parameters.values()
             shown += module._buffers.values()
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 shown += group["params"]
         return [tensor for tensor in shown if tensor is not None]
