@@ -7,6 +7,14 @@ from itertools import product
 _ING = {"reads": "reading", "writes": "writing"}
 
 
+class RaceError(Exception):
+    """Two jobs touch the same memory and nothing orders them."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the sentences, without our own lines."""
+        return [f"RaceError: {self}"]
+
+
 @dataclass(frozen=True)
 class Race:
     """Two jobs that touch the same memory, one of them writing, without an order between them.

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .races import Enqueued, Race, find_races
+from .races import Enqueued, Race, RaceError, find_races
 from .results import Event
 
 HOST = "host"
@@ -234,6 +234,11 @@ class Device:
     def races(self) -> tuple[Race, ...]:
         """Every pair of streams and buffers with a race, the first jobs of each; empty if all is ordered."""
         return find_races(self._jobs, self._times, [HOST, *self._streams])
+
+    def check(self) -> None:
+        """Raise `RaceError`, with a sentence for each race, unless everything is ordered."""
+        if races := self.races:
+            raise RaceError("\n".join(race.text for race in races))
 
     # Inside
 
