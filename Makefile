@@ -25,8 +25,7 @@ EARLY_LESSONS := $(filter-out $(LATE_LESSONS) $(CLUSTER_LESSONS),$(NOTEBOOKS))
 # Tests of ranks that hang, die or are interrupted.
 ENGINE := $(addprefix tests/test_,failures.py grade.py kernel.py nccl_half.py odd_programs.py run.py)
 # Tests that train on four ranks.
-TRAINING := $(addprefix tests/test_,against.py combining.py context.py ddp.py experts.py fsdp.py pipeline.py \
-	silent_bugs.py tensor.py zero.py)
+TRAINING := $(addprefix tests/test_,against.py context.py ddp.py experts.py pipeline.py silent_bugs.py tensor.py)
 # nbval runs each notebook once; tests/judge.py adds the author's proof and wrong answers to the exercises.
 NBVAL = $(BIN)/python -m pytest -p no:cacheprovider -p judge --nbval-lax --nbval-current-env \
 	--nbval-cell-timeout=600 --nbval-sanitize-with=tests/sanitize.cfg

@@ -121,6 +121,15 @@ class Lesson(IPyNbFile):
         self.done = []  # the cells that are in the kernel
         self.skipped = set()  # ids of cells that need a Slurm which is not there
 
+    def setup(self):
+        """Start the kernel. Its ports were free when they were chosen; somebody may take one before it does: again."""
+        for left in (2, 1, 0):
+            try:
+                return super().setup()
+            except RuntimeError:  # "Kernel died before replying"
+                if not left:
+                    raise
+
     def collect(self):
         """nbval's cells in order, an exercise before its solution, the proof after the cell it names."""
         self.proof = self.path.parent.parent / "tests" / "lessons" / f"{self.path.stem}.py"

@@ -19,7 +19,6 @@ import pytest
 import handout
 import notebooks
 from rankcell import costs
-from rankcell.planner.memory import zero_states
 
 ROOT = Path(__file__).parent.parent
 LESSONS = sorted({path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} - {"00_start"})  # no lesson
@@ -257,7 +256,9 @@ def test_explorers_compute_as_the_library_by_keyboard(visit):
         chosen |= {"hidden": 4096, "sequence": 2048, "batch": 2, "again": False}
         held = page.evaluate("(chosen) => courseExplorers.memory(chosen)", chosen)
         states = held["parameters"] + held["gradients"] + held["optimizer"]
-        assert states == pytest.approx(zero_states(7.5e9, dp, stage))
+        # https://arxiv.org/abs/1910.02054, figure 1: gradients and weights of 2 bytes, an optimizer of 12
+        shared = [n / (dp if stage >= at else 1) for at, n in ((3, 2), (2, 2), (1, 12))]
+        assert states == pytest.approx(7.5e9 * sum(shared))
         assert held["activations"] == 34 * 2048 * 2 * 4096 * 32  # Korthikanti et al., table 2
     for panel in page.locator(".explorer").all():
         before = panel.inner_html()

@@ -218,7 +218,10 @@ def kernel(notebook: NotebookNode, folder: Path, *, timeout: float = 600, **opti
     """A client that runs the cells of `notebook` in a fresh kernel in `folder`, each for `timeout` seconds at most."""
     # No kernel folder: jupyter_client then starts the interpreter that runs this line, and not whichever
     # environment was the last to register a kernel called python3 in the user's home.
-    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    # sockets that are files: of free ports one may be taken before the kernel binds it
+    manager = AsyncKernelManager(
+        kernel_name="python3", transport="ipc", kernel_spec_manager=KernelSpecManager(kernel_dirs=[])
+    )
     return NotebookClient(
         notebook,
         km=manager,
