@@ -121,6 +121,25 @@ def names_of(bug):
     return bug.path.stem
 
 
+@pytest.fixture(scope="module")
+def four(four):
+    """The world, begun anew after some bugs: their groups stay, each with a thread of gloo's that polls."""
+    yield Worlds(four)
+
+
+class Worlds:
+    """Runs programs on the ranks of a world, of which every 30th program gets a new one."""
+
+    def __init__(self, world):
+        self.world, self.count = world, 0
+
+    def run(self, source):
+        self.count += 1
+        if self.count % 30 == 0:
+            self.world.restart()
+        return self.world.run(source)
+
+
 @pytest.fixture(autouse=True)
 def threads():
     """Models are so small that threads cost more than they give."""
