@@ -22,6 +22,7 @@ mine = here["4 ranks, the library"]
 assert all(abs(mine[s] / (1.5 * s / t) - 1) < 1e-9 for s, t in library[0].items()), "four ranks send 1.5 S"
 array = 2**34 / 62648e-6  # bytes per second
 check.close_to([array, 9 / 8 * array / 450e9], [274e9, 0.69], rtol=0.01, name="as the text says")
+assert (round(9 / 8 * round(array / 1e9)), round(14e12 / array)) == (308, 51), "GB/s on the link, ms for 14 GB"
 
 # after: worst-fit
 import statistics

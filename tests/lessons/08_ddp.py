@@ -29,6 +29,9 @@ assert [round(0.4 * 989e12 / b, -1) for b in (450e9, 50e9, 12.5e9)] == [880, 791
 
 # after: real-number
 assert costs.bytes_sent("all_reduce", 2**34, 8) == 1.75 * 2**34 and abs(predicted / 62.6e-3 - 1.067) < 1e-3
+sent_per_second = 1.75 * 2**34 / 62.6e-3
+assert (round(sent_per_second / 1e9), round(0.4 * 989e12 / sent_per_second)) == (480, 824), "as the text says"
+assert round(100 * 15700 / 40150) == 39, "lesson 01: tokens/s of a GPU, one of 256 and one of 8"
 
 # after: bucket-sweep
 calls = [e.nbytes for e in sweep.ranks[0].events if e.op == "all_reduce"]
