@@ -114,17 +114,27 @@ def relation(pieces, whole):
         readings["partial"] = sum(pieces)
     if sum(len(p) for p in pieces) == len(whole) and {p.shape[1:] for p in pieces} == {whole.shape[1:]}:
         readings["sharded"] = torch.cat(pieces)
+    equal = {p.shape for p in pieces} == {whole.shape} and all(torch.allclose(p, pieces[0]) for p in pieces)
     for word, read in readings.items():
-        same = word != "replicated" or all(torch.equal(p, read) for p in pieces)
+        same = word != "replicated" or equal
         if same and read.shape == whole.shape and torch.allclose(read, whole):
             return word
     for word, read in readings.items():
-        same = word != "replicated" or all(torch.equal(p, read) for p in pieces)
+        same = word != "replicated" or equal
         if same and read.shape == whole.shape:
             factor = (read * whole).sum() / (whole * whole).sum()
             if torch.allclose(read, factor * whole):
                 return "multiple"
     return "none"
+
+
+# wrong: relation: replicated only to the last digit | up to rounding is 'replicated' (yours: 'multiple')
+def relation(pieces, whole):
+    same = all(torch.equal(p, pieces[0]) for p in pieces)
+    read = pieces[0] if same else sum(pieces)
+    if torch.allclose(read, whole):
+        return "replicated" if same else "partial"
+    return "multiple"
 
 
 # right: relation: takes the factor from the largest number

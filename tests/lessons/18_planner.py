@@ -29,17 +29,13 @@ def held(job, layout, stage):
     }
 
 
-# wrong: p18-memory: divides the optimizer by all GPUs | GB of states on stage 0 (llama3-70b
+# wrong: p18-memory: does not round the layers up | GB of activations on stage 0 (llama3-405b
 def held(job, layout, stage):
     model, tokens = job.shape, layout.micro_batch * job.seq
-    layers = -(-model.layers // layout.pp)
+    in_flight = min(layout.pp - stage, layout.microbatches(job))
     return {
-        "states": parameters(job, layout, stage) * (6 + 12 / job.n_gpus),
-        "activations": min(layout.pp - stage, layout.microbatches(job))
-        * layers
-        * tokens
-        * kept(model)
-        / layout.tp,
+        "states": parameters(job, layout, stage) * (6 + 12 / layout.dp),
+        "activations": in_flight * model.layers / layout.pp * tokens * kept(model) / layout.tp,
         "logits": (stage == layout.pp - 1) * 8 * tokens * model.vocab / layout.tp,
     }
 
@@ -127,6 +123,8 @@ def step_time(job, layout, *, reached=REACHED, overlap=True):
 parts = [*spent.values()]
 assert len({round(of["computing"], 9) for of in parts}) == 1, "computing does not depend on the split"
 assert [way.microbatches(job) for way in ways] == [32, 32, 32, 128], "micro-batches"
+assert max(parts, key=lambda of: sum(of.values())) is parts[2], "tp 2, pp 8 is the slowest"
+assert max(parts[2], key=lambda part: parts[2][part] - parts[0][part]) == "bubble", "and by its bubble"
 assert parts[2]["bubble"] > 3 * parts[3]["bubble"], "eight stages wait less with more micro-batches"
 assert parts[0]["tensor"] > parts[1]["tensor"] > parts[2]["tensor"], "wide groups send more"
 
@@ -200,6 +198,11 @@ assert max(behind) < 4 and behind == sorted(behind) and by_planner != sorted(by_
 assert sum("tp 8" in row[0] for row in rows) == 3 and min(by_planner) == by_planner[1], "as the text says"
 assert rows[1][0] == "dp 4, tp 8, pp 2, micro-batch 1"
 assert [row[4] for row in rows] == ["may not fit"] + ["too close to call"] * 4, "warnings"
+head_flops = 6 * job.shape.hidden * job.shape.vocab
+head_layers = head_flops / ((job.shape.flops_per_token(job.seq) - head_flops) / job.shape.layers)
+unequal = {pp: (80 / pp + head_layers) / ((80 + head_layers) / pp) - 1 for pp in (2, 16)}
+assert STACK.split == "even" and round(head_layers, 1) == 1.1, "the head is as much work as 1.1 layers"
+assert {pp: round(more, 2) for pp, more in unequal.items()} == {2: 0.01, 16: 0.21}, "a fifth more, 1 % more"
 dense = stacks.ERRORS["kept apart"]["dense"]
 assert (dense["rows"], round(dense["median"], 2), round(dense["p90"], 2)) == (368, 0.09, 0.69)
 
@@ -232,4 +235,7 @@ assert max(lost, key=lost.get) == "pipeline" and 20 < lost["recompute all"] <= 2
 known = [apart[name]["median"] for name in ("llm-foundry, H100", "llm-foundry, A100", "Megatron 2021",
     "Korthikanti 2022", "Megatron-Core README", "NeMo 24.07", "Megatron-Bridge, experts")]  # fmt: skip
 unknown = [apart[name]["median"] for name in ("zero bubble", "playbook, whole", "MLPerf", "SimuMax")]
+assert {*alone} < {*apart} and len(apart) == 2 + len(known) + len(unknown) + 2, "as the column says"
+plain = stacks.STACKS["megatron-plain"]
+assert plain.overlap_tp == plain.overlap_dp == 0, "the planner knows that SimuMax overlaps nothing"
 assert max(known) < 0.103 and (min(unknown), max(unknown)) == (0.064, 0.343)
