@@ -4,6 +4,10 @@
 check.close_to([*seconds.values()], [14 / rate for rate in (989e3, 3350, 450, 63, 50, 0.125)], rtol=0.01)
 check.close_to(seconds["Ethernet 1 GbE"] / seconds["HBM3, H100 SXM"], 27_000, rtol=0.01, name="as the text says")
 
+for gpu in (hw.GPUS["A100 SXM 80GB"], h100):
+    rates = [way.bytes_per_s for way in (gpu.memory, gpu.nvlink, gpu.pcie, gpu.network)]
+    assert rates == sorted(rates, reverse=True), "the order of the rungs is the same"
+
 # after: memories
 assert abs(5120 * 5.23e9 / 8 - h100.memory.bytes_per_s) < 0.01e12, "pins times bits per second and pin"
 
@@ -39,7 +43,7 @@ assert (round(expected * 1e3), round(took * 1e3), round(expected / took, 2)) == 
 
 # after: gpu-roof
 assert 0.8 < seen["copy within the GPU, bytes read and written"] / 3350 < 0.83, "near 80 % of the data sheet"
-assert seen["host to GPU, pageable"] / 63 < 0.34, "a third of the PCIe rate"
+assert 0.22 < seen["host to GPU, pageable"] / 63 < 0.30, "a quarter of the PCIe rate"
 products = [rate / 989e12 for _, rate in points[1:]]
 assert 0.005 < products[0] < 0.015 and [round(share, 2) for share in products[2:]] == [0.80, 0.80]
 assert round(total, 2) == 0.86 and total > max(small, large, *products), "the sum comes nearest to its bound"
