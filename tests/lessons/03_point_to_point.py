@@ -25,24 +25,29 @@ assert calls == [["send", "barrier"], ["barrier", "recv"]], "rank 1 asks after t
 
 # after: blocking-timeline
 for r in blocking.ranks:
-    works = [e for e in r.events if e.op.startswith("work")]
+    works = [e for e in r.events if e.op.startswith("layers")]
     short, long = works[::2], works[1::2]
     assert min(e.seconds for e in short) >= 0.02 and min(e.seconds for e in long) >= 0.1 and len(works) == 8
-(first,) = (e.start for e in blocking.ranks[0].events if e.op == "work 0")
-(last,) = (e.end for e in blocking.ranks[3].events if e.op == "work 7")
+(first,) = (e.start for e in blocking.ranks[0].events if e.op == "layers 0")
+(last,) = (e.end for e in blocking.ranks[3].events if e.op == "layers 7")
 assert last - first >= 0.02 + 10 * 0.1, "11 steps, and all but the first take 100 ms"
 messages = [e for e in held_up if e.op in ("send", "recv")]
 assert {(e.nbytes, e.is_async) for e in messages} == {(4096, False)}, "every message is 4 KiB and blocking"
 
 # after: ahead-timeline
 assert not any(e.op == "barrier" for e in ahead) and sum(e.is_async for e in ahead) == 2 * 3 * 8
+left = [0] * 8  # ms: when each activation leaves the rank before
+for _ in range(4):
+    now = 0
+    for i, came in enumerate(left):
+        now = left[i] = max(now, came) + (100 if i % 2 else 20)
 assert now == 780, "by counting, as the text says"
 seconds = max(e.end for e in ahead) - min(e.start for e in ahead)
 assert seconds >= now / 1000, "and not less by the clock"
 
 # after: real-number
 assert abs(2**30 / 5503.4e-6 / 195.10e9 - 1) < 1e-3, "the rate that the source prints"
-assert abs(396.4 / 450 - 0.88) < 1e-2 and abs(195.1 / 300 - 0.65) < 1e-3
+assert abs(195.1 / 300 - 0.65) < 1e-3
 
 # after: batch
 assert {e.via for e in batched.events if e.is_async} == {"batch_isend_irecv"}
@@ -214,7 +219,7 @@ def relay_ahead(n):
         x = torch.full((1,), float(i))
         if rank > 0:
             dist.recv(x, src=rank - 1)
-        work(i)
+        layers(i)
         x += 1
         if rank < world_size - 1:
             dist.isend(x, dst=rank + 1).wait()
@@ -234,7 +239,7 @@ def relay_ahead(n):
         if coming:
             coming.wait()
             coming = dist.irecv(buffers[i + 1], src=rank - 1) if i + 1 < n else None
-        work(i)
+        layers(i)
         x += 1
         means.append(x.mean().item())
         if going:
@@ -265,7 +270,7 @@ def relay_ahead(n):
         if rank > 0 and i + 1 < n:
             following = torch.empty(1024)
             coming = dist.irecv(following, src=rank - 1)
-        work(i)
+        layers(i)
         x += 1
         arrived.append(x.mean().item())
         if going:
@@ -287,7 +292,7 @@ def relay_ahead(n):
     for i in range(n):
         if coming:
             coming[i].wait()
-        work(i)
+        layers(i)
         buffers[i].add_(1)
         if going:
             going[-1].wait()
