@@ -23,6 +23,16 @@ def test_a_status_goes_through_unless_a_pipe_hides_it():
     assert ends == [[3], [0]]
 
 
+def test_a_rank_that_fails_ends_the_others_where_srun_is_told_to():
+    told = ("", "--kill-on-bad-exit=0", "--kill-on-bad-exit", "-K1")
+    assert [len(dry_run(f"#SBATCH -n 2\nsrun {more} python a.py", end_with=3).calls) for more in told] == [
+        2,
+        2,
+        1,
+        1,
+    ]
+
+
 def test_an_array_has_a_file_for_each_task():
     ran = dry_run("#SBATCH -a 1-3%2 -o out-%a -c 2\n#SBATCH -t 10\npython a.py\n#SBATCH -t 20")
     assert (ran.tasks, ran.at_once, ran.options.time) == ([1, 2, 3], "2", "10")

@@ -6,7 +6,7 @@ script = r"""#!/bin/bash
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-srun --cpus-per-task=2 python train.py nodes.pt
+srun --cpus-per-task=2 --kill-on-bad-exit=1 python train.py nodes.pt
 """
 
 # wrong: ex1-solution: asks for the CPUs at srun alone | two CPUs for each task, in its #SBATCH lines; --cpus-per-task=None
@@ -14,7 +14,7 @@ script = r"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --time=10
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun --cpus-per-task=2 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
+srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
 """
 
 # wrong: ex1-solution: hides the end of the ranks behind a pipe | the job fails when its ranks fail
@@ -22,8 +22,26 @@ script = r"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun --cpus-per-task=2 bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     exec python train.py nodes.pt' 2>&1 | tee train.log
+"""
+
+# wrong: ex1-solution: lets the others wait for a rank that failed | `srun` ends the others
+script = r"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+srun --cpus-per-task=2 bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+    exec python train.py nodes.pt'
+"""
+
+# wrong: ex1-solution: takes a sum for the port | in the jobs 4242 and 1234567 yours is {'24242'} and {'1254567'}
+script = r"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID))
+srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c '
+    RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
 """
 
 # right: ex1-solution: the port of each job by another sum, the CPUs by a variable
@@ -34,14 +52,14 @@ script = r"""#!/bin/bash
 set -eo pipefail
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export MASTER_ADDR=$(scontrol show hostnames | head -n1) MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
-srun sh -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=4 exec python3 -u ./train.py nodes.pt' | cat
+srun -K sh -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=4 exec python3 -u ./train.py nodes.pt' | cat
 """
 
 # right: ex1-solution: the job script runs on the first node
 script = r"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
 export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun --cpus-per-task=2 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
+srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
 """
 
 # right: ex1-solution: a file of its own for each task's line
@@ -53,7 +71,7 @@ export MASTER_PORT=$((1024 + SLURM_JOB_ID % 60000))
 python train.py nodes.pt
 END
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_NODELIST" | sed -n 1p)
-srun -c 2 --output=train.log bash rank.sh
+srun -c 2 -K1 --output=train.log bash rank.sh
 """
 
 # after: srun-run

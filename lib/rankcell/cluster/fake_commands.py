@@ -16,7 +16,7 @@ from pathlib import Path
 
 # The options of sbatch and srun whose meaning a dry run knows: https://slurm.schedmd.com/srun.html, read 2026-11.
 OPTIONS = """-a --array  -c --cpus-per-task  -d --dependency  -e --error  -m --distribution  -n --ntasks  -N --nodes
--o --output  -t --time  -w --nodelist  --ntasks-per-node"""
+-o --output  -t --time  -w --nodelist  --ntasks-per-node  -K --kill-on-bad-exit"""
 
 
 def read_options(words: Sequence[str]) -> argparse.Namespace:
@@ -30,17 +30,22 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
             pending = []
     reader.add_argument("--exact", action="store_true")
     reader.add_argument("command", nargs="...")
-    return reader.parse_known_args([str(word) for word in words])[0]
+    bare = ("-K", "--kill-on-bad-exit")  # srun reads no value behind these
+    return reader.parse_known_args(["-K1" if word in bare else str(word) for word in words])[0]
 
 
 def srun(words: Sequence[str]) -> int:
-    """Start the tasks of a step in turn. Returns 0 when all of them did."""
+    """Start the tasks of a step in turn; one that fails may end the others, which then never start here.
+
+    Returns 0 when all ended well.
+    """
     env, said = os.environ, read_options(words)
     nodes = int(said.nodes or env["SLURM_NNODES"])
     on_each = said.ntasks_per_node and nodes * int(said.ntasks_per_node)
     size = int(said.ntasks or on_each or env["SLURM_NTASKS"])
     # as in Slurm 22.05 and 23.02, and as if the step had --exact: what only sbatch was told counts for nothing
     cpus = said.cpus_per_task or env.get("SRUN_CPUS_PER_TASK") or "1"
+    ends_all = (said.kill_on_bad_exit or env.get("SLURM_KILL_BAD_EXIT", "0")) != "0"
     status = 0
     for rank in range(size):
         node = rank * nodes // size
@@ -49,6 +54,8 @@ def srun(words: Sequence[str]) -> int:
         task |= {"CPUS": cpus, "SLURMD_NODENAME": f"node{7 + node}"}
         output = Path(said.output).open("a") if said.output else None
         status |= subprocess.run(said.command, env=task, stdout=output, stderr=output).returncode
+        if status and ends_all:
+            break
     return status
 
 
