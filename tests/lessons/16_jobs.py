@@ -9,23 +9,6 @@ export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
 srun --cpus-per-task=2 --kill-on-bad-exit=1 python train.py nodes.pt
 """
 
-# wrong: ex1-solution: asks for the CPUs at srun alone | two CPUs for each task, in its #SBATCH lines; --cpus-per-task=None
-script = r"""#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --time=10
-export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
-"""
-
-# wrong: ex1-solution: hides the end of the ranks behind a pipe | the job fails when its ranks fail
-script = r"""#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
-export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-    exec python train.py nodes.pt' 2>&1 | tee train.log
-"""
-
 # wrong: ex1-solution: lets the others wait for a rank that failed | `srun` ends the others
 script = r"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
