@@ -94,11 +94,15 @@ def by_hand(*lists):
     return s.schedule("mine", [map(s.Action.parse, texts.split()) for texts in lists])
 
 
-def test_what_never_ends_is_refused():
-    for plan in (by_hand("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"), by_hand("0F0 0B0", "1F1")):
-        with pytest.raises(s.ScheduleError) as error:
-            s.rounds(plan)
-        assert str(error.value) == STUCK and repr(plan).startswith("mine: 2 ranks")
+@pytest.mark.parametrize(
+    ("lists", "says"),
+    [(("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"), STUCK), (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1"), "1B1 is missing."),
+     (("0F0 0B0 0B0", "1F0 1B0"), "0B0 comes twice."), (("0F0 0B0", "1F0 1I0"), "1W0 is missing.")],
+)  # fmt: skip
+def test_what_cannot_train_is_refused(lists, says):
+    with pytest.raises(s.ScheduleError) as error:
+        s.rounds(by_hand(*lists))
+    assert str(error.value) == says and repr(by_hand(*lists)).startswith("mine: 2 ranks")
 
 
 def test_a_mix_of_whole_and_halved_backwards_runs():

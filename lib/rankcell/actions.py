@@ -6,17 +6,18 @@ of the weights). Nothing here starts a process, needs torch or sends anything.
 """
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from .errors import UserFacingError
 
 
 class ScheduleError(UserFacingError, ValueError):
-    """A schedule that never ends: an action waits for one that does not come."""
+    """A schedule that cannot train: an action is missing, comes twice, or waits for ever."""
 
 
 class Action(NamedTuple):
@@ -90,15 +91,23 @@ class Schedule:
 
 
 def schedule(name: str, actions: Iterable[Iterable[Action]]) -> Schedule:
-    """A schedule from one list of actions per rank. It is not checked."""
+    """A schedule from one list of actions per rank. `rounds` checks it."""
     return Schedule(name, tuple(map(tuple, actions)))
 
 
 def rounds(plan: Schedule) -> dict[Action, int]:
     """The round in which each action runs if every action takes one round: an order that all ranks can keep.
 
-    Raises `ScheduleError`, which names the actions that wait, where some wait for ever.
+    Raises `ScheduleError` where an action is missing or comes twice, and where some wait for ever: it names them.
     """
+    counts = Counter(action for actions in plan.actions for action in actions)
+    wanted = Counter(
+        Action(stage, kind, j)
+        for stage, j in product(range(plan.n_stages), range(plan.n_microbatches))
+        for kind in ("FIW" if (stage, j) in plan.split else "FB")
+    )
+    for action in [*(wanted - counts), *(counts - wanted)]:
+        raise ScheduleError(f"{action} {'comes twice' if counts[action] > wanted[action] else 'is missing'}.")
     done: dict[Action, int] = {}
     left, now = [deque(actions) for actions in plan.actions], 0
     while following := [actions[0] for actions in left if actions]:

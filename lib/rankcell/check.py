@@ -60,7 +60,10 @@ def every(*verdicts: Verdict, says: str = "") -> Verdict:
 
 
 def close_to(actual: Any, expected: Any, *, rtol: float = 1e-6, atol: float = 0.0, name: str = "") -> Verdict:
-    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected; `name` says what they are."""
+    """Every number of `actual` is within `atol + rtol * |expected|` of the one expected.
+
+    `name` says what they are, "bytes that rank 0 sent", in the verdict and to a wrong answer.
+    """
     worst, count = _compare(actual, expected, rtol, atol, of=name)
     head = name or ("as expected" if count == 1 else f"{count:,} numbers as expected")
     sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in _leaves(expected).values() if x.dtype.kind in "iuf"]
@@ -95,7 +98,8 @@ def sharded(
 ) -> Verdict:
     """Rank r holds part r of `whole`, cut along `dim` as `tensor_split` cuts; all of it where `dim` is None.
 
-    `parts` are the ranks' tensors, `name` says what they are, `why` is a hint. Partial sums must be added before.
+    `parts` are the ranks' tensors in order, `name` says what they are, `why` is what a wrong answer is told beside the
+    difference. No dim adds up partial sums: add them before.
     """
     dense = _array(whole)
     missing = [rank for rank, part in enumerate(parts) if part is None]
@@ -120,7 +124,10 @@ def _hint(why: str) -> str:
 
 
 def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -> Verdict:
-    """Every rank made exactly these calls, in this order; `what` is the part of the work, `why` a hint."""
+    """Every rank made exactly these calls, in this order, such as `["all_gather", "all_reduce"]`; none: `[]`.
+
+    `what` names the part of the work ("forward"), `why` is what a wrong answer is told beside the calls.
+    """
     of = f"{what}: " if what else ""
     wanted = ", ".join(expected) or "nothing"
     if not run.ran:

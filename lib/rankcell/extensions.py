@@ -1,7 +1,10 @@
-"""What other parts add to the core, by the words a learner writes: the core imports none of them before.
+"""What other parts add to the core, by the words a learner writes: the core imports none of them.
 
-"%ranks WORD"     function(words) -> what the line shows; `words` stand behind WORD
-"rankcell WORD"   function(commands): adds its parser to argparse's sub-commands, with `run=` as a default
+A part that answers to a word has a line in `TABLE`; its module is imported when the word is first used.
+
+    "%ranks WORD"     function(words) -> what the line shows; `words` stand behind WORD
+    "rankcell WORD"   function(commands): adds its parser to argparse's sub-commands, with `run=` as a default
+    the others        as their comments say
 """
 
 from importlib import import_module

@@ -136,7 +136,10 @@ class RankMagics(Magics):
         return ranks
 
     def _keep(self, run: Run, options: Any) -> Run:
-        """Give the notebook the names it asked for; the run for Out, without them, so that `del name` frees memory."""
+        """Give the notebook the names that it asked for; the run that is the cell's value, which Out keeps.
+
+        Pulled values are held by their names alone, so that `del name` frees them.
+        """
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
         if options.out:
@@ -316,6 +319,8 @@ def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
 
 
 def _import_torch() -> None:
-    """Only while no cell runs: two threads that import parts of torch at once may wait for each other's locks."""
+    """Only while no cell runs: two threads that import parts of torch at once may each hold a lock that the other one
+    needs, and Python then raises in one of them.
+    """
     with contextlib.suppress(Exception):  # whoever needs it meets the error
         import torch.multiprocessing  # noqa: F401

@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Values:
-    """Contents of one operation's tensors, flattened: one tuple of numbers per tensor; in place, both are the same."""
+    """Contents of one operation's tensors, flattened: one tuple of numbers per tensor.
+
+    For an in-place operation (all-reduce, broadcast) input and output are the same tensor.
+    """
 
     input_before: tuple[tuple[float, ...], ...]
     output_before: tuple[tuple[float, ...], ...]
@@ -17,8 +20,9 @@ class Values:
 
 @dataclass(frozen=True)
 class Watched:
-    """What the array named by `rankcell.watch` held, flattened: when an operation was called, and when the rank called
-    its next one. `part` is where in it the operation's tensor lies, from and up to; None if it does not.
+    """What the array named by `rankcell.watch` held, flattened: when an operation of the rank was called, and
+    when the rank called its next one, or left the block. `part` is where in it the operation's tensor lies,
+    from and up to; None if that tensor is no part of it.
     """
 
     before: tuple[float, ...]
@@ -80,7 +84,10 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "rest")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one process held at one moment, by kind; each storage counts once. Autograd keeps `activations`."""
+    """Bytes that one process held at one moment, by kind; each storage counts once.
+
+    `activations` are what autograd keeps for backward, `rest` is all else that operations of torch have touched.
+    """
 
     at: float  # seconds since the cell, or the measuring, began
     parameters: int = 0
@@ -134,7 +141,9 @@ class Frame:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication as a rank called it; the `nth` of its group in the cell. `text` is "all_reduce(float32[4])"."""
+    """A communication as a rank called it: its text ("all_reduce(float32[4])"), the line of the cell or of `file`, and
+    the how-many-th call of its group in the cell.
+    """
 
     text: str
     line: int = 0
@@ -203,7 +212,9 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Connection:
-    """Bytes that moved on one TCP connection of a rank in a cell, by the kernel; its ends are address and port."""
+    """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count. Its two ends are
+    named by address and port.
+    """
 
     ours: str
     theirs: str
@@ -213,8 +224,10 @@ class Connection:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank was doing when its cell had to be ended, and which ranks it waited for. `phase` is one of `State`;
-    `op` is the operation it waited in ("" if it did not wait), `text` the whole call, `doing` a sentence.
+    """What one rank was doing when its cell had to be ended, and which ranks it waited for.
+
+    `phase` is "running", "finished", "error", "lost" or "absent" (the cell does not run on it). `op` is the
+    operation it waited in ("" if it did not wait), `text` the whole call, `doing` a sentence.
     """
 
     rank: int
@@ -307,9 +320,11 @@ class Run:
 
     @property
     def wire(self) -> tuple[tuple[int, ...], ...] | None:
-        """Bytes that really arrived at rank j from rank i in the cell, `wire[i][j]`, gloo's headers included, by the
-        kernel's TCP counters at the receiver: a send may return before its last bytes have left. None without counters
-        (nccl, macOS).
+        """Bytes that really arrived at rank j from rank i in the cell: `wire[i][j]`, by the kernel's TCP
+        counters.
+
+        Headers of gloo's messages are counted too. Counted where they arrive: a send may return before its
+        last bytes have left. None where there are no such counters (nccl, macOS).
         """
         if not self.ranks or any(r.connections is None for r in self.ran) or self.backend != "gloo":
             return None

@@ -36,7 +36,9 @@ def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
 
 
 def _is_right(row: Row, updated: Mapping[tuple[str, int], bool]) -> bool:
-    """Whether it is as it should be: of a partial gradient, whether the update is, as some optimizers reduce it."""
+    """Whether a gradient or an updated parameter is as it should be. Gradients that stay partial are right where the
+    update is: an optimizer that shards its states reduces them itself.
+    """
     reduced_later = row.kind == "grad" and row.status in ("partial", "missing")
     return row.status in ("fits", "skipped") or (reduced_later and updated.get((row.name, row.step), False))
 

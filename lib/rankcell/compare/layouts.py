@@ -1,6 +1,7 @@
 """How the tensors of several ranks make up one: found from their numbers, without being told.
 
-A piece may lie in the reference as it is, or times a factor. Several that fit nowhere may still add up: partial sums.
+A piece may lie in the reference as it is, or times a factor. Several pieces that fit nowhere may still add up: they are
+partial sums. It knows no modules and no words; `judge` does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -99,8 +99,9 @@ class Piece(_Sizes):
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a piece lies in the reference: `factor` times these rows and columns of it (None: all), or `flat` places of
-    it flattened. `sure` says that no others would have done.
+    """Where a piece lies in the reference: `factor` times these rows and columns of it (None: all).
+
+    `sure` says that no other rows would have done. `flat` are places in the flattened reference instead.
     """
 
     rows: Map | None
@@ -112,8 +113,10 @@ class Fit:
 
 @dataclass
 class Reference(_Sizes):
-    """The tensor of one process. Below `floor` a number is noise. Pieces of tensors of the same `space` lie in the same
-    places. `slack` is for updates: by how much each number may be off besides.
+    """The tensor of one process. `floor` is the size below which a number is noise.
+
+    Pieces of tensors of the same `space` lie in the same places. `slack` is for updates: by how much each number may be
+    off besides.
     """
 
     matrix: np.ndarray
@@ -165,7 +168,9 @@ class Reference(_Sizes):
         return k if fits and abs(k) >= 1e-6 else None
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
-        """Whether a matrix differs from that part by the same in every row: a bias added elsewhere, or by all."""
+        """Whether a matrix differs from that part by the same in every row: a bias that is added elsewhere, or by every
+        rank.
+        """
         part, slack = self._part(rows, columns)
         limits = self._limits(part, slack)
         if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):

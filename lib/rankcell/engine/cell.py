@@ -171,7 +171,10 @@ class Cell:
         return "\n".join([headline, *rows])
 
     def _free(self, *, wanted: bool) -> None:
-        """Get every rank out of the cell; `wanted` by the learner, else nobody answers. One that stays is ended."""
+        """Get every rank out of the cell; one that does not react is ended.
+
+        `wanted`: the learner asked for it, or the time is up. Otherwise the ranks are known to wait in vain.
+        """
         workers, received = self._workers, self._workers.received
         about = "interrupt" if wanted else "free"
         running = [rank for rank, r in received.items() if not r.over]
@@ -254,8 +257,13 @@ class Cell:
 def what_went_wrong(
     run: Run, cause: Cause | None, unmatched: str | None, pull: Sequence[str], *, replaced: bool
 ) -> Cause | errors.PullError | None:
-    """The error of a cell that is over: what went wrong first; None if nothing did. `cause` is why we have ended it, if
-    the ranks did not, `unmatched` a sentence, `replaced` whether lost ranks can be.
+    """The error of a cell that is over: what went wrong first; None if nothing did.
+
+    Args:
+        cause: why we have ended the cell, if the ranks did not.
+        unmatched: a sentence, if some ranks called more than others.
+        pull: names that the notebook wants.
+        replaced: whether lost ranks can be replaced.
     """
     lost = [r for r in run.ran if r.state == "lost" and not (r.error and r.error.caused_by_abort)]
     raised = [r for r in run.failed if r.error and not r.error.caused_by_abort and r.state == "error"]

@@ -28,7 +28,10 @@ _NONCE = 32  # bytes
 
 
 class Channel:
-    """One end of a two-way message channel. `send` and `receive` wait; `post` and `poll` never do. Threads may send."""
+    """One end of a two-way message channel. `send` and `receive` wait; `post` and `poll` never do.
+
+    Several threads may send: their messages do not mix. An end either sends or posts, never both.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -48,7 +51,10 @@ class Channel:
                 self.socket.sendall(part)
 
     def post(self, message: Any) -> None:
-        """Send one message as far as the other end takes it now; `push` sends the rest. OSError: it is gone."""
+        """Send one message as far as the other end takes it now; `push` sends the rest.
+
+        Raises OSError when the other end is gone.
+        """
         parts = _parts(message)
         self._unsent += map(memoryview, parts)
         self.unsent += sum(map(len, parts))
@@ -156,7 +162,11 @@ def authenticate(sock: socket.socket, key: bytes, *, server: bool, timeout: floa
 
 
 def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
-    """A connection to the first of `addresses` that knows `key` and hears that we do. OSError: why there is none."""
+    """A connection to the first of `addresses` that knows `key` and is told that we know it.
+
+    Raises:
+        OSError: none can be reached; says why for each.
+    """
     problems: dict[str, str] = {}
     for address in list(dict.fromkeys(addresses)) * 3:
         try:
@@ -171,8 +181,12 @@ def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
 
 
 def write_key(key: bytes, port: int, **more: Any) -> Path:
-    """A new file, which only the user can read, in the home directory that the nodes of a cluster share: where to
-    connect and with which key. OSError: the home directory cannot be written to.
+    """A new file, which only the user can read, that tells others where to connect and with which key.
+
+    It lies in the home directory, which the nodes of a cluster share.
+
+    Raises:
+        OSError: the home directory cannot be written to.
     """
     folder = Path.home() / ".rankcell"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -58,9 +58,10 @@ class Control:
     def _free(self, *, wanted: bool) -> None:
         """Get the main thread out of the cell.
 
-        `wanted` by the learner, it may only compute: Python is interrupted first, and connections are closed if that
-        did not help, as gloo may hang if they are closed in the middle of a transfer. Otherwise the rank is known to
-        wait in vain.
+        `wanted`: the learner asked for it, and most likely the rank computes, or waits only for a moment. Then
+        Python is interrupted first, and connections are closed if that did not help: gloo may hang for good if
+        its connections are closed in the middle of a transfer. Otherwise the rank is known to wait in vain, and
+        leaves with the clean error of a closed connection.
         """
         if wanted:
             signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
@@ -110,7 +111,9 @@ def look(recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: s
 
 def threads(recorder: Recorder, ours: set[int | None], *, busy: bool) -> bool:
     """Whether another thread than `ours` is inside the learner's code; if `busy`, one that stands in no operation, and
-    so may still answer. A library's thread that waits for work has no frame of the learner's.
+    so may still answer.
+
+    A thread of a library that waits for work, such as a progress bar's, has no frame of the learner's.
     """
     waiting = {o.thread for o in list(recorder.open.values()) if busy and o.waiting}
     for ident, frame in _frames().items():
@@ -137,7 +140,9 @@ def _waits_for_a_thread(frame: Any) -> bool:
 
 
 def _frames() -> dict[int, Any]:
-    """Where every other thread stands. Our own frame would hold itself, and with it all tensors of the main thread."""
+    """Where every other thread stands. Our own frame is not among them: it would hold itself, and with it the
+    frames of the main thread and all tensors in them, until the garbage collector comes.
+    """
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     return frames

@@ -48,7 +48,11 @@ class Choice:
 
 
 def choose(world_size: int, device: str, machine: Machine) -> Choice:
-    """What `world_size` ranks talk over on `device`, "auto", "cpu" or "cuda" (WorldSizeError: there is no GPU)."""
+    """What `world_size` ranks talk over on `device` ("auto", "cpu" or "cuda").
+
+    Raises:
+        ValueError: no such device. WorldSizeError: cuda was asked for, and there is no GPU.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist. Choose cpu, cuda or auto.")
     gpus = machine.gpus
@@ -106,7 +110,10 @@ def look(gpus: int | None = None, *, mps: bool = True) -> Machine:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The NCCL that this process has loaded, (2, 30, 7), newer maybe than torch's own; empty if there is none."""
+    """The NCCL that this process has loaded, (2, 30, 7); empty if torch has none.
+
+    `torch.cuda.nccl.version()` names the one that torch was built with, and another can have been installed since.
+    """
     import torch
 
     if not torch.distributed.is_nccl_available():

@@ -1,7 +1,8 @@
 """Who waits for whom, and what is to blame: a pure function of the ranks' states.
 
-A deadlock is proved, not timed out: a rank is stuck when it waits for a rank that will never answer (it finished the
-cell, raised, died, or does not run it) or for one that is stuck itself. One that computes can always still answer.
+A deadlock is proved, not timed out: a rank is stuck when it waits for a rank that will never answer (it
+finished the cell, raised, died, or does not run the cell) or for one that is stuck itself. A rank that
+computes can always still answer, so a slow rank is never reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -150,7 +151,9 @@ def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int])
 
 
 def _by_size(states: Mapping[int, State], rank: int) -> dict[int, int]:
-    """How many collectives a rank has called in groups of each size, also those that only others have used."""
+    """How many collectives a rank has called in groups of each size in which it is: alike groups do alike work. It may
+    be in a group that only others have used so far.
+    """
     counts = states[rank].counts or {}
     found: dict[int, int] = {}
     for key in {k for s in states.values() for k in s.counts or {}}:

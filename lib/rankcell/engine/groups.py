@@ -1,7 +1,8 @@
 """Inside a rank: its process groups, and the connections behind them.
 
-The rank joins a process group before its first cell, and a new one whenever a connection was closed. A cell may make
-and destroy groups, the default one too: those calls are watched like operations, because they wait for other ranks.
+The rank joins a process group before its first cell, and a new one whenever a connection was closed. A cell may
+make groups of its own, destroy them, and set the default group up again, as pasted scripts do: those calls are
+watched like operations, because they wait for other ranks and open connections.
 """
 
 import contextlib
@@ -86,7 +87,9 @@ class GroupCalls:
         signature: Signature | None = None,
         blocks: bool = True,
     ) -> Any:
-        """Call `make`, seen as an operation of `ranks` in which this one waits: at once if it `blocks`."""
+        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits; at once if it `blocks`,
+        else if it takes long.
+        """
         recorder = self.recorder
         o = Operation(op)
         o.group, o.ranks = label or op, ranks
@@ -124,8 +127,10 @@ def replace_in_torch(calls: Mapping[str, tuple[Any, Callable[..., Any]]]) -> Non
 
 
 def _forget_meshes() -> None:
-    """Let DTensor forget the layouts that it keeps by the shape of a mesh: a new mesh would be given the groups of an
-    old one. Torch has the means for it, but promises none of them.
+    """Let DTensor forget what it has worked out for meshes whose groups are gone.
+
+    It keeps the layouts of results by the shape of a mesh, so a new mesh like an old one would be given the groups of
+    the old one. Torch has the means for it, but promises none of them.
     """
     if (tensor := sys.modules.get("torch.distributed.tensor")) is None:
         return
@@ -248,9 +253,10 @@ class Groups(GroupCalls):
         self._note_timeout(dist.distributed_c10d._get_default_group(), timeout)
 
     def close(self) -> None:
-        """End whatever waits in the groups, here and at the other ends: gloo's connections are shut down, and whoever
-        waits on one gets an error; nccl's kernels spin on the GPU until their communicator is aborted, and then the
-        host goes on.
+        """End whatever waits in the groups, here and at the other ends.
+
+        gloo: its connections are shut down, and whoever waits on one gets an error. nccl's kernels spin on the GPU
+        until their communicator is aborted, and then the host goes on.
         """
         if self._config.enqueues and not self.aborted:
             self.aborted = True

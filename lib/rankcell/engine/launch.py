@@ -3,10 +3,11 @@
 With the start method "forkserver" a rank is a fork of a process that has imported torch (`preloaded.py`), which takes
 milliseconds; "spawn" is what `torch.multiprocessing.spawn` does: each rank is a new Python that imports torch itself.
 
-Our fork server stands beside the one that `multiprocessing` keeps, so that the learner's use of `multiprocessing`
-neither disturbs it nor inherits from it. Private reaches into the standard library: ours answers in the place of the
-module `multiprocessing.forkserver` while ranks start (`start`), and the "alive" descriptor is closed in ranks and in
-forks of the notebook, as it would keep the server up (`_let_go`).
+The fork server is an object of the standard library's own class, beside the one that `multiprocessing` keeps for
+everybody: the learner's own use of `multiprocessing`, whichever start method, neither disturbs it nor inherits
+anything from it. Private reaches into the standard library: `start_processes` asks the module
+`multiprocessing.forkserver` for a process, so that our object answers in its place while ranks start (`start`), and
+the "alive" descriptor is closed in ranks and in forks of the notebook, as it would keep the server up (`_let_go`).
 """
 
 import atexit
@@ -49,7 +50,11 @@ def warm_up() -> None:
 
 
 def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> list[BaseProcess]:
-    """Start a rank for each order, with copies of its descriptors. StartError: no torch, or no more processes."""
+    """Start a rank for each order, which gets copies of the descriptors beside it.
+
+    Raises:
+        StartError: torch cannot be imported, or the system gives no more processes.
+    """
     started: list[BaseProcess] = []
     try:
         from torch.multiprocessing import start_processes
@@ -99,7 +104,10 @@ def end(process: BaseProcess) -> None:
 
 
 def make_folder() -> str:
-    """A new folder that only this user can enter, for the ranks' rendezvous; it is gone when this process is."""
+    """A new folder that only this user can enter, so that nobody else can take part in the ranks' rendezvous.
+
+    It is gone when this process is, in whatever way that ends.
+    """
     return tempfile.mkdtemp(prefix="world-", dir=_parent_folder())
 
 
@@ -133,8 +141,11 @@ class _Descriptor:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What `multiprocessing` looks at when it starts a process is not the learner's, and stays as the learner has it:
-    the main module (it would be run once more), the current folder (it may be removed), the default start method.
+    """What `multiprocessing` looks at when it starts a process is not the learner's, and stays as the learner has it.
+
+    A new process would run the notebook's main module once more, which in a script without
+    `if __name__ == "__main__"` starts ranks; it wants to know the current folder, which may be removed; and it settles
+    the default start method.
     """
     main, method = sys.modules["__main__"], multiprocessing.get_start_method(allow_none=True)
     removed = None if system.current_folder() else os.open(".", os.O_RDONLY)
@@ -153,8 +164,10 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """What the fork server finds in its environment and in `sys.path`: no file of the learner's folder that is called
-    like a module of the standard library; at the end, a package of ours that lies in that folder only.
+    """What the fork server finds in its environment and in `sys.path`.
+
+    A file in the learner's folder that is called like a module of the standard library is for the ranks to import, not
+    for torch. The last entry is for a package of ours that lies in that folder only.
     """
     path = list(sys.path)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)}

@@ -268,7 +268,11 @@ class Local(Host):
 
 
 def this_machine(world_size: int, device: str, method: str) -> Local:
-    """All ranks are processes of this machine. WorldSizeError: it cannot hold that many, or has no such device."""
+    """All ranks are processes of this machine.
+
+    Raises:
+        WorldSizeError: the machine cannot hold that many ranks, or has no such device. ValueError: nor has any other.
+    """
     choice = devices.choose(world_size, device, devices.look(mps=device == "cuda"))
     most, why = room()
     if world_size > most:

@@ -1,8 +1,9 @@
 """Calls that must be alike on several ranks: what each of them publishes, and what does not match.
 
-Before an operation sends anything, the rank writes its `Signature` where its peers can read it, and reads theirs: on
-one machine in shared memory, between machines in the store that the notebook holds. A call that does not match is found
-before any data moves, where the backend would abort the process or return garbage.
+Before an operation sends anything, the rank writes its `Signature` where its peers can read it, and reads
+theirs: on one machine in shared memory (`SignatureTable`), between machines in the store that the notebook holds
+(`SignatureStore`). What one rank has called is then found not to match before any data moves, where the backend
+would abort the process or return garbage.
 """
 
 import json
@@ -49,7 +50,9 @@ class Signature(NamedTuple):
 
 
 def difference(mine: bytes, theirs: bytes, ranks: Sequence[int], rank: int, peer: int) -> tuple[str, str]:
-    """What does not match, in words, in two packed signatures of a group's `ranks`, or ""; the peer's call."""
+    """What does not match between two packed signatures of `rank` and `peer`, in words, "" if they match; and
+    the text of the peer's call. `ranks` are those of the group.
+    """
     a, b = Signature(*marshal.loads(mine)), Signature(*marshal.loads(theirs))
     return _problem(a, b, ranks, rank, peer), b.text
 
@@ -91,7 +94,8 @@ Published = dict[int, tuple[bytes, int]]  # by rank: its signature, packed, and 
 class SignatureTable:
     """The signatures of the latest operations of the ranks of one machine, in memory that all of them see.
 
-    It needs no lock: a slot's key, of group and sequence number, is written last, so that none is mistaken for another.
+    Reading and writing need no lock: a slot's key is written last and contains the group and the sequence
+    number, so that a slot of another operation is never mistaken for this one.
     """
 
     SLOTS = 128  # operations by which ranks may be apart and still be compared; fewer in large worlds
@@ -143,8 +147,10 @@ class SignatureTable:
 
 
 class SignatureStore:
-    """The same for ranks on several machines, in a `torch.distributed.Store`. It costs two questions per operation: one
-    publishes this rank's call, one reads those of all who came before.
+    """The same for ranks on several machines, which share no memory, in a `torch.distributed.Store`.
+
+    It costs two questions to the store per operation: one publishes this rank's call, one reads those of all
+    who came before, whoever and however many they are.
     """
 
     def __init__(self, store: Any, rank: int) -> None:

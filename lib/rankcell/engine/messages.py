@@ -1,7 +1,8 @@
 """What the notebook and its ranks say to each other: typed, frozen, without torch.
 
-`Task` goes out, `Shown` comes while it runs, `Done` ends it. Values and pulled names travel inside as pickles of their
-own, so that one that fails spoils nothing else.
+The notebook's side never needs torch to read what a rank sent, and a reader can follow a cell from one side
+to the other by these names: `Task` goes out, `Shown` comes while it runs, `Done` ends it. Values and pulled
+names travel inside as pickles of their own, so that one that fails spoils nothing else.
 """
 
 from collections.abc import Mapping
@@ -100,7 +101,9 @@ class RankState:
 
 @dataclass(frozen=True)
 class Done:
-    """The rank has finished with a task. In `result` the value is packed; what was printed or shown comes by itself."""
+    """The rank has finished with a task. In `result` the value is packed, and what was printed and shown is missing,
+    as it comes by itself.
+    """
 
     cell: str
     result: RankResult
@@ -112,7 +115,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Question:
-    """For the control thread: `about` is "status", "interrupt" (wanted), "free" (it waits in vain) or "complete"."""
+    """Something that the control thread answers while the main thread runs or waits.
+
+    `about` is "status", "interrupt" (the learner wants to stop), "free" (nobody will ever answer) or "complete".
+    """
 
     number: int
     about: str

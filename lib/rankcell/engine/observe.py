@@ -1,5 +1,7 @@
-"""Inside a rank: what is recorded besides communication, when a program asks for it: spans of computing, a watched
-array, and what other parts measure (`rankcell.spans`, `rankcell.memory`, `rankcell.trace`).
+"""Inside a rank: what is recorded besides communication, when a program asks for it.
+
+Spans of computing (`rankcell.span`), an array whose numbers are noted with every communication (`rankcell.watch`), and
+what other parts measure (`rankcell.spans`, `rankcell.memory`, `rankcell.trace`), to go with the cell's result.
 """
 
 import contextlib

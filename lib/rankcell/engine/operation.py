@@ -26,7 +26,10 @@ _LIBRARY = (_TORCH, *(f"/rankcell/{part}/" for part in _OURS), "<frozen")
 
 
 class Operation:
-    """One communication of this rank, from its call to its end. `Event` and `Wait` are views of it, by names."""
+    """One communication of this rank, from its call to its end. Becomes an `Event` when the cell ends.
+
+    Its attributes have the names of those of `Event` and `Wait`, which are views of it.
+    """
 
     # Most of these keep their default: writing thirty attributes for each call cost more than the rest.
     group: str = ""
@@ -103,7 +106,8 @@ class Operation:
     @property
     def awaited(self) -> float | None:
         """Of a call that only enqueues: since when what comes later on the device waits for it; None if nothing does.
-        One without a Work orders at once; what C++ waits for (DDP's reducer, FSDP) is ordered soon after.
+
+        A call without a Work orders at once. What C++ waits for (DDP's reducer, FSDP) is ordered soon after its call.
         """
         if self.wait_start is not None:
             return self.wait_start
@@ -151,8 +155,8 @@ _OF_EVENT = (*_OF_BOTH, "shape", "dtype", "nbytes", "reduce_op", "is_async", "wa
 
 
 def queued(pending: Iterable[Operation]) -> list[tuple[Operation, bool]]:
-    """Operations that a device has not done yet, in order, and which stand behind another: in the queue of their group,
-    or after one that the rank waits for.
+    """The operations of a rank that a device has not done yet, in the order of their calls, and which of them stand
+    behind another one: in the queue of their group, or after one that the rank waits for.
     """
     found: list[tuple[Operation, bool]] = []
     heads: dict[str, Operation] = {}  # the first of each group
@@ -202,11 +206,11 @@ def part_of(array: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None
 
 
 def caller(depth: int = 1) -> tuple[int, str, str]:
-    """The line of the learner's that led here, the public torch function it called, if any, and its file ("" for a
-    cell).
+    """The line of the cell or script that led here, the public torch function it called, if any, and the file of the
+    line ("" for a rank cell).
 
-    It is looked for from so many frames above. In a thread of C++, as in the backward on a GPU, it is the line where
-    the main thread stands.
+    It is looked for from so many frames above the one that asks. On a GPU the backward runs in threads of C++, which
+    have no frame of the learner's: then the line is the one where the main thread stands.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
     main = threading.main_thread().ident or 0
@@ -237,7 +241,9 @@ def file_of(code: Any) -> str:
 
 @lru_cache(10_000)  # every cell brings new code
 def kind_of(code: Any) -> bool | str | None:
-    """What a frame is: the learner's (True), torch's (its public name; None: a constructor), or of no interest ("")."""
+    """What a frame with this code is: a line of the learner's (True), a function of torch by its public name, a
+    constructor of torch (None: its class is asked), or nothing of interest ("").
+    """
     filename, name = code.co_filename, code.co_name
     if filename.startswith("<cell"):
         return True

@@ -1,7 +1,8 @@
 """Inside a rank: writes down every communication, and knows at any time what the rank waits for.
 
-`listen.py` tells it of every call before it is sent. Each is also published (`match.py`): a rank whose call does not
-match its peers' raises `MismatchError` before any data moves. About hangs `diagnose.py` decides.
+`listen.py` tells it of every call before it is sent. Each is also published where other ranks can read it
+(`match.py`): a rank whose call does not match its peers' raises `MismatchError` before any data moves. It does not
+draw, and it decides nothing about hangs: `diagnose.py` does.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ MAX_WAITS = 64  # operations in a device's queues of which the notebook is told:
 
 
 class Recorder(Observer):
-    """Writes down every communication of this rank while a cell runs; other parts add to `trace`. One per rank.
+    """Writes down every communication of this rank while a cell runs. One per rank, see `listen.install`.
 
-    What the control thread asks for is read without a lock: CPython's lists and dictionaries are safe to read
-    meanwhile.
+    What the control thread asks for is read without a lock: lists and dictionaries of CPython are safe to
+    read while the main thread appends. Other parts may add to `trace` what they observe; it goes with the result.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,9 @@ class Recorder(Observer):
         self.matcher.table = table
 
     def begin(self, cell: str, *, began: float, values: bool) -> None:
-        """Forget the last cell and record the one called `cell`; times are since `began`, the same for all ranks."""
+        """Forget the last cell and record the one called `cell`, with times since `began`, the same moment of
+        the machine's clock for all ranks.
+        """
         with self._lock:
             self._sweep()
             self.begin_observing(began)
@@ -199,7 +202,9 @@ class Recorder(Observer):
                 self.close(o)
 
     def status(self) -> tuple[tuple[Wait, ...], dict[Any, int]]:
-        """What this rank waits for, and how often it (its device, where calls enqueue) has come to each operation."""
+        """What this rank waits for, and how often it has come to each operation: the device, where calls
+        only enqueue.
+        """
         pending = [o for o in list(self.open.values()) if not o.finished]
         reached = dict(self.counts)
         if not self.enqueues:

@@ -27,7 +27,10 @@ BDB_NOTE = (
 
 
 def failure(error: BaseException, *, at: float = 0.0, call: Call | None = None, depth: int = 0) -> RankFailure:
-    """`error` as text, with its frames and what is behind it. Never raises, whatever the exception's code does."""
+    """Why a rank did not finish: `error` as text, with its frames and what is behind it.
+
+    Never raises, whatever the learner's exception does when it is looked at.
+    """
     try:
         return _failure(error, at=at, call=call, depth=depth)
     except BaseException:  # noqa: BLE001 - its class, or what is behind it, is as odd as that
@@ -67,7 +70,10 @@ _ADDRESS = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # differs from rank t
 
 
 def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
-    """What torch says of closed connections and groups (`renewed`: of earlier cells), in a learner's words."""
+    """What torch says of closed connections and groups, without addresses and in a learner's words.
+
+    `renewed`: the process groups of earlier cells were closed.
+    """
     closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)
     if not closed and not _STALE.search(found.message):
         return found

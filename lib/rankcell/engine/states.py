@@ -13,7 +13,11 @@ CELL, SCRIPT = "cell", "script"  # what the ranks run
 
 @dataclass(frozen=True)
 class State:
-    """What one rank is doing. `phase` is "running" or one of `OVER`; a script's is "still" if long unmoved."""
+    """What one rank is doing. `phase` is "running" or one of `OVER`.
+
+    "still" is found in a script only: it has not moved for so long that nobody expects it to, and stands in no
+    operation. `why` says where.
+    """
 
     rank: int
     phase: str
@@ -30,7 +34,9 @@ class State:
 
     @property
     def standing(self) -> tuple[tuple[Wait, ...], ...]:
-        """The operations that this rank stands in, by thread; none if it can still do something by itself."""
+        """The operations that this rank stands in, a tuple for each of its threads; empty if it can still do
+        something by itself. A thread is stuck if it is in one of them for ever.
+        """
         mine = tuple(w for w in self.waits if w.thread == 0 and w.waiting)
         if not mine and self.blocked_in_torch:
             mine = tuple(w for w in self.waits if w.thread == 0)

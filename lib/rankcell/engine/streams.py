@@ -1,6 +1,7 @@
 """Inside a rank: where a device has got to with the work that the host has put into its queues.
 
-gloo's calls are over when they return. A backend such as nccl only enqueues: an operation is over when the device says.
+gloo's calls are over when they return. A backend such as nccl only enqueues: the host goes on, and a hang shows
+where the host waits for the device, or never. Then an operation is over when the device says so.
 """
 
 from collections.abc import Callable

@@ -50,7 +50,11 @@ def current_folder() -> str:
 
 
 def shared_file(nbytes: int) -> int:
-    """A descriptor of `nbytes` zeroed bytes without a name, for several processes. OSError: there is no room for it."""
+    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes.
+
+    Raises:
+        OSError: there is no room for it.
+    """
     if LINUX:
         fd = os.memfd_create("rankcell")
         os.truncate(fd, nbytes)
@@ -122,7 +126,9 @@ def thread_cpu_seconds(ident: int) -> float | None:
 
 
 def thread_switches(ident: int) -> int | None:
-    """How often a thread has left its core, as who waits for the interpreter's lock does; None if unknown."""
+    """How often the thread `ident` of this process has left its core, to wait or for another's turn; None where unknown
+    (macOS). Who waits for the interpreter's lock leaves it 200 times a second, and uses next to no CPU time.
+    """
     main = ident == threading.main_thread().ident  # its number is wrong in Python after some forks
     found = [t.native_id for t in threading.enumerate() if t.ident == ident and not main]
     try:
@@ -133,7 +139,9 @@ def thread_switches(ident: int) -> int | None:
 
 
 def wants_a_core() -> bool:
-    """Whether another thread of this process runs, or waits for a core or a disk; False if unknown."""
+    """Whether another thread of this process runs, or waits for a core or a disk, as on a machine that is busy: then
+    what used no CPU time does not stand still for that. False where unknown (macOS).
+    """
     own, tasks = str(threading.get_native_id()), Path("/proc/self/task")
     for task in tasks.iterdir() if tasks.is_dir() else ():
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -143,7 +151,10 @@ def wants_a_core() -> bool:
 
 
 def keep_alive(sock: socket.socket, *, reads_always: bool) -> None:
-    """Have the kernel notice within about 4 s that the other end of `sock` is gone, which else `reads_always`."""
+    """Have the kernel notice within about 4 s that the machine at the other end of `sock` is gone.
+
+    `reads_always`: the other end never stops reading, so that bytes which nobody takes mean that it is gone.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if LINUX:
@@ -233,8 +244,10 @@ def still_used(sockets: Iterable[socket.socket]) -> list[socket.socket]:
 
 
 def shut_down(sockets: Iterable[socket.socket]) -> None:
-    """Shut down those TCP connections: whoever waits on them, here or at the other end, gets an error, in 2-4 ms, where
-    abort(), SIGINT and a shorter timeout do not free a rank from gloo at all.
+    """Shut down those TCP connections: whoever waits on them, here or at the other end, gets an error.
+
+    Measured: this frees a rank from a blocked gloo operation in 2-4 ms, where abort(), SIGINT and a shorter
+    timeout do not free it at all.
     """
     for s in sockets:
         with contextlib.suppress(OSError):  # the other end was faster
@@ -242,7 +255,11 @@ def shut_down(sockets: Iterable[socket.socket]) -> None:
 
 
 def bytes_moved(sockets: Iterable[socket.socket]) -> dict[tuple[str, str], tuple[int, int]] | None:
-    """(our end, the other end) -> payload bytes sent and received, by the kernel's TCP counters (Linux 4.19)."""
+    """(our end, the other end) -> payload bytes sent and received since the connection began.
+
+    From the kernel's TCP counters: tcpi_bytes_sent (retransmissions included) and tcpi_bytes_received of
+    linux/tcp.h (Linux 4.19 and newer); None elsewhere.
+    """
     if not LINUX:
         return None
     found = {}

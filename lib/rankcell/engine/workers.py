@@ -1,4 +1,7 @@
-"""On the notebook's side: the processes of a world, wherever they live: started, heard, asked, replaced."""
+"""On the notebook's side: the processes of a world, wherever they live: started, heard, asked, replaced.
+
+What ranks say is sorted by rank here, between cells too: a rank may end, or a thread of the learner's may print.
+"""
 
 import itertools
 import pickle
@@ -112,7 +115,9 @@ class Workers:
         self.start_all()
 
     def repair(self, lost: Sequence[int]) -> str:
-        """Replace `lost` ranks, and have all join a new group. The others keep their names, or a sentence says so."""
+        """Replace the `lost` ranks, and have all ranks join a new process group. The others keep their names; if that
+        cannot be, a sentence says so.
+        """
         self.generation += 1
         try:
             if lost:
@@ -164,7 +169,9 @@ class Workers:
 
 
 def _can_reset(states: Mapping[int, messages.RankState]) -> bool:
-    """Whether counters have grown many, and nothing is under way. Collectives are known to match."""
+    """Whether counters have grown many, and a reset changes nothing: all that was sent has come, nothing is under way.
+    Collectives are known to match (`Cell._unmatched`).
+    """
     if any(state.open or state.threads for state in states.values()):
         return False
     under_way: Counter[Any] = Counter()

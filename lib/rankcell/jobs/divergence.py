@@ -1,8 +1,10 @@
-"""Which of several ranks that wait for each other called something else than the others do, from their last operations.
+"""Which of several ranks that wait for each other called something else than the others do: a pure function of their
+last operations.
 
-Who waits is alike to blame; what tells ranks apart is what they called before: one has gone from one line to another as
-nobody else did, nor itself before; or most ranks that did the same so far went on in another way. It names nobody where
-ranks lawfully do different things, or where none or several stand out.
+Ranks that wait for each other are alike to blame as far as the waiting goes. What tells them apart is what they called
+before: one of them has gone from one line to another as nobody else did, nor itself before; or most ranks that did the
+same so far went on in another way. It names nobody where ranks lawfully do different things, or where none or several
+stand out.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +18,10 @@ _BEGIN, _END = "begin", "end"  # of a program, among its calls
 
 @dataclass(frozen=True)
 class Divergence:
-    """`rank` made a `call` where `others` (if none, the rank itself before) made the `usual` one. None: it ended."""
+    """`rank` made a `call` (None: its program ended) where `others` made the `usual` one (None: theirs ended).
+
+    `others` is empty where only the rank itself had made the usual one, before.
+    """
 
     rank: int
     call: Event | None

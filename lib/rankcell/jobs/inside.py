@@ -1,8 +1,8 @@
 """In the process of a rank under `rankcell run`: says that it is there, what it does, and how it ends.
 
-A thread of its own answers the runner. The recorder is installed when the program calls `init_process_group`; until
-then only the stack is known. Whatever fails here, the program goes on as it would without us. No torch is imported
-here.
+A thread of its own answers the runner. The recorder of rank cells is installed when the program calls
+`init_process_group` (`recording.py`); until then only the stack is known. Whatever fails here, the program goes on as
+it would without us. It decides nothing: the runner does. No torch is imported here.
 """
 
 import atexit
@@ -45,7 +45,11 @@ def host() -> str:
 
 
 class Inside:
-    """This process as a rank of a job. OSError: the runner cannot be reached."""
+    """This process as a rank of a job.
+
+    Raises:
+        OSError: the runner cannot be reached.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.pid = rank, world_size, os.getpid()
@@ -116,7 +120,9 @@ class Inside:
         return self.near
 
     def record(self) -> RankRecord:
-        """What the main thread does now, and what this process has used, with its children and without this thread."""
+        """What the main thread does now, and how much this process has used with those that it has started, without
+        this thread.
+        """
         children = stacks.children(self.pid)
         record = RankRecord(
             self.rank, self.world_size, self.phase, at=time.time(), moved=sum(map(_moved, (self.pid, *children))),
@@ -137,7 +143,9 @@ class Inside:
         return stacks.of_frame(sys._current_frames().get(self._main))
 
     def end(self, error: BaseException | None = None) -> None:
-        """The program has ended, or raised: then wait until the runner has seen the others, before all are ended."""
+        """The program has come to its end, or has raised. Then wait until the runner has seen what the others do: the
+        launcher will end them.
+        """
         if self.phase != "running" or os.getpid() != self.pid:
             return
         self.phase = "finished" if error is None else "error"

@@ -1,7 +1,8 @@
 """In a rank of a job that has torch: the recorder of rank cells, with what a cell's world would set up for it.
 
-Calls are compared before they are sent: between ranks of one node in shared memory, between nodes in the program's own
-store, in worlds of at most `FAR` ranks; larger ones are compared by the runner when something is wrong.
+Calls are compared before they are sent, as in a cell: between ranks of one node in shared memory, between nodes in the
+program's own store, in worlds of at most `FAR` ranks; larger ones are compared by the runner when something is wrong.
+Nothing else in this package knows the recorder.
 """
 
 import os

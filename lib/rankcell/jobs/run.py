@@ -30,7 +30,12 @@ _Found = tuple[verdict.JobVerdict, list[RankRecord]]
 
 
 class Runner:
-    """One command. Ranks that stand still for `limit` seconds are reported; `report` is the folder."""
+    """One command, from its start to its end.
+
+    Args:
+        limit: seconds without any progress after which ranks that stand still are reported.
+        report: the folder to write what is known into; "" for one that is named by the time.
+    """
 
     def __init__(self, command: Sequence[str], *, limit: float, report: str) -> None:
         self._command, self._limit, self._report = command, limit, report

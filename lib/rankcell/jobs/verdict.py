@@ -1,7 +1,8 @@
 """Who is to blame, and where: a pure function of what is known of each rank of a job.
 
-The proof of a deadlock, and the words of a mismatch or an exception, are those of rank cells. What a script adds: a
-rank that has ended closes its connections, so that others raise consequences; and a rank may be blocked outside torch.
+The proof of a deadlock is the one of rank cells (`engine/diagnose.py`), and so are the words of a mismatch and of an
+exception (`errors.py`). What a script adds: a rank that has ended closes its connections, so that the others raise
+errors that are only consequences; and a rank may be blocked outside torch, in a file or a lock.
 """
 
 import re
@@ -30,7 +31,9 @@ _OWN_ERRORS = ("ValueError", "KeyError", "OSError")  # of the program, whatever 
 
 @dataclass(frozen=True)
 class JobVerdict:
-    """What happened to a job. `culprits` cannot be told apart; `places`: file and line of their stacks, best first."""
+    """What happened to a job. `culprits` are all ranks to blame that cannot be told apart, `places` the file and line
+    of each stack that belongs to them, the most telling first.
+    """
 
     kind: str  # "mismatch", "lost", "error", "hang", "still", "finished" or "unclear"
     culprits: tuple[int, ...]

@@ -38,8 +38,10 @@ def spans(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def watched(modules: dict[str, nn.Module], note: Callable[[str, float, float], None]) -> Iterator[None]:
-    """Inside, `note(name, begin, end)` is called after "forward NAME" and "backward NAME" of each module: from the
-    gradients of its outputs to those of its inputs; where none has one, to the last of its parameters'.
+    """Inside, `note(name, begin, end)` is called after "forward NAME" and "backward NAME" of each module.
+
+    Backward of a module begins when the gradients of its outputs are there, and ends when those of its inputs
+    are; where no input has a gradient, when the last of its parameters has one.
     """
     handles: list[Any] = []
     try:
