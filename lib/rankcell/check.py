@@ -140,19 +140,6 @@ def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -
     return Verdict(f"{of}every rank sent {wanted}")
 
 
-def bytes_match(measured: float, formula: float, *, rtol: float = 0.05) -> Verdict:
-    """`measured` bytes are within a fraction `rtol` of what the `formula` gives."""
-    off = abs(measured - formula)
-    ratio = measured / formula if formula else float("nan")
-    if not off <= rtol * abs(formula):
-        _fail(
-            f"Expected {formula:,.0f} bytes, measured {measured:,.0f}: {ratio:.3f} times as many. "
-            f"The difference is {off:,.0f} bytes, allowed are {rtol * abs(formula):,.0f} ({rtol:.0%})."
-        )
-    said = f"{measured:,.0f} bytes measured, {formula:,.0f} by the formula: {ratio:.3f} of it (allowed ± {rtol:.0%})"
-    return Verdict(said)
-
-
 def against(
     run: Run, one: Any, *, mesh: Mapping[str, int] | None = None, names: Mapping[str, str] | None = None
 ) -> Any:
