@@ -75,7 +75,7 @@ def test_a_rank_that_gets_no_processor_is_slow_and_not_stuck(two):
     thread = threading.Thread(target=starve)
     thread.start()
     try:
-        for _ in range(25):
+        for _ in range(8):
             run = two.run("x = torch.ones(2); dist.all_reduce(x); x.tolist()")
             assert run.values == [[2.0, 2.0]] * 2
     finally:

@@ -44,10 +44,14 @@ def training(model, optimizer, loss):
 
 
 def average(model, group=None):
-    """Replace gradients by their mean over a group, as data parallelism does."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= dist.get_world_size(group)
+    """Replace gradients by their mean over a group, as data parallelism does: all of a dtype in one bucket."""
+    for dtype in {p.dtype for p in model.parameters()}:
+        gradients = [p.grad for p in model.parameters() if p.dtype == dtype]
+        bucket = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(bucket, group=group)
+        bucket /= dist.get_world_size(group)
+        for gradient, part in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def through(stage, ranks, tokens, targets, loss=cross_entropy):

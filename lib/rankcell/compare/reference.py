@@ -60,7 +60,7 @@ def matrix_of(entry: Traced) -> np.ndarray:
         value = value.reshape(len(value), -1)
     else:
         value = value.reshape(-1, value.shape[-1])
-    return np.nan_to_num(value, True, *NOT_FINITE)
+    return value if np.isfinite(value).all() else np.nan_to_num(value, True, *NOT_FINITE)
 
 
 @cache
@@ -137,6 +137,8 @@ class Reference(_Sizes):
 
     def _part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray | None]:
         """The part with these rows and columns (None: all), and its slack."""
+        if rows is None and columns is None:
+            return self.matrix, self.slack
         chosen = np.ix_(np.arange(self.n) if rows is None else rows, np.arange(self.f) if columns is None else columns)
         return self.matrix[chosen], None if self.slack is None else self.slack[chosen]
 
@@ -158,6 +160,8 @@ class Reference(_Sizes):
     def _factor(self, matrix: np.ndarray, part: np.ndarray, slack: np.ndarray | None) -> float | None:
         if matrix.shape != part.shape:
             return None
+        if np.array_equal(matrix, part):
+            return 1.0
         power = float(np.einsum("ij,ij->", part, part))
         k = float(np.einsum("ij,ij->", matrix, part) / power) if power > 0 else 1.0
         if abs(k - 1) < SLACK * self.tolerance or self.is_noise:
