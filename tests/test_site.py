@@ -36,7 +36,11 @@ TO_LOOK_UP = [
 ]
 TO_LOOK_UP = [f"{name}.html" for name in (*TO_LOOK_UP, "instructor")]
 PAGES = [*READING, *TO_LOOK_UP, "search.html", "404.html"]
-EVERY_WIDTH = ["index.html", "notebooks/05_bandwidth.html", "cheatsheet.html"]  # the other pages are made alike
+EVERY_WIDTH = [
+    "index.html",
+    "notebooks/05_bandwidth.html",
+    "cheatsheet.html",
+]  # the other pages are made alike
 CHROMIUM = next(filter(None, map(shutil.which, handout.CHROMIUM)), None)
 # Chromium's own services would ask the network for updates; as root it needs --no-sandbox.
 FLAGS = [
