@@ -65,8 +65,8 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 
 test: $(INSTALLED) ## lint, types, tests, and nbval over every notebook, with right and wrong answers
 	@$(BIN)/python -m compileall -q lib # or each process would, where Python is told to write no bytecode
-	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .cluster-tests .early-lessons \
-		.late-lessons .engine-tests .site-tests .training-tests .other-tests
+	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .training-tests .late-lessons \
+		.cluster-tests .engine-tests .early-lessons .other-tests .site-tests
 
 notebooks: $(INSTALLED) ## nbval over all notebooks, or these: NB=notebooks/04_collectives.ipynb
 	$(NBVAL) $(or $(NB),$(NOTEBOOKS))
