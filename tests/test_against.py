@@ -122,6 +122,16 @@ SAYS = (
         "parameter (1,)",
         "`norm.weight`: rank 1: other weights than one process has",
     ),
+    (
+        "model, backward = gpt(), whole\nadam = lambda: torch.optim.AdamW(model.parameters(), (1 + rank // 3) * 1e-3)",
+        "parameter (3,)",
+        "rank 3: the gradient is right, and the update is 2 times it: look at the learning rate",
+    ),
+    (
+        f"model = gpt()\ndef backward():\n    own(){ADD}\n        p.grad /= 2 if rank == 1 else 4",
+        "grad (1,)",
+        "2 times the dense gradient on rank 1: ranks 0, 2, 3 have the right one: is the loss scale the same?",
+    ),
 )
 
 
@@ -133,6 +143,19 @@ def test_a_wrong_cell_is_told_what_is_wrong(four):
         assert lines[0].startswith("✗") and len(lines) <= 20 and any(line.startswith(" > ") for line in lines)
         html = verdict._repr_html_()
         assert html.count("<tr") <= 14 and "font-weight:600" in html
+
+
+def test_a_later_step_is_named(four):
+    source = """
+model = gpt()
+def backward():
+    own()
+    for p in model.parameters() if not optimizer.state else ():  # only in the first step
+        dist.all_reduce(p.grad)
+        p.grad /= 4
+"""
+    verdict = compared(four, source, steps=2)
+    assert verdict.first.step == 1 and "in step 2): each rank has that of its own part" in verdict.text
 
 
 def test_ranks_that_part_under_dropout(four):

@@ -8,12 +8,16 @@ from .comparison import KINDS, Row
 from .layouts import Sum
 
 BEFORE = "the weights before the step"
+UPDATES = "look at the learning rate, the weight decay and the optimizer's state"
 REORDERED = ", in another order"
 
 
 def said(row: Row, *, used_as_whole: bool, holders: Iterable[int], mesh: Mapping[str, int], ranks: Set[int]) -> Row:
     """The row to blame, with a sentence for the learner. `holders` are the ranks that hold it, `ranks` all."""
-    where = f" (line {row.line})" if row.line else ""
+    step = row.step if row.kind == "parameter" else row.step + 1
+    when = f"{'after' if row.kind == 'parameter' else 'in'} step {step}" if step > 1 else ""
+    where = ", ".join(filter(None, (f"line {row.line}" if row.line else "", when)))
+    where = f" ({where})" if where else ""
     what = row.says or _sentence(row, used_as_whole, sorted(set(holders) - set(row.ranks)), mesh, len(ranks))
     return replace(row, says=f"`{row.title}`{where}: {what}")
 
@@ -35,8 +39,10 @@ def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[st
         if abs(row.factor - 1) <= 1e-3:
             return f"partial {over}: its gradients are never summed"
         return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged"
+    if row.status == "scaled" and row.kind == "parameter":
+        return f"{who}: the gradient is right, and the update is {row.layout}: {UPDATES}"
     if row.status == "scaled":
-        return _scaled(row, mesh, world_size)
+        return _scaled(row, others, mesh, world_size)
     if row.status == "missing" and row.kind == "grad_output":
         return (
             f"no gradient comes back to it on {who}, and in one process one does: something between it and the loss is "
@@ -51,7 +57,7 @@ def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[st
         than = f"than {name_ranks(others)}" if others else "than one process after its step"
         return f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
     if row.kind == "parameter":
-        return f"{who}: the gradient is right and the update is not ({row.layout})"
+        return f"{who}: the gradient is right, and the update is not ({row.layout}): {UPDATES}"
     if row.kind == "grad" and row.layout.endswith("rounded"):
         return f"{who}: {row.layout}: is it sent or added up in 16 bits?"
     if row.kind == "grad":
@@ -62,18 +68,26 @@ def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[st
     )
 
 
-def _scaled(row: Row, mesh: Mapping[str, int], world_size: int) -> str:
+def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: int) -> str:
     who = name_ranks(row.ranks)
     if is_weighted(row):
         return (
             f"on each rank another multiple of the dense one: the losses of {who} do not count alike. A mean of "
-            f"means is not the mean over all where ranks have different numbers of samples or tokens"
+            f"means is not the mean over all where ranks have different numbers of samples or tokens; a loss scale "
+            f"must be the same on all"
         )
     if row.factor == 0.0:
-        return f"{who}: each rank has another multiple of the gradient of one process: does each clip by its own norm?"
+        return (
+            f"{who}: each rank has another multiple of the gradient of one process: does each clip by its own norm, "
+            f"or divide by a loss scale of its own?"
+        )
     sizes = {size: axis for axis, size in mesh.items()}
     k = row.factor
-    if abs(k - round(k)) < 1e-3 and k > 1:
+    if others and row.kind == "grad":
+        hint = (
+            f"{name_ranks(others)} {'has' if len(others) == 1 else 'have'} the right one: is the loss scale the same?"
+        )
+    elif abs(k - round(k)) < 1e-3 and k > 1:
         over = f" over {sizes[round(k)]}" if round(k) in sizes else ""
         hint = (
             f"a sum{over} where a mean is meant"
