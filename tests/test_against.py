@@ -158,6 +158,43 @@ def backward():
     assert verdict.first.step == 1 and "in step 2): each rank has that of its own part" in verdict.text
 
 
+def test_a_stage_is_not_blamed_for_what_it_sends_on(four):
+    """What leaves a stage need not be any module's output: here it is behind a relu."""
+    model = """
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+    def forward(self, h):
+        return self.b(torch.relu(self.a(h)))
+model, data, targets = Net(), torch.randn(8, 6), torch.arange(8) % 3
+"""
+    stages = """
+if rank % 2 == 0:
+    del model.b
+    model.forward = lambda h: torch.relu(model.a(h))
+else:
+    del model.a
+    model.forward = lambda h: model.b(h)
+with rankcell.trace(model):
+    if rank % 2 == 0:
+        h = model(data)
+        dist.send(h.detach(), rank + 1)
+        dist.recv(grad := torch.empty_like(h), rank + 1)
+        h.backward(grad)
+    else:
+        dist.recv(h := torch.empty(8, 8), rank - 1)
+        (TIMES * F.cross_entropy(model(h.requires_grad_()), targets)).backward()
+        dist.send(h.grad, rank - 1)
+"""
+    exec(f"{COMMON}{model}", space := {})
+    with rankcell.trace(space["model"]) as one:
+        torch.nn.functional.cross_entropy(space["model"](space["data"]), space["targets"]).backward()
+    assert compared(four, model + stages.replace("TIMES", "1"), one).ok
+    assert compared(four, model + stages.replace("TIMES", "2"), one).first.title == "b.bias.grad"
+
+
 def test_ranks_that_part_under_dropout(four):
     """The dense model cannot be compared, but ranks with one another can."""
     source, one = (

@@ -306,8 +306,13 @@ class Judge:
         prefix = f"{name}." if name else ""
         inner = {n for k, n, *_ in self.dense if k == "output" and n.startswith(prefix) and n != name}
         of_rank = {k: [e for r, e in ps if r == piece.rank] for k, ps in self.ranks.items() if k[0] == kind}
-        if not inner - {n for (_, n, *_), es in of_rank.items() if es}:
+        held = {n for (_, n, *_), es in of_rank.items() if es}
+        if not inner - held:
             return False
+        order = {n: es[0].order for (k, n, s, _), es in self.dense.items() if k == kind and s == step and n in inner}
+        if not name and max(order, key=order.__getitem__) not in held:
+            self.stages.add((name, piece.rank))  # what it sends on may be made of its last module's output
+            return True
         for (_, n, s, _), es in of_rank.items():
             if n in inner and s == step:
                 if any(e.shape == piece.shape and np.array_equal(matrix_of(e), piece.matrix) for e in es):
