@@ -116,7 +116,9 @@ def options() -> list[tuple[tuple[str, ...], str, str]]:
                     for key, value in zip(how.keys, how.values, strict=True)
                     if isinstance(value, ast.Constant)
                 }
-                value = given.get("metavar", "" if "action" in given else "DEVICE")
+                value = given.get(
+                    "metavar", "" if "action" in given else ast.literal_eval(flags)[-1].strip("-").upper()
+                )
                 found.append(
                     (ast.literal_eval(flags), value, given["help"] % ())
                 )  # argparse wants each % twice

@@ -33,3 +33,16 @@ def test_tensors_of_one_dtype_travel_together(four):
         assert value == ([[6.0] * 6, [6], [60.0] * 6], [source] * 2, source)
     ops = sorted((e.op, e.dtype) for e in run.ranks[0].events)
     assert ops == [("all_reduce", "float32"), ("all_reduce", "int64"), ("broadcast", "float32")]
+
+
+def test_a_group_of_a_reused_name_has_its_own_ranks(four):
+    source = """
+group = dist.new_group([0, 1])
+if rank < 2: dist.all_reduce(torch.ones(1), group=group)
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+group = dist.new_group([2, 3])
+if rank > 1: dist.all_reduce(torch.ones(1), group=group)
+"""
+    found = [(e.rank, e.ranks) for e in four.run(source).events if e.op == "all_reduce"]
+    assert sorted(found) == [(0, (0, 1)), (1, (0, 1)), (2, (2, 3)), (3, (2, 3))]

@@ -21,6 +21,8 @@ def test_ranks_that_said_the_same_are_shown_once():
     assert text_of(*nodes) == "ranks 0-2 on node0, node1\n  hi\nrank 3 on node1: done"
     sent = RankResult(0, stdout="a\n", value=NotSent("<a generator>", "no"))
     assert text_of(sent) == "rank 0\n  a\n  <a generator>"
+    other = RankResult(1, stdout="a\n", value=NotSent("<another>", "no"))
+    assert text_of(sent, other) == "rank 0\n  a\n  <a generator>\nrank 1\n  a\n  <another>"
 
 
 def test_failed_ranks_and_long_runs_say_so():

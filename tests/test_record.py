@@ -1,13 +1,15 @@
 """What is recorded equals what each strategy must issue, and the bytes on the wire equal the formulas."""
 
 import textwrap
+from dataclasses import fields
 
 import pytest
 
 from rankcell.draw import page
 from rankcell.draw.collectives import steps
-from rankcell.engine import system
+from rankcell.engine import operation, system
 from rankcell.engine.observe import MAX_EVENTS
+from rankcell.results import Event
 
 MIB = 1 << 20
 
@@ -31,6 +33,12 @@ def test_an_event_says_what_was_called(run):
     assert 0 <= event.start <= event.issued <= event.end and not event.is_async
     assert event.text == "all_reduce(float64[5], MAX)"
     assert [e.start for e in found.events] == sorted(e.start for e in found.events) and len(found.events) == 4
+
+
+def test_no_field_of_an_event_is_forgotten():
+    by_hand = {"rank", "start", "end", "done", "seq", "values", "issued", "wait_start"}
+    others = {"kind", "predicted"}  # of events that are no operation of the ranks
+    assert {f.name for f in fields(Event)} == by_hand | others | {*operation._OF_EVENT}
 
 
 COLLECTIVES = """

@@ -72,6 +72,7 @@ def groups(run: Run) -> list[list[RankResult]]:
             result.order,
             tuple((d.stdout_offset, _freeze(d.data)) for d in result.displays),
             _freeze(result.data),
+            repr(result.value) if isinstance(result.value, NotSent) else "",
             _state(result),
         )
         found.setdefault(said, []).append(result)
