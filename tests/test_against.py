@@ -128,6 +128,12 @@ SAYS = (
         "rank 3: the gradient is right, and the update is 2 times it: look at the learning rate",
     ),
     (
+        "model = gpt()\ndef backward():\n    at = slice(*((0, 4), (2, 6), (4, 8), (4, 8))[rank])\n"
+        f"    cross_entropy(model(x[at]), y[at]).backward(){ADD}\n        p.grad /= 4",
+        "output (0, 1, 2, 3)",
+        "16 of 64 rows are on 3 ranks, others on 1: they count more",
+    ),
+    (
         f"model = gpt()\ndef backward():\n    own(){ADD}\n        p.grad /= 2 if rank == 1 else 4",
         "grad (1,)",
         "2 times the dense gradient on rank 1: ranks 0, 2, 3 have the right one: is the loss scale the same?",
@@ -227,7 +233,7 @@ with rankcell.trace(model) as one:
     net(torch.ones(4, 6)).sum().backward()
 """
     exec(COMMON + source.replace('nn.ModuleDict({"net": net})', "net"), space := {"rank": 0})
-    verdict = compared(four, source, space["one"], names={"net": ""})
+    verdict = compared(four, source, space["one"], names={"": "other", "net": ""})  # the longest counts
     assert verdict.first.name == "down" and verdict.first.ranks == (2,)
     assert (COMMON + source).split("\n")[verdict.first.line - 1].strip() == "return self.down(h)"
     assert f"`down` (line {verdict.first.line})" in verdict.text

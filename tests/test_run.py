@@ -88,10 +88,15 @@ def test_a_hang_where_calls_only_enqueue(tmp_path):
 
 def test_a_program_without_torch_is_left_alone(tmp_path):
     source = "import sys; print([m for m in sys.modules if m.startswith(('rankcell', 'torch', 'json'))])"
-    done = started([*RUN, "--", sys.executable, "-c", source], tmp_path)
+    done = started([*RUN, "--", sys.executable, "-c", source], tmp_path, HOME=str(tmp_path))
     assert done.returncode == 0 and done.stdout == "[]\n"
+    assert [
+        path for path in tmp_path.rglob("*") if path.is_file()
+    ] == []  # nor the key, by which ranks find it
     assert "no rank has reported" in done.stderr
     assert started([*RUN, "--", sys.executable, "-c", "raise SystemExit(7)"], tmp_path).returncode == 7
+    killed = "import os; os.kill(os.getpid(), 9)"
+    assert started([*RUN, "--", sys.executable, "-c", killed], tmp_path).returncode == 137
     assert started([*RUN, "--", "no-such-program"], tmp_path).returncode == 127
     assert started(RUN, tmp_path).returncode == 2
 

@@ -13,6 +13,12 @@ import shutil
 import signal
 import warnings
 
+from .messages import FOLDER
+
+folder = os.environ.pop(FOLDER, "")
+if folder:  # this process is the fork server
+    os.setsid()  # Jupyter kills a kernel's process group, and this one has to clean up; Ctrl-C is not for it either
+
 gc.disable()  # half of the import time of torch._dynamo is garbage collection
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported: one thread per rank
 
@@ -26,7 +32,6 @@ import torch.nn.parallel.distributed  # noqa: E402
 
 from .. import versions  # noqa: E402
 from . import worker  # noqa: E402
-from .messages import FOLDER  # noqa: E402
 
 
 def _clean_up(server: int, folder: str) -> None:
@@ -39,8 +44,7 @@ def _clean_up(server: int, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-if folder := os.environ.pop(FOLDER, ""):  # this process is the fork server
-    os.setsid()  # Jupyter kills a kernel's process group, and this one has to clean up; Ctrl-C is not for it either
+if folder:
     atexit.register(_clean_up, os.getpid(), folder)
     # Python 3.12 warns of threads, which torch may have and does not use
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="multiprocessing.forkserver")
