@@ -18,11 +18,11 @@ srun --cpus-per-task=2 bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCA
     exec python train.py nodes.pt'
 """
 
-# wrong: ex1-solution: takes a sum for the port | in the jobs 4242 and 1234567 yours is {'24242'} and {'1254567'}
+# wrong: ex1-solution: takes the last four digits for the port | in the jobs 4242 and 1230007 yours is {'4242'} and {'0007'}
 script = r"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID))
+export MASTER_PORT=${SLURM_JOB_ID: -4}
 srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c '
     RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
 """
