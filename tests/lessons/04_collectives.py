@@ -279,6 +279,33 @@ def d(x):
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]
 
+# right: cheapest: b through rank 0
+# %%ranks 4 -o run
+def a(x):
+    part = x.new_empty(1)
+    dist.reduce_scatter_single(part, x)
+    return part
+
+def b(x):
+    sums = x.clone()
+    dist.reduce(sums, dst=0)
+    squared = (sums**2).sum().reshape(1)
+    dist.broadcast(squared, src=0)
+    return squared
+
+def c(x):
+    column = torch.empty_like(x)
+    dist.all_to_all_single(column, x)
+    return column
+
+def d(x):
+    places = list(x.new_empty(4, 1)) if rank == 0 else None
+    dist.gather(x.sum().view(1), places)
+    return torch.cat(places) if rank == 0 else None
+
+x = torch.arange(4.0, device=device) + 10 * rank
+[a(x), b(x), c(x), d(x)]
+
 # wrong: gradient: takes its part of its own gradient | rank 0 communicates in the backward, too
 # %%ranks 4 -o run
 class AllGather(AllGather):
