@@ -14,7 +14,7 @@ assert all(a[1] > f[1] and a[2] < f[2] for a, f in zip(added, forgotten, strict=
 )
 
 
-# wrong: trace: all hooks write under the last name | it keeps a.output, a.output.grad
+# wrong: trace: all hooks write under the last name | Hooks made in a loop all see its last
 def trace(model):
     kept = {}
     for name, module in model.named_modules():
@@ -47,14 +47,21 @@ def trace(model):
     return kept
 
 
-# wrong: trace: looks at the outputs only | it keeps a.output, a.output.grad
+# wrong: trace: keeps the gradient itself, which a later operation overwrites | is a copy of the gradient of the output
 def trace(model):
     kept = {}
+
+    def watch(name, module):
+        def after(module, inputs, output):
+            kept[f"{name}.output"] = output.detach().clone()
+            if output.requires_grad:
+                output.register_hook(lambda g: kept.update({f"{name}.output.grad": g}))
+
+        module.register_forward_hook(after)
+
     for name, module in model.named_modules():
         if name:
-            module.register_forward_hook(
-                lambda m, i, output, name=name: kept.update({f"{name}.output": output.clone().detach()})
-            )
+            watch(name, module)
     return kept
 
 
