@@ -179,6 +179,19 @@ def test_a_lost_node_is_named(cluster, tmp_path):
     cluster.boot()
 
 
+class Clock:
+    """The channel to a node whose clock is 100 seconds ahead of ours."""
+
+    send = staticmethod(lambda order: None)
+    receive = staticmethod(lambda: time.monotonic() + 100)
+
+
+def test_a_clock_that_is_ahead_has_a_positive_offset():
+    node = allocation._Node("node1", Clock, "", 0, (0, ""))
+    node.compare_clocks()
+    assert node.offset == pytest.approx(100, abs=50)
+
+
 IN_TWO = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
 # fmt: off
 IMPOSSIBLE = {

@@ -117,4 +117,6 @@ def test_ranks_have_their_own_random_state_back_and_hear_of_failures(four, tmp_p
     assert len({value[2] for value in values}) == 1 and "The snapshot was not saved: " in values[0][2]
     assert len({tuple(value[3]) for value in values}) == 4
     # one process reads what wrapped ranks wrote
-    assert snapshots.load(tmp_path / "snapshot.pt", model=torch.nn.Linear(2, 1)) == 7
+    model, before = torch.nn.Linear(2, 1), torch.get_rng_state()
+    assert snapshots.load(tmp_path / "snapshot.pt", model=model) == 7
+    assert torch.equal(torch.get_rng_state(), before)  # the states of four ranks are not that of one

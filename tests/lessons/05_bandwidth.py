@@ -15,6 +15,10 @@ assert [e.nbytes for e in first if e.op == "all_reduce" and e.nbytes > 4] == [s 
 assert [e.nbytes for e in first if e.op == "send"] == [s // 4 for s in sizes for _ in range(6 * 11)], "a quarter"
 assert library == [library[0]] * 4 and ring == [ring[0]] * 4, "one time for all ranks"
 
+# after: sweep-table
+row = bandwidths({2**20: 1e-3}, 4).rows[0]
+assert row[2:] == (format_rate(2**20 / 1e-3), format_rate(1.5 * 2**20 / 1e-3)), "algbw, then 2 (n - 1) / n of it"
+
 # after: busbw-picture
 published = gpus["8 H100, published"]
 assert abs(published[2**34] - 480e9) < 1e9 and abs(published[2**30] - 466.33e9) < 1e8, "as the table prints"
