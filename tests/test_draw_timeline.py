@@ -57,6 +57,14 @@ def test_time_begins_with_the_first_event():
     assert "rank 1" in words(timeline(Run("", results))), "its row is kept"
 
 
+def test_a_call_that_a_rank_never_made_is_all_waiting():
+    alone = RankResult(0, events=(span(0, "forward", 0.0, 0.004), all_reduce(0, 0.004, 0.010)))
+    for other, waits in (((), [(0.4, 1.0)]), ((all_reduce(1, 0.007, 0.010),), [(0.4, 0.7)])):
+        figure = timeline(Run("", (alone, RankResult(1, events=other))))
+        assert bars(figure, LIGHT) == waits
+    assert bars(timeline(e for e in alone.events), LIGHT) == [], "of some events nobody knows who else called"
+
+
 def test_asynchronous_operations_lie_in_lanes_of_their_own():
     events = [
         all_reduce(0, 0.0, 0.010, is_async=True, issued=0.0001, wait_start=0.008),

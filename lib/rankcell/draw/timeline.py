@@ -52,6 +52,8 @@ def timeline(run: Run | Iterable[Event], *, title: str = "") -> Figure:
         raise ValueError("There is nothing to draw: no rank computed in a span or communicated.")
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
     ready = {_meeting(e): e.start for e in events}  # of the last rank to call it: before that nobody can finish
+    if isinstance(run, Run) and not any(r.dropped for r in run.ranks):
+        ready |= dict.fromkeys(_missed(events), float("inf"))
     rows = {rank: _bars([e for e in events if e.rank == rank], ready) for rank in ranks}
     arrows = pairs(events)
     x = Axis(events[0].start, max(max(e.end for e in events), events[0].start + 1e-6), _NAMES, WIDTH - _RIGHT)
@@ -66,6 +68,14 @@ def _meeting(e: Event) -> tuple | None:
         ends = (e.rank, e.peer) if e.op == "send" else (e.peer, e.rank)
         return None if e.peer is None else (e.group, *ends, e.tag, e.seq)
     return (e.group, e.ranks, e.op, e.seq) if e.kind == "comm" and e.seq else None
+
+
+def _missed(events: Sequence[Event]) -> set[tuple | None]:
+    """The collectives that some of their ranks never called: whoever did only waited."""
+    came: dict[tuple | None, set[int]] = {}
+    for e in events:
+        came.setdefault(_meeting(e), set()).add(e.rank)
+    return {_meeting(e) for e in events if e.op not in ("send", "recv") and set(e.ranks) - came[_meeting(e)]}
 
 
 def pairs(events: Sequence[Event]) -> list[tuple[Event, Event]]:
