@@ -130,6 +130,13 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
     assert shell.user_ns["some"] == [0, 1, 2, 3] and missing.value.run.values == [None] * 4
 
 
+@pytest.mark.parametrize("source", ["rank", "import torch.distributed as dist\ndist.get_rank()", "lr"])
+def test_an_ordinary_cell_is_told_what_only_ranks_have(shell, capsys, source):
+    assert not shell.run_cell(source).success
+    assert ("put `%%ranks 4` on the first line" in capsys.readouterr().err) == (source != "lr")
+    shell.user_ns.pop("dist", None)
+
+
 def test_parts_answer_to_words_of_the_magic(shell, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "findings", lambda: [doctor.Finding("works", "all of it.")])
     shell.run_line_magic("ranks", "doctor")

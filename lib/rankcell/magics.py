@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable
@@ -275,11 +276,20 @@ def _misplaced(line: str) -> None:
     )
 
 
+def _tell_where_ranks_are(result: Any) -> None:
+    """Below the error of an ordinary cell that uses what only ranks have."""
+    error = result.error_in_exec
+    of_ranks = isinstance(error, NameError) and error.name in ("rank", "world_size", "device", "dist")
+    if of_ranks or "Default process group has not been initialized" in str(error):
+        print("Only ranks have that: put `%%ranks 4` on the first line of the cell.", file=sys.stderr)
+
+
 def load(shell: Any) -> RankMagics:
     """Register the magics, the display of a Run and the completion with an IPython shell."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
     shell.register_magic_function(_misplaced, "line", "%ranks")
+    shell.events.register("post_run_cell", _tell_where_ranks_are)
     formatters = shell.display_formatter.formatters
     formatters["text/plain"].for_type(Run, lambda run, p, cycle: p.text(page.as_text(run)))
     formatters["text/html"].for_type(Run, page.as_html)
@@ -297,6 +307,7 @@ def load(shell: Any) -> RankMagics:
 def unload(shell: Any, magics: RankMagics) -> None:
     """Stop the worlds and take the completion away."""
     magics.stop()
+    shell.events.unregister("post_run_cell", _tell_where_ranks_are)
     del shell.object_inspect_mime
     shell.Completer.custom_matchers.remove(magics.match)
     for kind, name in (("cell", "ranks"), ("line", "ranks"), ("line", "%ranks")):
