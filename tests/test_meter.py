@@ -72,6 +72,22 @@ def test_only_memory_that_somebody_holds_is_counted():
 UNIT, UNITS = 64 * 64 * 4, 16  # bytes of a layer, layers
 
 
+def test_a_storage_may_be_freed_while_it_looks():
+    class Frees(dict):
+        """The sizes at the last look; whoever asks for one frees a storage, as the collector may."""
+
+        def get(self, *args):
+            held._changed[-1 - len(held._changed)] = 0
+            return super().get(*args)
+
+    with rankcell.memory() as held:
+        held._nbytes = Frees(held._nbytes)
+        kept = [torch.ones(n) for n in range(1, 5)]
+        assert held._changed, "what was freed meanwhile is told by the next look"
+        held._nbytes = dict(held._nbytes)
+    del kept
+
+
 def test_of_many_samples_the_highest_is_kept(monkeypatch):
     monkeypatch.setattr(meter, "MAX_SAMPLES", 6)
     for high in range(8):  # one of them is a sample that goes where only every second is kept

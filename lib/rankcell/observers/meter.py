@@ -165,11 +165,11 @@ class Meter:
         """Note what is held now, if it is not what was held before."""
         if not self._log:
             self._ask_owners()
-        if self._log and self._log[-1][1] == self.phase and not self._news():
+        if self._log and self._log[-1][1] == self.phase and not self._news(self._changed.copy()):
             return
         self._ask_owners()
-        changes = self._news()
-        self._changed = {}
+        changed, self._changed = self._changed, {}  # the collector may free a storage, and note it, at any time
+        changes = self._news(changed)
         for number, size in changes.items():
             if size:
                 self._nbytes[number] = size
@@ -179,9 +179,9 @@ class Meter:
         if len(self._log) > MAX_SAMPLES:
             self._thin()
 
-    def _news(self) -> dict[int, int]:
+    def _news(self, changed: dict[int, int]) -> dict[int, int]:
         """Sizes that differ from those at the last look."""
-        return {n: size for n, size in self._changed.items() if size != self._nbytes.get(n, 0)}
+        return {n: size for n, size in changed.items() if size != self._nbytes.get(n, 0)}
 
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
