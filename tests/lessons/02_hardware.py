@@ -66,14 +66,14 @@ def rate(work, amount):
         times.append(time.perf_counter() - start)
     return amount / statistics.median(times)
 
-# wrong: rate: reads the clock before the work | 8 MB in 4 ms are 2 GB/s
+# wrong: rate: reads the clock before the work | the clock is read before and after each call
 def rate(work, amount):
     times = []
     for _ in range(12):
         start = time.perf_counter()
         times.append(time.perf_counter() - start)
         work()
-    return amount / (statistics.median(times[3:]) + 1e-9)
+    return amount / statistics.median(times[3:])
 
 # right: rate
 def rate(work, amount):
