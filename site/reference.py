@@ -15,16 +15,24 @@ import course
 GROUPS = {
     "Checks": ["check"],
     "Pictures": [
-        *("draw.timeline", "draw.traffic", "draw.collectives", "draw.messages", "draw.waits"),
         *(
+            "draw.timeline",
+            "draw.traffic",
+            "draw.collectives",
+            "draw.messages",
+            "draw.waits",
             "draw.schedule",
+        ),
+        *(
             "draw.memory",
             "draw.mesh",
             "draw.charts",
             "draw.bars",
             "draw.splits",
+            "draw.held",
+            "draw.matrices",
         ),
-        *("draw.streams", "draw.svg"),
+        *("draw.streams", "draw.sketches", "draw.explorer", "draw.svg"),
     ],
     "Strategies": [
         *("parallel.ddp", "parallel.tensor", "parallel.vocabulary"),

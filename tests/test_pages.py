@@ -65,11 +65,20 @@ def test_the_reference_has_what_can_be_imported(module):
         assert not inspect.isfunction(found) or found.__module__ != imported.__name__ or f".{name}(" in made
 
 
+def test_the_reference_has_every_picture():
+    named = {m.removeprefix("draw.") for m in reference.GROUPS["Pictures"]}
+    assert named == {p.stem for p in (course.ROOT / "lib" / "rankcell" / "draw").glob("[a-z]*.py")} - {
+        "parts",
+        "page",
+    }
+
+
 def test_the_options_of_the_reference_are_those_of_the_magic():
     assert [flags for flags, *_ in reference.options()] == [flags for flags, _ in source.OPTIONS]
     made = reference.page()
     for flags, how in source.OPTIONS:
         assert flags[0] in made and (how["help"] % ()).split(":")[0] in made
+    assert "`--start START`" in made and "`--device DEVICE`" in made
     assert all(f"* `%ranks {word}`" in made for word in ("stop", "restart", "doctor"))
 
 
