@@ -353,6 +353,24 @@ def test_a_script_may_begin_with_init_process_group(two):
     assert any("init_process_group did nothing here" in note for note in two.notes)
 
 
+def test_where_ranks_meet_outlives_a_group_that_all_have_destroyed(two, tmp_path):
+    """One may set its group up again, and have written there, when the last of the others destroys its own."""
+    source = """
+        import os, pathlib, time
+        store = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        path = store.path
+        del store
+        dist.destroy_process_group()
+        pathlib.Path(f"{folder}/{rank}").touch()
+        while len(os.listdir(folder)) < 2:
+            time.sleep(0.01)
+        os.path.exists(path)
+        """
+    assert two.run(textwrap.dedent(source), push={"folder": str(tmp_path)}).values == [True, True]
+
+
 def test_a_script_may_destroy_and_set_up_its_group_again(two):
     pids = two.pids
     run = runs(

@@ -269,7 +269,9 @@ class Groups(GroupCalls):
     def _store(self, name: str) -> Any:
         where = self._config.store
         if where.startswith("/"):
-            return dist.FileStore(f"{where}/{name}", self._config.world_size)
+            # without a number of ranks: the last of so many that leave would remove the file, in which others that set
+            # their group up again may have written already. The notebook removes it.
+            return dist.FileStore(f"{where}/{name}")
         host, _, port = where.rpartition(":")
         return dist.TCPStore(host, int(port), None, False)
 
