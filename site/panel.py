@@ -27,7 +27,7 @@ def tables() -> dict:
     gpus = {}
     for name in GPUS:
         chip = chips.CHIPS[name]
-        keys = ("memory_bytes", "hbm", "bus", "network", "node", "alpha", "alpha_across")
+        keys = ("memory_bytes", "hbm", "bus", "ring", "network", "node", "alpha", "alpha_across")
         gpus[name] = {key: getattr(chip, key) for key in keys} | {
             "peak": chip.peak("bf16"),
             "rate": chip.peak("bf16") * stacks.efficiency(chip, "bf16"),

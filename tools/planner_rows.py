@@ -230,7 +230,8 @@ def parse(row: Row) -> tuple[Job, Layout]:
         schedule=_SCHEDULES.get(schedule[1].lower(), ONE_F_ONE_B) if schedule else ONE_F_ONE_B,
     )  # fmt: skip
     stack = _with_options(stack, opts, row, layout)
-    job = Job(shape, chip, n_gpus, count(row, "seq", 2048), batch, number_format, stack, flash)
+    fp8_attention = _yes(opts.get("fp8_dot_product_attention", opts.get("fp8_dpa")))
+    job = Job(shape, chip, n_gpus, count(row, "seq", 2048), batch, number_format, stack, flash, fp8_attention)
     return job, layout if text(row, "recompute") else _as_needed(job, layout)
 
 
@@ -287,11 +288,11 @@ def _with_options(stack: stacks.Stack, opts: Row, row: Row, layout: Layout) -> s
     """The stack with what the options of this run change."""
     change: dict[str, Any] = {}
     if "full" in str(opts.get("cuda_graph_impl", "")).lower():
-        change |= {"floor": 0.0, "floor_tp": 0.0, "floor_moe": 0.0}
+        change["floor"] = 0.0
     if _yes(opts.get("moe_a2a_overlap")):
         change["overlap_ep"] = 0.9
     elif "capacity factor" in text(row, "flags"):  # what is above it is dropped: nothing waits for a size
-        change["floor_moe"] = stack.floor_moe / 2
+        change["moe_launches"] = 1.0
     if stack.name == "megatron-tests" and number(row, "n_experts", 0, least=0):
         change["workspace"] = 0.19e9
     if not _yes(opts.get("overlap_grad_reduce", 1)):

@@ -68,10 +68,10 @@ const planner = (() => {
     Math.max(...[0, Math.min(1, l.pp - 1), l.pp - 1].map((stage) => sum(memory(job, l, stage))));
 
   /* communication.py: seconds if nothing hides them */
-  function rings(job, nbytes, ranks, stride, times, network = 1) {
+  function rings(job, nbytes, ranks, stride, times, {halves = false, network = 1} = {}) {
     const c = job.chip, crosses = stride * ranks > c.node && ranks > 1;
-    const ports = Math.max(1, Math.min(ranks, c.node / stride));
-    const rate = crosses ? Math.min(c.bus, ports * c.network * job.port) * network : c.bus;
+    const ports = Math.max(1, Math.min(ranks, c.node / stride)), inside = halves ? c.bus : c.ring;
+    const rate = crosses ? Math.min(inside, ports * c.network * job.port) * network : inside;
     return times * ((ranks - 1) * (crosses ? c.alpha_across : c.alpha) + (ranks - 1) / ranks * nbytes / rate);
   }
 
@@ -85,7 +85,7 @@ const planner = (() => {
     const local = token * s.top_k * (1 - 1 / Math.max(1, l.ep / domains)) / domains;
     const away = token * (domains - 1) * (1 - (1 - 1 / domains) ** s.top_k);
     const start = l.ep > 1 ? (domains > 1 ? c.alpha_across : c.alpha) : 0;
-    found.expert = 4 * s.moe_layers / l.pp * m * (local / c.bus + away / (c.network * job.port) + start);
+    found.expert = 4 * s.moe_layers / l.pp * m * (local / c.ring + away / (c.network * job.port) + start);
     const [dense, experts] = paramsOn(job, l, 0), ranks = l.dp * l.cp;
     const replicas = Math.max(1, ranks * l.tp / l.ep);
     const gathers = l.zero >= 3 ? 2 * m : l.zero >= 1 ? 1 : 0, reduces = l.zero >= 2 ? m : l.zero >= 1 ? 1 : 2;
@@ -93,9 +93,9 @@ const planner = (() => {
     for (const [params, group, apart] of [[dense, ranks, l.tp], [experts, replicas, l.tp * l.ep]])
       for (const [each, times] of [[2, gathers], [k.reduce_bytes, reduces]])
         if (params > 0)  // without experts nothing is sent for them
-          found.data += rings(job, each * params, group, apart, times, k.network);
+          found.data += rings(job, each * params, group, apart, times, {halves: l.zero === 0, network: k.network});
     const crosses = job.n_gpus > c.node && l.pp > 1;
-    const message = 2 * t * s.hidden / l.tp / (crosses ? job.port * c.network : c.bus);
+    const message = 2 * t * s.hidden / l.tp / (crosses ? job.port * c.network : c.ring);
     found.pipeline = l.pp > 1 ? 2 * l.chunks * m * (message + (crosses ? c.alpha_across : c.alpha)) : 0;
     return found;
   }
@@ -108,11 +108,15 @@ const planner = (() => {
     const inside = 4 * job.seq * s.width * t / l.tp / c.rate * 0.5 / share, attention = 3.5 * inside;
     const elementwise = k.passes * kept(job, l.tp, 0) * t / c.hbm;
     const recomputed = l.recompute === FULL ? matmul / 3 + inside + elementwise / 3 : 0;
-    let floor = l.tp > 1 ? k.floor_tp : k.floor;
-    floor = Math.max(floor, s.moe_layers > 0 ? k.floor_moe : 0) * (l.recompute === FULL ? 4 / 3 : 1);
     const busy = {matmul, attention, elementwise, recomputed};
     for (const name of Object.keys(busy)) busy[name] *= k.slowdown;
-    return {...busy, launch: Math.max(0, floor - sum(busy))};
+    return {...busy, launch: waiting(job, l, sum(busy))};
+  }
+
+  function waiting(job, l, busy) {
+    const again = l.recompute === FULL, forward = busy / (again ? 4 : 3);
+    const half = job.stack.floor / 2 * (job.shape.moe_layers > 0 ? job.stack.moe_launches : 1);
+    return Math.max(0, half - forward) + Math.max(0, half * (again ? 2 : 1) - (busy - forward));
   }
 
   function step(job, l) {
@@ -239,8 +243,8 @@ if (typeof document !== "undefined") document.querySelectorAll("div.planner").fo
 
   const COLOURS = {
     parameters: "#0072b2", gradients: "#e69f00", optimizer: "#009e73", activations: "#cc79a7", logits: "#56b4e9",
-    workspace: "#d55e00", model: "#56b4e9", "memory traffic": "#d55e00", recomputed: "#f0e442", "sent, not hidden": "#999999",
-    bubble: "#444444",
+    workspace: "#d55e00", model: "#56b4e9", "memory traffic": "#d55e00", "launching kernels": "#cc79a7",
+    recomputed: "#f0e442", "sent, not hidden": "#999999", bubble: "#444444",
   };
   function bar(name, parts, scale, format, limit) {
     const total = planner.sum(parts), shown = Object.entries(parts).filter(([, v]) => v > 0.004 * total);
@@ -285,7 +289,8 @@ if (typeof document !== "undefined") document.querySelectorAll("div.planner").fo
       stages.forEach(([k, parts]) => memory.append(bar(`stage ${k}`, parts, most, gb, planner.limit(job))));
       const s = planner.step(job, layout), total = planner.sum(s);
       const parts = {
-        model: s.matmul + s.attention + s.head, "memory traffic": s.elementwise + s.launch, recomputed: s.recomputed,
+        model: s.matmul + s.attention + s.head, "memory traffic": s.elementwise,
+        "launching kernels": s.launch, recomputed: s.recomputed,
         "sent, not hidden": s.tensor + s.context + s.expert + s.pipeline + s.data, bubble: s.bubble, optimizer: s.optimizer,
       };
       time.append(bar("a step", parts, total, (x) => `${x.toPrecision(3)} s`));

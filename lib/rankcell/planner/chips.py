@@ -14,11 +14,12 @@ from .shapes import look_up, table
 class Chip:
     """One GPU: `peaks` in FLOP/s by format, `memory_bytes`, `hbm` in bytes/s, link rates in bytes/s.
 
-    `bus` is the bus bandwidth that long collectives inside a domain reach, measured where anybody published it,
-    else nine tenths of the link's rate. `matmul` is the share of the bf16 peak that the best matrix product
-    reached in a public test, and `sustained` the share of the peak that a lower power limit leaves. `alpha` and
-    `alpha_across` are the seconds that each step of a ring takes besides its bytes, inside a domain and between, as
-    64 MiB on 8 H100 and 256 MiB on 32 B200 have them (dgxc-benchmarking v25.10.02; ml-engineering@744d01e, network).
+    `bus` is the bus bandwidth that long all-reduces inside a domain reach, measured where anybody published it,
+    else nine tenths of the link's rate. `ring` is that of all other collectives, in which no switch helps. `matmul`
+    is the share of the bf16 peak that the best matrix product reached in a public test, and `sustained` the share of
+    the peak that a lower power limit leaves. `alpha` and `alpha_across` are the seconds that each step of a ring takes
+    besides its bytes, inside a domain and between, as 64 MiB on 8 H100 and 256 MiB on 32 B200 have them
+    (dgxc-benchmarking v25.10.02; ml-engineering@744d01e, network).
     """
 
     name: str
@@ -27,6 +28,7 @@ class Chip:
     memory_bytes: float
     hbm: float
     bus: float
+    ring: float
     network: float
     node: int = 8
     matmul: float = 0.78

@@ -27,15 +27,19 @@ def ring(nbytes: Any, ranks: Any, bandwidth: Any, latency: Any) -> Any:
     return (ranks - 1) * latency + (ranks - 1) / ranks * nbytes / bandwidth
 
 
-def _rings(job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, network: float = 1.0) -> Traffic:
+def _rings(
+    job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, halves: Any = False, network: float = 1.0
+) -> Traffic:
     """`times` all-gathers or reduce-scatters of `nbytes` in groups of `ranks` ranks, `stride` apart.
 
-    `network`: the share of a port's rate that they reach.
+    `halves`: two at a time are one all-reduce, which the switches of a domain may sum up. `network`: the share of a
+    port's rate that they reach.
     """
     chip = job.chip
+    inside = np.where(halves, chip.bus, chip.ring)
     crosses = np.logical_and(stride * ranks > chip.node, np.asarray(ranks) > 1)
     ports = np.maximum(1, np.minimum(ranks, chip.node / stride))
-    bandwidth = np.where(crosses, np.minimum(chip.bus, ports * chip.network * PORT) * network, chip.bus)
+    bandwidth = np.where(crosses, np.minimum(inside, ports * chip.network * PORT) * network, inside)
     latency = np.where(crosses, chip.alpha_across, chip.alpha)
     sent = times * (ranks - 1) / ranks * nbytes
     return Traffic(sent, times * ring(nbytes, ranks, bandwidth, latency))
@@ -52,7 +56,8 @@ def tensor(job: Job, layout: Layout) -> Traffic:
     nbytes = 2 * layout.tokens(job) * job.shape.hidden
     again = np.where(layout.recompute == FULL, 4, 0)
     again = again + np.where(np.logical_and(layout.sequence_parallel, job.stack.kept_whole == 0), 2, 0)
-    return _rings(job, nbytes, layout.tp, 1, (8 + again) * layers * layout.microbatches(job))
+    whole = np.logical_not(layout.sequence_parallel)
+    return _rings(job, nbytes, layout.tp, 1, (8 + again) * layers * layout.microbatches(job), halves=whole)
 
 
 def context(job: Job, layout: Layout) -> Traffic:
@@ -76,7 +81,7 @@ def expert(job: Job, layout: Layout) -> Traffic:
     local = token * s.top_k * (1 - 1 / np.maximum(1, ranks / domains)) / domains
     away = token * (domains - 1) * (1 - (1 - 1 / domains) ** s.top_k)
     latency = np.where(domains > 1, chip.alpha_across, chip.alpha) * (np.asarray(ranks) > 1)
-    seconds = times * (local / chip.bus + away / (chip.network * PORT) + latency)
+    seconds = times * (local / chip.ring + away / (chip.network * PORT) + latency)
     return Traffic(times * (local + away), seconds)
 
 
@@ -89,7 +94,7 @@ def data(job: Job, layout: Layout) -> Traffic:
     """
     dense, experts = params_on(job, layout, 0 * layout.pp)
     ranks, stride = layout.dp * layout.cp, layout.tp
-    each = job.stack.reduce_bytes
+    each, network = job.stack.reduce_bytes, job.stack.network
     gathers = np.where(layout.zero >= 3, 2 * layout.microbatches(job), np.where(layout.zero >= 1, 1, 0))
     reduces = np.where(layout.zero >= 2, layout.microbatches(job), np.where(layout.zero >= 1, 1, 2))
     replicas = np.maximum(1, ranks * layout.tp / (layout.ep * layout.etp))
@@ -97,7 +102,7 @@ def data(job: Job, layout: Layout) -> Traffic:
     for params, group, apart in ((dense, ranks, stride), (experts, replicas, stride * layout.ep)):
         for bytes_each, times in ((2, gathers), (each, reduces)):
             times = times * (np.asarray(params) > 0)  # without experts nothing is sent for them
-            part = _rings(job, bytes_each * params, group, apart, times, network=job.stack.network)
+            part = _rings(job, bytes_each * params, group, apart, times, halves=layout.zero == 0, network=network)
             nbytes, seconds = nbytes + part.nbytes, seconds + part.seconds
     return Traffic(nbytes, seconds)
 
@@ -107,7 +112,7 @@ def pipeline(job: Job, layout: Layout) -> Traffic:
     nbytes = 2 * layout.tokens(job) * job.shape.hidden / layout.shard()
     stride = job.n_gpus / layout.pp
     crosses = np.logical_and(stride * layout.pp > job.chip.node, np.asarray(layout.pp) > 1)
-    bandwidth = np.where(crosses, PORT * job.chip.network, job.chip.bus)
+    bandwidth = np.where(crosses, PORT * job.chip.network, job.chip.ring)
     times = 2 * layout.chunks * layout.microbatches(job) * (np.asarray(layout.pp) > 1)
     seconds = times * (nbytes / bandwidth + np.where(crosses, job.chip.alpha_across, job.chip.alpha))
     return Traffic(times * nbytes, seconds)

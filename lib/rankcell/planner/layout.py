@@ -30,6 +30,7 @@ class Job:
     number_format: str
     stack: Stack
     flash: Any = True
+    fp8_attention: bool = False  # scores and values, too, are products of fp8
 
 
 @dataclass(frozen=True)
