@@ -37,12 +37,11 @@ def test_tensors_of_one_dtype_travel_together(four):
 
 def test_a_group_of_a_reused_name_has_its_own_ranks(four):
     source = """
-group = dist.new_group([0, 1])
-if rank < 2: dist.all_reduce(torch.ones(1), group=group)
-dist.destroy_process_group()
-dist.init_process_group("gloo")
-group = dist.new_group([1, 2])
-if rank in (1, 2): dist.all_reduce(torch.ones(1), group=group)
+for ranks in ([0, 1], [1, 2]):
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    group = dist.new_group(ranks)  # the first one that torch numbers
+    if rank in ranks: dist.all_reduce(torch.ones(1), group=group)
 """
     found = [(e.rank, e.ranks) for e in four.run(source).events if e.op == "all_reduce"]
     assert sorted(found) == [(0, (0, 1)), (1, (0, 1)), (1, (1, 2)), (2, (1, 2))]
