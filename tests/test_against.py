@@ -92,9 +92,38 @@ def test_a_right_strategy_raises_no_alarm(four, name):
     assert {row.kind for row in verdict._shown()} == {row.kind for row in verdict.rows}
 
 
+ADD = "\n    for p in model.parameters():\n        dist.all_reduce(p.grad)"
+
+
+def test_what_steps_make_of_noise_is_no_alarm(four):
+    """The bias of keys has a gradient of rounding alone, of which Adam makes whole steps."""
+    late = STEPS.replace(
+        "with rankcell",
+        "for _ in range(5):\n    optimizer.zero_grad()\n    backward()\n    optimizer.step()\nwith rankcell",
+    )
+    late = late.replace("COUNT", "1").replace("(model)", "(model) as one")
+    exec(f"{COMMON}\nmodel, backward = gpt(), whole\n{late}", space := {})
+    source = f"model = gpt()\ndef backward():\n    own(){ADD}\n        p.grad /= 4\n{late}"
+    assert compared(four, source, space["one"]).ok
+    owners = """
+model, optimizer = gpt(), None
+optimizer = adam()
+with rankcell.trace(model):
+    own()
+    for i, p in enumerate(model.parameters()):
+        dist.reduce(p.grad, i % 4)
+        p.grad = p.grad / 4 if rank == i % 4 else None
+    optimizer.step()
+    for i, p in enumerate(model.parameters()):
+        dist.broadcast(p.detach(), i % 4)
+"""
+    assert compared(four, owners, dense(steps=1)).ok, (
+        "only the owner has the gradient, and all have the update"
+    )
+
+
 # What the verdicts say
 
-ADD = "\n    for p in model.parameters():\n        dist.all_reduce(p.grad)"
 HELD = "if rank < 2:\n    adam = lambda: torch.optim.SGD(model.parameters(), 0.0)\n"
 SAYS = (
     (

@@ -12,9 +12,10 @@ from .wording import REORDERED, is_weighted
 def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
     """The row to blame, and whether it is a partial sum that is used as if it were whole; None if all is well."""
     trained = [r for r in rows if r.kind == "grad" or (r.kind == "parameter" and r.step)]
-    updated = {(r.name, r.step - 1): r.status == "fits" for r in rows if r.kind == "parameter" and r.step}
+    updates = [r for r in rows if r.kind == "parameter" and r.step]
+    updated = {(r.name, r.step - 1): r.status in ("fits", "skipped") for r in updates}
     wrong = [r for r in trained if not _is_right(r, updated)]
-    start = [r for r in rows if r.kind == "parameter" and r.step == 0 and r.status != "fits"]
+    start = [r for r in rows if r.kind == "parameter" and r.step == 0 and r.status not in ("fits", "skipped")]
     dropouts = [r for r in rows if r.status == "none" and r.says and r.kind == "output"]
     if start or dropouts:
         return [*start, *dropouts][0], False

@@ -186,6 +186,8 @@ class Judge:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
         found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
+        if kind == "parameter" and step == 0 and found.status == "none" and self._is_noise(name, 0):
+            return row.found("skipped", "not compared: its gradient is noise")  # and what steps before have made of it
         if lacking and found.status == "fits":
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
         return found
