@@ -186,8 +186,9 @@ class Judge:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
         found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
-        if kind == "parameter" and step == 0 and found.status == "none" and self._is_noise(name, 0):
-            return row.found("skipped", "not compared: its gradient is noise")  # and what steps before have made of it
+        is_start = kind == "parameter" and step == 0 and found.status == "none"
+        if is_start and _are_near(pieces, reference) and self._is_noise(name, 0):
+            return row.found("skipped", "not compared: its gradient is noise")  # of which earlier steps made something
         if lacking and found.status == "fits":
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
         return found
@@ -376,6 +377,12 @@ def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
                 says = "the same dropout mask on ranks that hold different parts: seed it by rank"
                 return row.found("none", "the same mask", ranks=(other, rank), says=says)
     return row.found("skipped", "dropout")
+
+
+def _are_near(pieces: Sequence[Piece], reference: Reference) -> bool:
+    limit = ROUNDED * typical(reference.matrix)
+    whole = all(p.matrix.shape == reference.matrix.shape for p in pieces)
+    return whole and all(typical(p.matrix - reference.matrix) <= limit for p in pieces)
 
 
 def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
