@@ -176,6 +176,11 @@ MISMATCHES = {
         "dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1, 1, 1], n)",
         "do not fit together",
     ),
+    "different shapes in a group, others elsewhere": (
+        "a = dist.new_group([0, 1])\n"
+        "if rank < 2: dist.all_reduce(torch.ones(3 + rank), group=a)\nelse: dist.barrier()",
+        "rank 0 calls all_reduce(float32[3]) where rank 1 calls all_reduce(float32[4]): different shapes.",
+    ),
     "different shapes in a reduce-scatter": (
         "dist.reduce_scatter_tensor(torch.ones(2 if rank else 1), torch.ones(8 if rank else 4))",
         "rank 0 calls reduce_scatter(float32[4]) where ranks 1-3 call reduce_scatter(float32[8]): different "
@@ -191,6 +196,15 @@ def test_calls_that_do_not_match_send_nothing(four, name):
     error = fails(four, source, RankMismatch)
     assert headline in str(error).splitlines()[0] and "stopped before it sent anything" in str(error)
     assert four.pids == pids  # gloo alone would have aborted a process, or returned garbage
+
+
+def test_calls_of_different_lines_ask_for_what_came_before(four):
+    source = "x = torch.ones(4)\nif rank != 1: dist.all_reduce(x)\ndist.all_reduce(x[:2])\ndist.all_reduce(x)"
+    assert "different lines: has a rank made one call more, or fewer" in str(
+        fails(four, source, RankMismatch)
+    )
+    source, _ = MISMATCHES["different shapes"]
+    assert "different lines" not in str(fails(four, source, RankMismatch))
 
 
 def test_uneven_parts_that_fit_together_in_a_group_are_no_mismatch(four):

@@ -353,6 +353,23 @@ def test_a_script_may_begin_with_init_process_group(two):
     assert any("init_process_group did nothing here" in note for note in two.notes)
 
 
+def test_a_group_may_go_with_the_model_that_used_it(two):
+    """As in a pasted `main`: the group is destroyed, and then the model is freed, with the last hold on the group."""
+    source = """
+        from torch.nn.parallel import DistributedDataParallel
+
+        def main():
+            dist.init_process_group("gloo")
+            model = DistributedDataParallel(torch.nn.Linear(4, 4))
+            model(torch.ones(2, 4)).sum().backward()
+            dist.destroy_process_group()
+
+        dist.destroy_process_group()
+        for _ in range(40): main()
+        """
+    runs(two, source, timeout=300)
+
+
 def test_where_ranks_meet_outlives_a_group_that_all_have_destroyed(two, tmp_path):
     """One may set its group up again, and have written there, when the last of the others destroys its own."""
     source = """

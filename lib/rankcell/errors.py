@@ -241,13 +241,15 @@ def mismatch_error(run: Run) -> RankMismatch:
     """The error for calls that do not match. It names the minority: who noticed first is chance."""
     first = next(r.mismatch for r in run.ran if r.mismatch)
     calls: dict[int, Call] = {}
+    wrong = next(iter(first.calls.values()))
     for result in run.ran:
         failure = result.error
         if result.mismatch and result.mismatch.problem == first.problem:
             calls |= result.mismatch.calls
         elif failure is not None and failure.call is not None and failure.caused_by_abort:
-            calls[result.rank] = failure.call
-    wrong = next(iter(first.calls.values()))
+            call = failure.call  # not all that were freed stood in the same call
+            if wrong.op not in _PAIRED and (call.group, call.nth) == (wrong.group, wrong.nth):
+                calls[result.rank] = call
     for result in run.ran:  # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
         for event in result.events:
             if wrong.op in _PAIRED or event.op in _PAIRED:
@@ -269,6 +271,8 @@ def mismatch_error(run: Run) -> RankMismatch:
         for text, ranks in sorted(texts.items(), key=lambda item: item[1][0])
     ]
     stopped = f"The call that does not match was stopped before it sent anything. {_ADVICE.get(first.problem, _SPLITS)}"
+    if wrong.op not in _PAIRED and len({call.line for call in calls.values()}) > 1:
+        stopped += " The calls stand in different lines: has a rank made one call more, or fewer, before?"
     return RankMismatch("\n".join([head, *lines, stopped]), run)
 
 

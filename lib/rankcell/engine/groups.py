@@ -104,6 +104,7 @@ class GroupCalls:
     def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:
         """Call `destroy` for a group, None for all: where calls only enqueue, it waits until the others do so, too."""
         default = group is None or group is dist.GroupMember.WORLD
+        self.recorder.settle()
         waits = self.recorder.enqueues and dist.is_initialized()
         if not waits or group is dist.GroupMember.NON_GROUP_MEMBER:
             destroy(group)
@@ -184,6 +185,7 @@ class Groups(GroupCalls):
         if dist.is_initialized():
             # first: destroying a group with an unfinished operation waits for it otherwise, for 20 s
             self.close()
+            self.recorder.settle(after_close=True)
             with contextlib.suppress(RuntimeError):  # its connections were closed on purpose
                 self._destroy()
         forget_groups()
