@@ -353,6 +353,18 @@ def test_a_script_may_begin_with_init_process_group(two):
     assert any("init_process_group did nothing here" in note for note in two.notes)
 
 
+def test_a_message_that_nobody_took_is_not_the_next_one(two):
+    """Rank 0 raises before it receives; the next cell sends again, and gets what it sends."""
+    fails(two, "if rank == 1: dist.isend(torch.zeros(2), 0)\nelse: 1 / 0")
+    run = two.run(
+        "x = torch.full((2,), 5.0)\nif rank == 1: dist.isend(x, 0).wait()\n"
+        "else: dist.recv(x := torch.zeros(2), 1)\nx.tolist()"
+    )
+    assert run.values == [[5.0, 5.0]] * 2
+    two.run("if rank == 1: kept = dist.isend(torch.ones(2), 0)")  # a message may go on from cell to cell
+    assert two.run("if rank == 0: dist.recv(x, 1)\nx.tolist()").values[0] == [1.0, 1.0]
+
+
 def test_a_group_may_go_with_the_model_that_used_it(two):
     """As in a pasted `main`: the group is destroyed, and then the model is freed, with the last hold on the group."""
     source = """

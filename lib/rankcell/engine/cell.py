@@ -19,7 +19,7 @@ from . import diagnose, system
 from .messages import RankState, Status, Task
 from .received import unpack
 from .states import State, doing, from_status, standings, summary
-from .workers import Workers
+from .workers import Workers, under_way
 
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
@@ -218,8 +218,13 @@ class Cell:
         run = self._run(live=False)
         if cause is not None:
             run = replace(run, standstill=standings(self._states))
+        earlier = self._workers.counts
+        now = {**earlier, **{rank: state.counts for rank, state in states.items()}}
+        # a message that a rank has not taken, because it raised, would be taken for the next one
+        left_over = bool(run.failed) and under_way(now.values()) != under_way(earlier.values())
         broken = (
             cause is not None
+            or left_over
             or bool(lost or unmatched or left)
             or any(state.broken for state in states.values())
             or any(r.mismatch for r in run.ranks)

@@ -8,7 +8,7 @@ import pickle
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import errors
@@ -168,16 +168,20 @@ class Workers:
         self.counts, self.can_reset_counts = {}, False
 
 
+def under_way(counts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
+    """By pair of ranks and tag, how many more sends than receives ranks with these `counts` have called."""
+    found: Counter[Any] = Counter()
+    for key, count in (item for each in counts for item in each.items()):
+        if len(key) > 2:  # of a send or its receive
+            found[key[:-1]] += count if key[-1] == "send" else -count
+    return Counter({key: n for key, n in found.items() if n})
+
+
 def _can_reset(states: Mapping[int, messages.RankState]) -> bool:
     """Whether counters have grown many, and a reset changes nothing: all that was sent has come, nothing is under way.
     Collectives are known to match (`Cell._unmatched`).
     """
     if any(state.open or state.threads for state in states.values()):
         return False
-    under_way: Counter[Any] = Counter()
-    for state in states.values():
-        for key, count in state.counts.items():
-            if len(key) > 2:  # of a send or its receive
-                under_way[key[:-1]] += count if key[-1] == "send" else -count
     many = any(len(state.counts) > MANY_COUNTS for state in states.values())
-    return many and not any(under_way.values())
+    return many and not under_way(state.counts for state in states.values())
