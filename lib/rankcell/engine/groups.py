@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,6 +41,9 @@ class GroupCalls:
     def __init__(self, recorder: Recorder, rank: int, world_size: int) -> None:
         self.recorder, self.rank, self.world_size = recorder, rank, world_size
         self._new_group = dist.new_group
+        # Whoever drops the last hold on a group of gloo's waits for its threads and keeps Python locked, and one that
+        # has just done its part needs Python: torch 2.13 alone hangs so. These are held until that is long past.
+        self.left: deque[Any] = deque(maxlen=32)
 
     def new_group(
         self,
@@ -104,7 +108,8 @@ class GroupCalls:
     def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:
         """Call `destroy` for a group, None for all: where calls only enqueue, it waits until the others do so, too."""
         default = group is None or group is dist.GroupMember.WORLD
-        self.recorder.settle()
+        alive = list(dist.distributed_c10d._world.pg_map)
+        self.left.extend(alive if default else [g for g in alive if g is group])
         waits = self.recorder.enqueues and dist.is_initialized()
         if not waits or group is dist.GroupMember.NON_GROUP_MEMBER:
             destroy(group)
@@ -185,7 +190,7 @@ class Groups(GroupCalls):
         if dist.is_initialized():
             # first: destroying a group with an unfinished operation waits for it otherwise, for 20 s
             self.close()
-            self.recorder.settle(after_close=True)
+            self.left.extend(dist.distributed_c10d._world.pg_map)
             with contextlib.suppress(RuntimeError):  # its connections were closed on purpose
                 self._destroy()
         forget_groups()

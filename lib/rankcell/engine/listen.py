@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import streams
 from .match import Signature
 from .operation import KEEP_WORK, Operation, caller, clock, dtype_name, flatten, ranks_of
-from .record import DoneCallback, Recorder
+from .record import Recorder
 
 # Operation of the dispatcher -> its name in the course.
 OPERATIONS = {
@@ -202,7 +202,7 @@ class Listener:
             o.passed = work.is_completed
         elif o.is_async and not self._is_message:
             try:
-                DoneCallback(recorder, o, work.get_future())
+                work.get_future().add_done_callback(lambda _: recorder.mark_done(o))
             except RuntimeError:  # gloo's reduce-scatter has no future: its end is the end of the wait
                 pass
         return result

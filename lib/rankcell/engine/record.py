@@ -7,8 +7,6 @@ draw, and it decides nothing about hangs: `diagnose.py` does.
 
 import contextlib
 import threading
-import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +18,6 @@ from .messages import Wait
 from .observe import Observer
 from .operation import Operation, clock, numbers, queued
 
-SETTLE = 10.0  # seconds that a group which goes waits for calls into Python; some never come: of calls that failed
 MAX_WAITS = 64  # operations in a device's queues of which the notebook is told: the first ones say it all
 
 
@@ -43,7 +40,6 @@ class Recorder(Observer):
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
         self.by_work: dict[int, Operation] = {}  # those that the program may wait for, by the id of their Work
-        self.callbacks: weakref.WeakSet[DoneCallback] = weakref.WeakSet()  # those that the backend still holds
         self._lock = threading.Lock()
         self._begin_cell("", values=False)
 
@@ -173,15 +169,6 @@ class Recorder(Observer):
         o.done = clock()
         self.close(o)
 
-    def settle(self, *, after_close: bool = False) -> None:
-        """Before a group goes: wait until the backend's threads have told of what is done, after a close of everything.
-
-        Whoever frees a group of gloo's waits for its threads, and keeps Python locked: none of them may need it then.
-        """
-        end = clock() + SETTLE
-        while clock() < end and any(after_close or c.future.done() for c in list(self.callbacks)):
-            time.sleep(0.001)
-
     def note_result(self, o: Operation) -> None:
         """With `--values`: what the tensors of `o` hold now is what it gave."""
         if o.before is not None and o.after is None:
@@ -232,15 +219,3 @@ class Recorder(Observer):
         """Whether the device is through with every operation that the rank waits for."""
         # a call that blocks its thread is over when the cell is, or a thread that serves others stands in it
         return not any(o.passed is not None and o.waiting for o in list(self.open.values()))
-
-
-class DoneCallback:
-    """What a thread of the backend calls when an operation is done: its `future` is done a moment before."""
-
-    def __init__(self, recorder: Recorder, operation: Operation, future: Any) -> None:
-        self._recorder, self._operation, self.future = recorder, operation, future
-        recorder.callbacks.add(self)
-        future.add_done_callback(self)
-
-    def __call__(self, future: Any) -> None:
-        self._recorder.mark_done(self._operation)

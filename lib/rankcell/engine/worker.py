@@ -110,6 +110,7 @@ class Rank:
         if task.forget_counts:
             self.recorder.forget_counts()
         self.recorder.begin(task.cell, began=task.began, values=task.values)
+        self.groups.left.clear()
         self.running = True
         moved_before = system.bytes_moved(self.groups.connections)
         start = clock()
