@@ -244,6 +244,21 @@ def test_ranks_that_part_under_dropout(four):
     assert "ranks 0 and 2 hold the same part of it, and after the step other numbers" in verdict.text
 
 
+def test_in_16_bits_a_right_run_raises_no_alarm_and_a_wrong_one_is_named(four):
+    """Limits are wide there: a row of an embedding is not taken for another, nor rounding for an update."""
+    autocast = "def backward():\n    with torch.autocast('cpu', torch.bfloat16): logits = model(x{0})\n"
+    autocast += "    cross_entropy(logits.float(), y{0}).backward()\n"
+    exec(f"{COMMON}\nmodel = gpt()\n{autocast.format('')}\n", space := {})
+    exec(STEPS.replace("COUNT", "2").replace("(model)", "(model) as one"), space)
+    ranks = "model = ddp.DDP(gpt())\n" + autocast.format("[rank::4]")
+    assert compared(four, ranks, space["one"], 2, names={"module": ""}).ok
+    twice = STEPS.replace("adam()", "torch.optim.AdamW(model.parameters(), 2e-3)").replace("COUNT", "1")
+    found = compared(four, ranks + twice, space["one"], names={"module": ""})
+    assert "the gradient is right, and the update is 2 times it" in found.text
+    other = ranks.replace("x[rank::4]", "x[rank::4] % 7")
+    assert "or at what it is given" in compared(four, other, space["one"], names={"module": ""}).text
+
+
 def test_the_line_is_the_learners_and_names_may_differ(four):
     source = """
 class Net(nn.Module):

@@ -42,6 +42,14 @@ def test_who_finished_is_missed():
     assert found.rows[1].endswith("(call 4 of the world, line 12 of train.py)")
 
 
+def test_of_a_job_that_ended_well_it_says_what_each_rank_did():
+    done = [RankRecord(rank, 2, "finished", counts={("0", (0, 1)): 3}, calls=3) for rank in range(2)]
+    found = verdict.finished(done)
+    assert found.headline == "all 2 ranks have finished."
+    assert found.rows == ("ranks 0, 1  finished the script after 3 calls",)
+    assert verdict.finished([done[0], waiting(1)]).headline.startswith("1 of 2 ranks have finished")
+
+
 def test_nobody_is_blamed_while_somebody_may_still_come():
     computing = RankRecord(1, 3, counts={("0", WORLD): 3}, line=5, file=TRAIN)
     assert verdict.judge([waiting(0), computing, waiting(2)]) is None

@@ -108,7 +108,7 @@ def test_a_bad_line_says_what_is_possible(cell, shell, monkeypatch, line):
     assert text in str(caught.value)
 
 
-def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
+def test_errors_count_lines_as_the_notebook_shows_them(cell, shell, monkeypatch):
     with pytest.raises(errors.CellSyntaxError) as caught:
         cell("4", "x = 1\nif x\n    pass")
     assert str(caught.value) == "expected ':', line 3\n    if x\n        ^\nNo rank has run."
@@ -123,6 +123,9 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell):
         RankError, match=r"The notebook has imported np; the ranks have not: import it in a rank"
     ):
         cell("4", "np.ones(1)")
+    monkeypatch.setenv("SET_LATER", "1")
+    with pytest.raises(RankError, match=r"The notebook has os.environ\['SET_LATER'\].*`%ranks restart`"):
+        cell("4", "import os\nos.environ['SET_LATER']")
     with pytest.raises(RankError, match=r"input\(\) does not work on a rank"):
         cell("4", "name = input('name? ')")
     with pytest.raises(PullError, match="nothing on ranks 0-3: no such name") as missing:

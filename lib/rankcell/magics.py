@@ -218,13 +218,14 @@ def _tell(ranks: world.Ranks) -> None:
 
 
 def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
-    """What to do where a rank failed for want of a name that the notebook has."""
-    missing = [
-        re.fullmatch(r"name '(\w+)' is not defined.*", r.error.message)
-        for r in run.failed
-        if r.error is not None and r.error.type == "NameError"
+    """What to do where a rank failed for want of a name, or of a variable of its environment, that the notebook has."""
+    said = [(r.error.type, r.error.message) for r in run.failed if r.error is not None]
+    missing = [re.fullmatch(r"name '(\w+)' is not defined.*", text) for kind, text in said if kind == "NameError"]
+    hints = [
+        f"The notebook has os.environ[{name!r}], set after the ranks began: `%ranks restart`, or set it there, too."
+        for name in dict.fromkeys(text.strip("'") for kind, text in said if kind == "KeyError")
+        if name in os.environ
     ]
-    hints = []
     for name in dict.fromkeys(m[1] for m in missing if m and m[1] in notebook):
         if isinstance(notebook[name], types.ModuleType):
             hints.append(f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too.")

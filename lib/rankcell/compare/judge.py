@@ -16,10 +16,10 @@ from . import layouts
 from .blame import first_wrong
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
-from .reference import ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
+from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
 from .wording import BEFORE, partial_words, said, times_words
 
-NOISE = 0.1  # times the floor: no optimizer's update of such a gradient is compared
+NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
 FACTORS = 10.0  # times the tolerance: multiples that differ by less are the same
 ROUNDED = 0.02  # a tensor that is off by less than this share looks like one that was rounded
@@ -50,7 +50,8 @@ def compare(
     if blamed is not None:
         row, used_as_whole = blamed
         holders, all_ranks = judge.holders.get(row.name, ()), {r for ps in ranks.values() for r, _ in ps}
-        first = said(row, used_as_whole=used_as_whole, holders=holders, mesh=mesh or {}, ranks=all_ranks)
+        begins = row == next((r for r in rows if r.kind == "output" and r.step == row.step), None)
+        first = said(row, used_as_whole=used_as_whole, begins=begins, holders=holders, mesh=mesh or {}, ranks=all_ranks)
     known = {name for kind, name, *_ in dense if kind == "parameter"}
     strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
     notes = (f"{name} has no partner in the dense model: not compared." for name in strangers)
@@ -118,6 +119,7 @@ class Judge:
         entries = [*(e for es in dense.values() for e in es), *(e for ps in ranks.values() for _, e in ps)]
         worst = max(TOLERANCE.get(e.dtype, 0.0) for e in entries) or 1e-4
         depth = len({name for kind, name, *_ in dense if kind == "output"})
+        self.in_16_bits = worst >= TOLERANCE["float16"]
         self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
         sizes: dict[str, list[float]] = {}
         for (kind, *_), es in dense.items():
@@ -186,6 +188,12 @@ class Judge:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
         found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
+        if (
+            kind == "grad"
+            and found.status in ("none", "scaled", "partial")
+            and self._is_lost_in_16_bits(name, step, pieces)
+        ):
+            return row.found("skipped", "not compared: noise")
         is_start = kind == "parameter" and step == 0 and found.status == "none"
         if is_start and _are_near(pieces, reference) and self._is_noise(name, 0):
             return row.found("skipped", "not compared: its gradient is noise")  # of which earlier steps made something
@@ -208,7 +216,8 @@ class Judge:
         gradient = self.dense.get(("grad", name, step - 1, 0))
         if gradient:  # Adam makes a whole step of the smallest one
             size = np.abs(_matrix(gradient))
-            noise = TINY * self.tolerance * typical(size)
+            share = 1.0 if self.in_16_bits else TINY
+            noise = share * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
         changed = replace(reference, matrix=change, floor=rounding, slack=slack)
         return changed, [replace(p, matrix=p.matrix - before[p.rank].matrix) for p in pieces]
@@ -225,7 +234,12 @@ class Judge:
                 for kind, n, s, _ in self.dense
                 if kind == "grad" and s == step and ending and ending in (n, n.partition(".")[2])
             )
-        return typical(_matrix(gradient)) < NOISE * self.floors["grad"]
+        return typical(_matrix(gradient)) < (1.0 if self.in_16_bits else NOISE) * self.floors["grad"]
+
+    def _is_lost_in_16_bits(self, name: str, step: int, pieces: Sequence[Piece]) -> bool:
+        """Whether a gradient is noise in one process, and little more than that on the ranks, which round elsewhere."""
+        small = all(typical(p.matrix) < self.floors["grad"] for p in pieces)
+        return self.in_16_bits and small and self._is_noise(name, step)
 
     def _place(self, key: _Key, piece: Piece, reference: Reference) -> Fit | None:
         kind, name, step, part = key
@@ -380,9 +394,14 @@ def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
 
 
 def _are_near(pieces: Sequence[Piece], reference: Reference) -> bool:
-    limit = ROUNDED * typical(reference.matrix)
-    whole = all(p.matrix.shape == reference.matrix.shape for p in pieces)
-    return whole and all(typical(p.matrix - reference.matrix) <= limit for p in pieces)
+    """Whether each piece is about the reference, or a shard of about its size."""
+    size = typical(reference.matrix)
+    return all(
+        typical(p.matrix - reference.matrix) <= ROUNDED * size
+        if p.matrix.shape == reference.matrix.shape
+        else typical(p.matrix) <= 2 * size
+        for p in pieces
+    )
 
 
 def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
@@ -390,6 +409,8 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     piece = lost[0]
     if row.kind == "parameter" and row.step and not any(p.matrix.any() for p in lost):
         return BEFORE
+    if any(np.isin(p.matrix, NOT_FINITE).any() for p in lost) and not np.isin(reference.matrix, NOT_FINITE).any():
+        return "NaN or infinity"
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
     share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)

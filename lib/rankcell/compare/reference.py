@@ -15,6 +15,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2
 # The share of a number that may be lost when it is stored.
 ROUNDING = {"float64": 2**-53, "float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
 SLACK = 4.0  # a row or column may be off by so many times the error of one of its numbers
+NEARLY = 4.0  # a row that is farther away by less than this may be the one that is meant, too
 MOST_PAIRS = 1 << 23  # rows times rows that are compared at once
 NOT_FINITE = (7e7, 5e7, -5e7)  # stand for NaN, infinity and minus infinity, so that they can be compared
 
@@ -196,7 +197,8 @@ class Reference(_Sizes):
 def _nearest(rows: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
     """For each row the index of the target within the limits, and whether no other would do; None if one has none.
 
-    Neighbours of rows belong to neighbours of targets, where there is a choice.
+    The nearest one counts, and those hardly farther: 16 bits have wide limits. Neighbours of rows belong to neighbours
+    of targets, where there is still a choice.
     """
     if len(rows) * len(targets) > MOST_PAIRS:
         return None
@@ -207,6 +209,12 @@ def _nearest(rows: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple
     count = close.sum(1)
     if (count == 0).any():
         return None
+    many = np.flatnonzero(count > 1)
+    if len(many):
+        off = np.abs(points[many, :1] - targets[:, 0]) + np.abs(points[many, 1:] - targets[:, 1])
+        off[~close[many]] = np.inf
+        close[many] = off <= NEARLY * off.min(1, keepdims=True) + limits / 100
+        count[many] = close[many].sum(1)
     found = np.where(count == 1, close.argmax(1), -1)
     for order, step in ((range(1, len(points)), 1), (range(len(points) - 2, -1, -1), -1)):
         for i in order:

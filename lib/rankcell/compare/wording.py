@@ -12,13 +12,19 @@ UPDATES = "look at the learning rate, the weight decay and the optimizer's state
 REORDERED = ", in another order"
 
 
-def said(row: Row, *, used_as_whole: bool, holders: Iterable[int], mesh: Mapping[str, int], ranks: Set[int]) -> Row:
-    """The row to blame, with a sentence for the learner. `holders` are the ranks that hold it, `ranks` all."""
+def said(
+    row: Row, *, used_as_whole: bool, begins: bool, holders: Iterable[int], mesh: Mapping[str, int], ranks: Set[int]
+) -> Row:
+    """The row to blame, with a sentence for the learner. `holders` are the ranks that hold it, `ranks` all; it `begins`
+    if nothing is computed before it.
+    """
     step = row.step if row.kind == "parameter" else row.step + 1
     when = f"{'after' if row.kind == 'parameter' else 'in'} step {step}" if step > 1 else ""
     where = ", ".join(filter(None, (f"line {row.line}" if row.line else "", when)))
     where = f" ({where})" if where else ""
     what = row.says or _sentence(row, used_as_whole, sorted(set(holders) - set(row.ranks)), mesh, len(ranks))
+    if begins and row.status == "none" and not row.says:
+        what += ", or at what it is given: nothing is computed before it, and its weights are right"
     return replace(row, says=f"`{row.title}`{where}: {what}")
 
 
