@@ -47,6 +47,10 @@ def test_long_output_shows_head_and_tail():
     assert page.apply_carriage_returns("  0%|\r 50%|\r100%|\ndone\n") == "100%|\ndone\n", (
         "a progress bar's last state"
     )
+    bar = "\n\n\r{}\x1b[A\x1b[A"  # as tqdm(position=2) writes it
+    assert (
+        page.apply_carriage_returns(bar.format("rank 2:   0%") + bar.format("rank 2: 100%")) == "rank 2: 100%"
+    )
 
 
 def test_html_shows_text_as_text_and_pictures():

@@ -218,7 +218,7 @@ def _tell(ranks: world.Ranks) -> None:
 
 
 def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
-    """What to do where a rank failed for want of a name, or of a variable of its environment, that the notebook has."""
+    """What to do where a rank failed for want of something that the notebook has, or named a rank of another group."""
     said = [(r.error.type, r.error.message) for r in run.failed if r.error is not None]
     missing = [re.fullmatch(r"name '(\w+)' is not defined.*", text) for kind, text in said if kind == "NameError"]
     hints = [
@@ -226,6 +226,8 @@ def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
         for name in dict.fromkeys(text.strip("'") for kind, text in said if kind == "KeyError")
         if name in os.environ
     ]
+    if any(kind == "ValueError" and "is not part of group" in text for kind, text in said):
+        hints.append("`src` and `dst` are ranks of the world; `group_src` and `group_dst` count within the group.")
     for name in dict.fromkeys(m[1] for m in missing if m and m[1] in notebook):
         if isinstance(notebook[name], types.ModuleType):
             hints.append(f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too.")

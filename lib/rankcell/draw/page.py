@@ -22,6 +22,7 @@ _PRE = (
     "white-space:pre-wrap;overflow-wrap:anywhere;font-size:var(--jp-code-font-size,0.9em)"
 )
 _NAME = "font-size:0.85em;opacity:0.75"
+_MOVES = re.compile(r"(\r\n|\n|\r|\x1b\[A)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -80,16 +81,25 @@ def groups(run: Run) -> list[list[RankResult]]:
 
 
 def apply_carriage_returns(text: str) -> str:
-    """`text` as a terminal would leave it: a carriage return begins the line anew (progress bars do this)."""
+    """`text` as a terminal would leave it: a carriage return begins the line anew (progress bars do this), and "cursor
+    up" goes back to the one above (those of `tqdm(position=rank)` do this, below lines that nobody fills here).
+    """
     if "\r" not in text:
         return text
-    lines = []
-    for line in text.replace("\r\n", "\n").split("\n"):
-        shown = ""
-        for part in line.split("\r"):
-            shown = part + shown[len(part) :]
-        lines.append(shown)
-    return "\n".join(lines)
+    lines, at, column = [""], 0, 0
+    for part in _MOVES.split(text):
+        if part in ("\n", "\r\n"):
+            at, column = at + 1, 0
+            lines += [""] * (at == len(lines))
+        elif part == "\r":
+            column = 0
+        elif part.startswith("\x1b["):
+            at = max(0, at - 1)
+        elif part:
+            lines[at] = lines[at][:column].ljust(column) + part + lines[at][column + len(part) :]
+            column += len(part)
+    left = "\n".join(lines)
+    return left.lstrip("\n") if "\x1b[A" in text else left
 
 
 def shorten(text: str) -> str:
