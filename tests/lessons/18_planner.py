@@ -123,7 +123,9 @@ def step_time(job, layout, *, reached=REACHED, overlap=True):
 parts = [*spent.values()]
 assert len({round(of["computing"], 9) for of in parts}) == 1, "computing does not depend on the split"
 assert [way.microbatches(job) for way in ways] == [32, 32, 32, 128], "micro-batches"
-assert max(parts, key=lambda of: sum(of.values())) is parts[2], "tp 2, pp 8 is the slowest"
+seconds_of = [sum(of.values()) for of in parts]
+assert seconds_of[3] > seconds_of[2] > max(seconds_of[:2]) and seconds_of[3] < 1.03 * seconds_of[2], "two are slow"
+assert max(parts[3], key=lambda part: parts[3][part] - parts[1][part]) == "tensor", "the fourth by what it sends"
 assert max(parts[2], key=lambda part: parts[2][part] - parts[0][part]) == "bubble", "and by its bubble"
 assert parts[2]["bubble"] > 3 * parts[3]["bubble"], "eight stages wait less with more micro-batches"
 assert parts[0]["tensor"] > parts[1]["tensor"] > parts[2]["tensor"], "wide groups send more"
@@ -132,19 +134,24 @@ assert parts[0]["tensor"] > parts[1]["tensor"] > parts[2]["tensor"], "wide group
 gb_off = [float(row[3].rstrip("%")) for row in rows]
 assert max(map(abs, gb_off)) < 3, "memory within 3 %"
 by_tp = {tp: [float(row[5].rstrip("%")) for row in rows if f"tp {tp}," in row[0]] for tp in (1, 2, 4, 8)}
-assert max(map(abs, by_tp[1] + by_tp[2])) < 4 and abs(min(by_tp[2], key=abs)) < 0.2, (
-    "within 4 %; one run is the fit"
+assert max(map(abs, by_tp[1] + by_tp[2])) <= 3 and abs(min(by_tp[2], key=abs)) < 0.2, (
+    "within 3 %; one run is the fit"
 )
 ends = [round(end(by_tp[tp])) for tp in (4, 8) for end in (min, max)]
-assert ends == [5, 13, 33, 44], "as the text says"
+assert ends == [4, 11, 30, 41], "as the text says"
 assert [row[0] for row in rows if "(fit)" in row[0]] == ["dp 4, tp 2, pp 1, micro-batch 1 (fit)"], "one run is marked"
 for m in (4, 8, 32):
     measured = {r[0].removesuffix(" (fit)"): float(r[4].replace(",", "")) for r in rows if r[1] == str(m)}
     errors = {r[0].removesuffix(" (fit)"): float(r[5].rstrip("%")) / 100 for r in rows if r[1] == str(m)}
     predicted = {way: rate * (1 + errors[way]) for way, rate in measured.items()}
-    assert max(measured, key=measured.get) == max(predicted, key=predicted.get) == "dp 4, tp 2, pp 1, micro-batch 1"
+    wide, long = "dp 1, tp 8, pp 1, micro-batch 1", "dp 4, tp 1, pp 2, micro-batch 1"
+    first = "dp 4, tp 2, pp 1, micro-batch 1"
+    assert max(measured, key=measured.get) == first and predicted[first] > 0.998 * max(predicted.values())
+    if m == 32:
+        assert round(measured[first] / measured[long] - 1, 2) == 0.01, "measured: 1 %"
+    else:
+        assert max(predicted, key=predicted.get) == first
     if m == 4:
-        wide, long = "dp 1, tp 8, pp 1, micro-batch 1", "dp 4, tp 1, pp 2, micro-batch 1"
         assert predicted[wide] > predicted[long] and round(measured[wide] / measured[long], 2) == 0.75, "25 % slower"
 assert sum(r["source"] == "simumax_b200" for r in runs) == 12 and {
     r["opts"] for r in runs if "'tp_comm_overlap': 0" in r["opts"]
@@ -192,12 +199,11 @@ def recipe(job):
 # after: p18-close-table
 behind = [float(row[1].rstrip("%")) for row in rows]
 by_planner = [float(row[2].rstrip("%")) for row in rows]
-assert max(behind) < 4 and behind == sorted(behind) and by_planner != sorted(by_planner), (
-    "within 4 %, another order"
-)
-assert sum("tp 8" in row[0] for row in rows) == 3 and min(by_planner) == by_planner[1], "as the text says"
-assert rows[1][0] == "dp 4, tp 8, pp 2, micro-batch 1"
-assert [row[4] for row in rows] == ["may not fit"] + ["too close to call"] * 4, "warnings"
+assert [b > 5 for b in behind] == [False] * 4 + [True] and behind[4] == 5.9, "one is more than 5 % behind"
+assert behind == sorted(behind) and by_planner != sorted(by_planner), "another order"
+assert sum("tp 8" in row[0] for row in rows) == 3 and min(by_planner) == by_planner[2], "as the text says"
+assert rows[2][0] == "dp 4, tp 8, pp 2, micro-batch 1"
+assert [row[4] for row in rows] == ["may not fit"] + ["too close to call"] * 3 + [""], "warnings"
 head_flops = 6 * job.shape.hidden * job.shape.vocab
 head_layers = head_flops / ((job.shape.flops_per_token(job.seq) - head_flops) / job.shape.layers)
 unequal = {pp: (80 / pp + head_layers) / ((80 + head_layers) / pp) - 1 for pp in (2, 16)}

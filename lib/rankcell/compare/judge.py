@@ -49,7 +49,8 @@ def compare(
     first, blamed = None, first_wrong(rows)
     if blamed is not None:
         row, used_as_whole = blamed
-        holders, all_ranks = judge.holders.get(row.name, ()), {r for ps in ranks.values() for r, _ in ps}
+        holders = {*judge.holders.get(row.name, ()), *_right_elsewhere(row, rows)}
+        all_ranks = {rank for pairs in ranks.values() for rank, _ in pairs}
         begins = row == next((r for r in rows if r.kind == "output" and r.step == row.step), None)
         first = said(row, used_as_whole=used_as_whole, begins=begins, holders=holders, mesh=mesh or {}, ranks=all_ranks)
     known = {name for kind, name, *_ in dense if kind == "parameter"}
@@ -107,7 +108,7 @@ class Judge:
         self.dense, self.ranks, self.mesh = dense, ranks, mesh
         self.seen = layouts.SeenPlaces()
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
-        self.multiples: dict[tuple[int, int], float] = {}  # rank, step -> of the gradient that travels back
+        self.multiples: dict[int, dict[float, None]] = {}  # step -> those of the gradients that travel back
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
         self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
@@ -118,6 +119,7 @@ class Judge:
         )  # one that drops what one process drops is no matter of chance
         entries = [*(e for es in dense.values() for e in es), *(e for ps in ranks.values() for _, e in ps)]
         worst = max(TOLERANCE.get(e.dtype, 0.0) for e in entries) or 1e-4
+        self.world_size = float(len({rank for ps in ranks.values() for rank, _ in ps}))
         depth = len({name for kind, name, *_ in dense if kind == "output"})
         self.in_16_bits = worst >= TOLERANCE["float16"]
         self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
@@ -251,13 +253,15 @@ class Judge:
             if fit is not None:
                 self.forward[place] = piece, reference
             return fit
-        usual = self.multiples.get((piece.rank, step))
-        if fit is None and usual is not None:
+        usual = self.multiples.setdefault(step, {self.world_size: None})
+        for k in () if fit is not None else reversed(usual):
             # rows that were taken for others, which looked like them on the way forward
-            fit = layouts.place(replace(piece, matrix=piece.matrix / usual), reference, self.seen)
-            fit = fit and replace(fit, factor=fit.factor * usual)
+            if fit := layouts.place(replace(piece, matrix=piece.matrix / k), reference, self.seen):
+                fit = replace(fit, factor=fit.factor * k)
+                break
         if fit is not None and fit.factor != 1.0:
-            self.multiples[piece.rank, step] = fit.factor
+            usual.pop(fit.factor, None)
+            usual[fit.factor] = None  # the last one is tried first
         if fit is None or not fit.sure or fit.rows is None or place not in self.forward:
             return fit
         # a gradient belongs to the rows that the rank has of that output
@@ -309,6 +313,13 @@ class Judge:
         wrong = tuple(sorted({p.rank for p, fit in placed if fit.factor != 1.0}))
         if row.kind != "grad_output":  # there the losses of all ranks count together
             factors = [factor for factor in factors if factor != 1.0]
+        calls = {p.call: fit.factor for p, fit in placed}
+        if row.kind == "grad_output" and len(calls) > 1 and all(fit.factor == calls[p.call] for p, fit in placed):
+            if len(set(calls.values())) > 1:
+                each = [("as it is" if k == 1.0 else f"{times_words(k)} it") for _, k in sorted(calls.items())]
+                of_calls = ", ".join(f"call {n}: {words}" for n, words in enumerate(each, 1))
+                says = f"its calls do not count alike ({of_calls}): is one of the losses divided once more, or less?"
+                return row.found("scaled", of_calls, factor=0.0, says=says)
         same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
         layout = f"{times_words(worst)} it" if same else "each rank another multiple of it"
         return row.found("scaled", layout, ranks=wrong, factor=worst if same else 0.0)
@@ -347,6 +358,15 @@ class Judge:
             found = found or total
             left = [p for p in left if p.rank not in total.ranks] if total.axes else []
         return found
+
+
+def _right_elsewhere(row: Row, rows: Sequence[Row]) -> set[int]:
+    """Ranks whose gradients are right, as those of another stage, where most of this row's ranks are wrong."""
+    grads = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step]
+    here = [r.status == "fits" for r in grads if set(r.ranks) & set(row.ranks)]
+    if 2 * sum(here) > len(here):
+        return set()
+    return {rank for r in grads if r.status == "fits" for rank in r.ranks}
 
 
 def _alike(row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, Fit | None], tolerance: float) -> Row:

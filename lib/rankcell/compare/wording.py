@@ -90,9 +90,7 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
     sizes = {size: axis for axis, size in mesh.items()}
     k = row.factor
     if others and row.kind == "grad":
-        hint = (
-            f"{name_ranks(others)} {'has' if len(others) == 1 else 'have'} the right one: is the loss scale the same?"
-        )
+        hint = f"the gradients of {name_ranks(others)} are right: is the loss scale the same?"
     elif abs(k - round(k)) < 1e-3 and k > 1:
         over = f" over {sizes[round(k)]}" if round(k) in sizes else ""
         hint = (
