@@ -3,8 +3,8 @@ its update and lowers its scale; the others update their parameters, and go on w
 
 source: https://github.com/facebookresearch/fairscale/issues/180
 mesh: dp 4
-first: * parameter
-side: update
+first: head.weight grad
+side: backward
 """
 
 # %% one process
