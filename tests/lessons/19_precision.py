@@ -8,6 +8,9 @@ assert (torch.tensor(2.0**-25).half(), torch.tensor(1.01 * 2.0**-25).half()) == 
 # after: standstill
 assert [after(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)] == [0.9, 1.0, 0.9023]
 assert after(torch.bfloat16, update=2**-9) == 1.0 != after(torch.bfloat16, update=1.01 * 2**-9)
+between = torch.tensor([1.0078125, 1.5, 1.9921875]).bfloat16()  # 2^e < w < 2^(e+1), for e = 0
+assert all((between + sign * 0.99 * 2**-8 == between).all() for sign in (1, -1))
+assert all((between + sign * 1.01 * 2**-8 != between).all() for sign in (1, -1))
 
 # after: pure
 e = -6
