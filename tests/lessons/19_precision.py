@@ -37,7 +37,7 @@ assert [row[1] == "0.00%" for row in rows] == [False, False, True, True], "2^16 
 assert [row[2] == "0.00%" for row in rows] == [True, True, True, False]
 
 # after: sum-picture
-rates = {name: [error(way[0], 2**k, *way[1:]) for k in range(1, 11)] for name, way in ways.items()}
+rates = {name: [error(2**k, *way) for k in range(1, 11)] for name, way in ways.items()}
 assert max(rates["tree, bfloat16"]) < 0.003 and max(rates["added in float32"]) < 0.002
 assert 3 < rates["ring, bfloat16"][7] / rates["ring, bfloat16"][1] < 9, "about 8 = sqrt(256 / 4)"
 assert rates["ring, bfloat16"][9] > 5 * rates["ring, bfloat16"][8], "it leaps"
