@@ -1,11 +1,10 @@
 """`rankcell doctor`: each finding on a machine that has just this, and the command on the one that runs the tests."""
 
 import subprocess
-import sys
 
 import pytest
 
-from rankcell import doctor
+from rankcell import command, doctor
 
 GIB = 1 << 30
 CPU = {"torch": "2.13.0", "cuda": "13.0", "gpus": []}
@@ -61,10 +60,12 @@ def test_a_torch_that_fails_is_a_finding(monkeypatch):
         assert doctor._ask_torch() == {"problem": says}
 
 
-def test_on_this_machine():
-    kinds = [f.kind for f in doctor.findings()]
+def test_on_this_machine(monkeypatch, capsys):
+    found = list(doctor.findings())
+    kinds = [f.kind for f in found]
     assert kinds == sorted(kinds, key=["problem", "note", "works"].index)
-    command = [sys.executable, "-m", "rankcell.command", "doctor"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode in (0, 1) and run.stderr == ""
-    assert run.stdout.startswith("rankcell doctor on ") and "torch 2." in run.stdout
+    monkeypatch.setattr(doctor, "findings", lambda: found)
+    status = command.main(["doctor"])
+    shown = capsys.readouterr()
+    assert status in (0, 1) and shown.err == ""
+    assert shown.out.startswith("rankcell doctor on ") and "torch 2." in shown.out
