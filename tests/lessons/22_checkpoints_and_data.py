@@ -112,6 +112,29 @@ def load(job, folder):
     return committed["step"], torch.load(folder / committed["files"][job.rank])
 
 
+# right: commit: two slots, and each save takes the one that does not count
+def save(job, folder, step, part):
+    slot = "A"
+    if (folder / "latest").exists() and torch.load(folder / "latest")[0] == "A":
+        slot = "B"
+    job.write(folder / f"{slot}-{job.rank}", part)
+    job.barrier()
+    if job.rank == 0:
+        job.write(folder / "new", (slot, step))
+        job.rename(folder / "new", folder / "latest")
+        mine = {"latest", *(f"{slot}-{r}" for r in range(job.world_size))}
+        for path in sorted(folder.glob("*")):
+            if path.name not in mine:
+                job.remove(path)
+
+
+def load(job, folder):
+    if not (folder / "latest").exists():
+        return None
+    slot, step = torch.load(folder / "latest")
+    return step, torch.load(folder / f"{slot}-{job.rank}")
+
+
 # after: kills-table
 assert [row[0] for row in rows] == [f"rank {r} {places[r][i]}" for i, (r, _) in enumerate(kills)] and len(rows) == 10
 assert all(tuple(of) == tuple(began[0]) for of in began), "all ranks begin alike"
@@ -178,26 +201,26 @@ class Sampler:
         self.trained = state["seen"] * self.world_size
 
 
-# wrong: sampler: shuffles with the global random state, and skips | on the same rank, where workers had read ahead: each sample once
+# wrong: sampler: keeps whole steps of an epoch, where one ends within a batch | an epoch that ends within a batch: each sample once
 class Sampler:
     def __init__(self, n, batch, rank=0, world_size=1, seed=0):
         self.n, self.batch, self.rank, self.world_size, self.seed = n, batch, rank, world_size, seed
         self.trained = 0
 
     def __iter__(self):
-        with torch.random.fork_rng():
-            stream = [i for _ in range(8) for i in torch.randperm(self.n).tolist()]
         share = self.batch // self.world_size
         position = self.trained
-        while position + self.batch <= len(stream):
-            yield from stream[position + self.rank * share :][:share]
+        while True:
+            for i in range(position + self.rank * share, position + (self.rank + 1) * share):
+                order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.seed + i // self.n))
+                yield order[i % self.n].item()
             position += self.batch
 
     def state_dict(self):
-        return {"trained": self.trained}
+        return {"epoch": self.trained // self.n, "step": self.trained % self.n // self.batch}
 
     def load_state_dict(self, state):
-        self.trained = state["trained"]
+        self.trained = state["epoch"] * self.n + state["step"] * self.batch
 
 
 # right: sampler: ranks take turns, and a generator of the whole order
