@@ -34,9 +34,53 @@ check.equals_dense(torch.stack(list(model.weights)), one[8, 0], atol=3 * 0.02 * 
 
 # after: two-ways
 right = torch.stack([orthogonal(weight.detach()) for weight in Chain(8).weights])
-for way in ("gather_everywhere", "all_to_all"):
+for way in ("gather_everywhere", "through_owners"):
     rows_ = torch.cat([of[way] for of in made], 1)
     check.equals_dense(rows_, right, atol=1e-12, name=way)
+
+
+# after: two-ways-table
+assert [row[1:4] for row in rows] == [("0.75", "0.75", "8"), ("0.375", "0.375", "2")], "half the bytes"
+assert [row[4] for row in rows] == ["255 + 1730 ms", "8 + 27 ms"]
+
+# after: cut-by-rows
+assert 0.5 < off(orthogonal, 2) < 0.55 < off(orthogonal, 4) < 0.6 and off(torch.sign, 4) == 0, (
+    "as the text says"
+)
+
+# after: both-losses
+first, last = fall["whole"][0], [losses[-1] for losses in fall.values()]
+assert max(last) < 0.6 * first and abs(last[0] - last[1]) < 0.15 * min(last), "no loss tells"
+apart = (train(partial(muon, blocks=4))[1] - one[8, 0]).abs().max()
+assert apart > 3e-3, "far more than bfloat16 makes"
+
+# after: owners
+saved = {i: momentum for of in trained for i, momentum in of[0][2].items()}  # by the number of their matrix
+model = Chain(8)
+with torch.no_grad():
+    for weight, numbers in zip(model.weights, trained[0][0][1], strict=True):
+        weight.copy_(numbers)
+model(3).backward()
+with torch.no_grad():
+    muon(list(model.weights), saved)
+on_its_own = train(muon, 4)[1]
+check.equals_dense(torch.stack(list(model.weights)), on_its_own, atol=1e-9, name="resumed in one process")
+
+# after: two-real-numbers
+assert abs(off(orthogonal, 2) / 0.5273 - 1) < 0.005 and abs(71.9728 / 2**0.5 / 50.6862 - 1) < 0.005
+
+# after: torch-muon-calls
+assert calls == 128 and abs(sent(events) / 2 / psi - 15 * 0.75) < 0.01, (
+    "15 gathers of each matrix, and a norm"
+)
+
+# after: torch-clip
+# %%ranks 4 --device cpu -o _norms
+(type(norm).__name__, str(norm.placements), norm.to_local().item(), norm.full_tensor().item())
+
+# after: torch-clip
+assert {v[:2] for v in _norms.values} == {("DTensor", "(Replicate(),)")}, "whole on every rank"
+assert all(abs(v[2] - v[3]) < 1e-12 for v in _norms.values)
 
 
 # wrong: owners: each rank orthogonalises rows of every matrix, as ZeRO cuts | whole matrices of (24, 24) are orthogonalised
@@ -86,9 +130,9 @@ trained = [train(update, 3, count, seed, rank, world_size) for count, seed in ((
 # %%ranks 4 --device cpu --push train,orthogonal --pull trained -o run
 def update(weights, momenta):
     each = (len(weights) + world_size - 1) // world_size
-    stack = torch.zeros(each * world_size, 24, 24, dtype=weights[0].dtype)
+    stack = torch.zeros(each * world_size, *weights[0].shape, dtype=weights[0].dtype)
     stack[: len(weights)] = torch.stack([weight.grad for weight in weights])
-    mine = torch.empty(each, 24, 24, dtype=stack.dtype)
+    mine = torch.empty_like(stack[:each])
     dist.reduce_scatter_single(mine, stack)
     momentum = momenta.setdefault("mine", torch.zeros_like(mine))
     momentum.mul_(0.9).add_(mine / world_size)
@@ -110,7 +154,7 @@ def update(weights, momenta):
         dist.reduce(weight.grad, dst=owner, op=dist.ReduceOp.SUM)
         if rank == owner:
             if i not in momenta:
-                momenta[i] = torch.zeros(24, 24, dtype=weight.dtype)
+                momenta[i] = torch.zeros_like(weight)
             momenta[i] = 0.9 * momenta[i] + weight.grad
             weight.data = weight - 0.02 * orthogonal(momenta[i])
         dist.broadcast(weight.data, src=owner)
