@@ -1,8 +1,8 @@
-"""Muon scales its step by the shape of a matrix, and takes that of the part: too small where a tall one is cut by rows.
+"""Muon scales its step by the shape of a matrix, and takes that of the part: too much, or too little.
 
 source: https://github.com/InternLM/xtuner/pull/1716
 mesh: tp 4
-first: blocks.*.mlp.up.weight parameter
+first: blocks.*.attention.output.weight parameter | blocks.*.mlp.up.weight parameter
 side: update
 """
 
