@@ -20,7 +20,7 @@ PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
 CLUSTER_LESSONS := $(filter notebooks/16_% notebooks/17_%,$(NOTEBOOKS))
 # The other lessons are two parts, of about the same time.
-LATE_LESSONS := $(filter $(foreach n,09 10 11 12 13 14 15 18,notebooks/$(n)_%),$(NOTEBOOKS))
+LATE_LESSONS := $(filter $(foreach n,09 10 11 12 13 14 15 18 20,notebooks/$(n)_%),$(NOTEBOOKS))
 EARLY_LESSONS := $(filter-out $(LATE_LESSONS) $(CLUSTER_LESSONS),$(NOTEBOOKS))
 # Tests of ranks that hang, die or are interrupted.
 ENGINE := $(addprefix tests/test_,failures.py grade.py kernel.py nccl_half.py odd_programs.py run.py)
