@@ -1,8 +1,8 @@
 """What the notebook 20_fsdp says is right, and wrong answers to its exercises; tests/judge.py runs them."""
 
 # after: units-table
-assert [row[1] for row in rows] == ["16 GB", "8 GB", "1 GB"] and [row[2] for row in rows] == ["1", "7", "63"]
-check.close_to([of_units(U)[2] for U in (1, 4, 32)], [14e9, 24.5e9, 27.5625e9], name="(2 - 1/U) (W-1)/W of 16 GB")
+assert [row[1:3] for row in rows] == [("16", "1"), ("8", "7"), ("1", "63")]
+check.close_to([of_units(U)[2] for U in (1, 4, 32)], [14, 24.5, 27.5625], name="(2 - 1/U) (W-1)/W of 16 GB")
 
 # after: model
 matrices = [fresh(i).requires_grad_() for i in range(8)]
@@ -19,7 +19,25 @@ for i in range(6):  # three steps of two micro-batches once more, without `train
             weight.grad = None
 check.equals_dense(one_process(k=2), torch.stack([weight.detach() for weight in matrices]), atol=1e-12)
 
-# after: hooks
+# after: order-check
+counts = [sum(e.op == "all_gather" for e in inside(run, "4 units", r.rank)) for r in run.ranks]
+assert counts == [21] * 4, "seven in each of three steps"
+most = {U: max(m.parameters for m in run.ranks[0].memory if m.phase == f"{U} units") for U in (8, 4, 1)}
+assert {U: m / layer_bytes - 2 for U, m in most.items()} == {8: 2, 4: 4, 1: 8}, "two units, or the only one"
+
+# after: controls-table
+dense = one_process(layers=4, k=3)
+check.equals_dense(by_setting, [dict.fromkeys(by_setting[0], dense)] * 4, atol=1e-9, name="for every setting")
+assert not torch.allclose(dense, torch.stack([fresh(i) for i in range(4)]), atol=1e-3), "the weights move"
+assert [row[3:] for row in rows] == [
+    ("9", "9", "2", "2"),
+    ("6", "6", "5", "2"),
+    ("7", "7", "5", "2"),
+    ("7", "7", "2", "4.25"),
+    ("2", "2", "5", "4.25"),
+]
+
+# after: hybrid-run
 # %%ranks 4 -o _plain
 seen = []
 
@@ -39,29 +57,11 @@ out = model(torch.ones(2, 24, dtype=torch.float64, device=device))
 out.sum().backward()
 seen
 
-# after: hooks
+# after: hybrid-run
 assert _plain.values == [[(when, i) for i in (3, 2, 1, 0) for when in ("before", "after")]] * 4
 
-# after: order-check
-counts = [sum(e.op == "all_gather" for e in inside(run, "4 units", r.rank)) for r in run.ranks]
-assert counts == [21] * 4, "seven in each of three steps"
-most = {U: max(m.parameters for m in run.ranks[0].memory if m.phase == f"{U} units") for U in (8, 4, 1)}
-assert {U: m / layer_bytes - 2 for U, m in most.items()} == {8: 2, 4: 4, 1: 8}, "two units, or the only one"
-
-# after: controls-table
-dense = one_process(layers=4, k=3)
-check.equals_dense(weights, [dict.fromkeys(weights[0], dense)] * 4, atol=1e-9, name="for every setting")
-assert not torch.allclose(dense, torch.stack([fresh(i) for i in range(4)]), atol=1e-3), "the weights move"
-assert [row[3:] for row in rows] == [
-    ("6 + 3", "2", "2"),
-    ("3 + 3", "5", "2"),
-    ("4 + 3", "5", "2"),
-    ("6 + 1", "2", "4.25"),
-    ("1 + 1", "5", "4.25"),
-]
-
 # after: axes-table
-assert sent == formula == {"shard": 1.5, "replicate": 0.5}
+check.close_to([sent, formula], [{"shard": 1.5, "replicate": 0.5}] * 2)
 shards = [[tuple(e.ranks) for e in inside(hybrid, "hybrid", r) if e.op == "all_reduce"] for r in range(4)]
 assert shards == [[(0, 2)] * 6, [(1, 3)] * 6] * 2
 
@@ -82,8 +82,11 @@ drawn[0].weight.full_tensor().detach()
 quarters = [value.chunk(4) for value in _drawn.values]
 assert all(q.equal(of_rank[0]) for of_rank in quarters for q in of_rank), "equal quarters, as the answer says"
 
-# after: never-whole
-calls = {name: [e.op for e in inside(of, name) if e.kind == "comm"] for of, name in ((built, "train"), (run, "8 units"))}
+# after: train-built
+calls = {
+    name: [e.op for e in inside(of, name) if e.kind == "comm"]
+    for of, name in ((built_run, "train"), (run, "8 units"))
+}
 assert calls["train"] == calls["8 units"] * 3, "fully_shard calls what the order of exercise 1 calls"
 
 
@@ -214,13 +217,13 @@ class Ahead:
         units[i].reduce()
 
 
-# wrong: rounds: forgets that a forward frees what the backward before has left | (True, False, True) and k = 3
+# wrong: rounds: forgets that a forward frees what the backward before has left | with (True, False, True) and k = 3
 def rounds(k, after_forward, after_backward, each_time):
     gathers = 1 if not after_backward else 2 * k if after_forward else k
     return gathers, k if each_time else 1
 
 
-# wrong: rounds: the last micro-batch does not free either | (False, False, False) and k = 3
+# wrong: rounds: counts only what is freed | with (True, False, True) and k = 3
 def rounds(k, after_forward, after_backward, each_time):
     return k * after_forward + k * after_backward, k if each_time else 1
 
@@ -254,7 +257,7 @@ class HybridUnit(Unit):
         self.whole.grad = None
 
 
-# wrong: hybrid: divides by the ranks of one axis | the weights after three steps
+# wrong: hybrid: divides by the ranks of one axis | the weights after 3 steps
 # %%ranks 4
 class HybridUnit(Unit):
     def reduce(self):
@@ -293,8 +296,9 @@ class HybridUnit(Unit):
         dist.all_reduce(mine, group=mesh.get_group("replicate"))
         self.shard.grad, self.whole.grad = mine, None
 
-# wrong: never-whole: draws the whole model first | at most one whole layer beside the shards
-# %ranks 4 --push one_process --pull weights,start -o built
+
+# wrong: never-whole: draws the whole model first | one whole layer at a time
+# %%ranks 4 --pull filled -o built
 with torch.device("meta"):
     model = torch.nn.Sequential(*[Layer(torch.empty(24, 24, dtype=torch.float64)) for _ in range(8)])
 for unit in model:
@@ -302,18 +306,14 @@ for unit in model:
 fully_shard(model)
 model.to_empty(device=device)
 with rankcell.memory(model) as measured, span("fill"), torch.no_grad():
-    measured.phase = "fill"
     wholes = [fresh(i, seed=4) for i in range(8)]
     for unit, whole in zip(model, wholes):
         unit.weight.to_local().copy_(whole.chunk(world_size)[rank])
-start = torch.stack([unit.weight.full_tensor().detach() for unit in model])
-with span("train"):
-    train(model, rank=rank, world_size=world_size, device=device)
-weights = torch.stack([unit.weight.full_tensor().detach() for unit in model])
+filled = torch.stack([unit.weight.to_local().detach() for unit in model])
 
 
 # wrong: never-whole: the first rows on every rank | the initial weights
-# %ranks 4 --push one_process --pull weights,start -o built
+# %%ranks 4 --pull filled -o built
 with torch.device("meta"):
     model = torch.nn.Sequential(*[Layer(torch.empty(24, 24, dtype=torch.float64)) for _ in range(8)])
 for unit in model:
@@ -321,18 +321,14 @@ for unit in model:
 fully_shard(model)
 model.to_empty(device=device)
 with rankcell.memory(model) as measured, span("fill"), torch.no_grad():
-    measured.phase = "fill"
     for i, unit in enumerate(model):
         shard = unit.weight.to_local()
         shard.copy_(fresh(i, seed=4)[: len(shard)])
-start = torch.stack([unit.weight.full_tensor().detach() for unit in model])
-with span("train"):
-    train(model, rank=rank, world_size=world_size, device=device)
-weights = torch.stack([unit.weight.full_tensor().detach() for unit in model])
+filled = torch.stack([unit.weight.to_local().detach() for unit in model])
 
 
 # wrong: never-whole: rank 0 sends everybody its part | nothing is sent while the shards are filled
-# %ranks 4 --push one_process --pull weights,start -o built
+# %%ranks 4 --pull filled -o built
 with torch.device("meta"):
     model = torch.nn.Sequential(*[Layer(torch.empty(24, 24, dtype=torch.float64)) for _ in range(8)])
 for unit in model:
@@ -340,20 +336,16 @@ for unit in model:
 fully_shard(model)
 model.to_empty(device=device)
 with rankcell.memory(model) as measured, span("fill"), torch.no_grad():
-    measured.phase = "fill"
     from torch.distributed.tensor import distribute_tensor
 
     for i, unit in enumerate(model):
         whole = fresh(i, seed=4).to(device)
         unit.weight.copy_(distribute_tensor(whole, unit.weight.device_mesh, unit.weight.placements))
-start = torch.stack([unit.weight.full_tensor().detach() for unit in model])
-with span("train"):
-    train(model, rank=rank, world_size=world_size, device=device)
-weights = torch.stack([unit.weight.full_tensor().detach() for unit in model])
+filled = torch.stack([unit.weight.to_local().detach() for unit in model])
 
 
 # right: never-whole: a DTensor from the whole, without a message
-# %ranks 4 --push one_process --pull weights,start -o built
+# %%ranks 4 --pull filled -o built
 with torch.device("meta"):
     model = torch.nn.Sequential(*[Layer(torch.empty(24, 24, dtype=torch.float64)) for _ in range(8)])
 for unit in model:
@@ -361,20 +353,16 @@ for unit in model:
 fully_shard(model)
 model.to_empty(device=device)
 with rankcell.memory(model) as measured, span("fill"), torch.no_grad():
-    measured.phase = "fill"
     from torch.distributed.tensor import distribute_tensor
 
     for i, unit in enumerate(model):
         place = unit.weight.device_mesh, unit.weight.placements
         unit.weight.copy_(distribute_tensor(fresh(i, seed=4).to(device), *place, src_data_rank=None))
-start = torch.stack([unit.weight.full_tensor().detach() for unit in model])
-with span("train"):
-    train(model, rank=rank, world_size=world_size, device=device)
-weights = torch.stack([unit.weight.full_tensor().detach() for unit in model])
+filled = torch.stack([unit.weight.to_local().detach() for unit in model])
 
 
 # right: never-whole: rows by number
-# %ranks 4 --push one_process --pull weights,start -o built
+# %%ranks 4 --pull filled -o built
 with torch.device("meta"):
     model = torch.nn.Sequential(*[Layer(torch.empty(24, 24, dtype=torch.float64)) for _ in range(8)])
 for unit in model:
@@ -382,12 +370,7 @@ for unit in model:
 fully_shard(model)
 model.to_empty(device=device)
 with rankcell.memory(model) as measured, span("fill"), torch.no_grad():
-    measured.phase = "fill"
     for i in range(len(model)):
         n = 24 // world_size
         model[i].weight.to_local()[:] = fresh(i, seed=4)[rank * n : rank * n + n]
-start = torch.stack([unit.weight.full_tensor().detach() for unit in model])
-with span("train"):
-    train(model, rank=rank, world_size=world_size, device=device)
-weights = torch.stack([unit.weight.full_tensor().detach() for unit in model])
-
+filled = torch.stack([unit.weight.to_local().detach() for unit in model])
