@@ -1,11 +1,12 @@
 """Sharded weights stay whole from one micro-batch to the next, so that they are gathered once, and nothing frees them
-after the last one either. The optimizer moves the shards; the next step finds whole weights, the old ones.
+after the last one either. The model shows whole weights, which have no gradient to clip; the optimizer moves the shards,
+and the next step computes with the old weights.
 
 source: https://github.com/Robbyant/lingbot-vla/pull/50
 mesh: fsdp 4
 steps: 2
-first: head.weight parameter
-side: update
+first: head.weight grad
+side: backward
 """
 
 # %% ranks
