@@ -20,10 +20,10 @@ for i in range(6):  # three steps of two micro-batches once more, without `train
 check.equals_dense(one_process(k=2), torch.stack([weight.detach() for weight in matrices]), atol=1e-12)
 
 # after: order-check
-counts = [sum(e.op == "all_gather" for e in inside(run, "4 units", r.rank)) for r in run.ranks]
-assert counts == [21] * 4, "seven in each of three steps"
-most = {U: max(m.parameters for m in run.ranks[0].memory if m.phase == f"{U} units") for U in (8, 4, 1)}
-assert {U: m / layer_bytes - 2 for U, m in most.items()} == {8: 2, 4: 4, 1: 8}, "two units, or the only one"
+counts = [sum(e.op == "all_gather" for e in inside(run, "2 units", r.rank)) for r in run.ranks]
+assert counts == [9] * 4, "three in each of three steps"
+most = {U: max(m.parameters for m in run.ranks[0].memory if m.phase == f"{U} units") for U in (8, 2, 1)}
+assert {U: m / layer_bytes - 2 for U, m in most.items()} == {8: 2, 2: 8, 1: 8}, "two units, or the only one"
 
 # after: controls-table
 dense = one_process(layers=4, k=3)

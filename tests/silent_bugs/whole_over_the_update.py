@@ -1,6 +1,6 @@
 """Sharded weights stay whole from one micro-batch to the next, so that they are gathered once, and nothing frees them
-after the last one either. The model shows whole weights, which have no gradient to clip; the optimizer moves the shards,
-and the next step computes with the old weights.
+after the last one either. The model shows whole weights, which have no gradient to clip; the optimizer moves the
+shards, and the next step computes with the old weights.
 
 source: https://github.com/Robbyant/lingbot-vla/pull/50
 mesh: fsdp 4
