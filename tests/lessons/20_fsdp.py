@@ -89,6 +89,22 @@ calls = {
 }
 assert calls["train"] == calls["8 units"] * 3, "fully_shard calls what the order of exercise 1 calls"
 
+# after: train-built
+# %%ranks 4 -o _hsdp
+both = torch.nn.Sequential(*[Layer(fresh(i).to(device)) for i in range(2)])
+for unit in both:
+    fully_shard(unit, mesh=mesh)
+fully_shard(both, mesh=mesh)
+with span("hsdp"):
+    train(both, k=2, rank=rank, world_size=world_size, device=device, before=both.set_requires_all_reduce)
+torch.stack([unit.weight.full_tensor().detach() for unit in both])
+
+# after: train-built
+check.equals_dense(_hsdp.values, [one_process(layers=2, k=2)] * 4, atol=1e-9, name="HSDP by fully_shard")
+called = [(e.op, tuple(e.ranks)) for e in inside(_hsdp, "hsdp") if e.kind == "comm" and e.op != "all_gather"]
+step = [("reduce_scatter", (0, 1))] * 2 + [("reduce_scatter", (0, 1)), ("all_reduce", (0, 2))] * 2
+assert called == step * 3, "one all-reduce of each unit in a step, on the axis of the replicas"
+
 
 # wrong: order: gathers a unit when it is needed | the gather of unit 1 starts before unit 0 computes
 # %%ranks 4
