@@ -106,21 +106,25 @@ step = [("reduce_scatter", (0, 1))] * 2 + [("reduce_scatter", (0, 1)), ("all_red
 assert called == step * 3, "one all-reduce of each unit in a step, on the axis of the replicas"
 
 
-# wrong: order: gathers a unit when it is needed | the gather of unit 1 starts before unit 0 computes
+# wrong: order: waits at once for what it starts | nobody waits for unit
 # %%ranks 4
 class Ahead:
     def before_forward(self, units, i):
-        units[i].start()
-        units[i].wait()
+        if i == 0:
+            units[0].start()
+            units[0].wait()
+        if i + 1 < len(units):
+            units[i + 1].start()
+            units[i + 1].wait()
 
     def after_forward(self, units, i):
         if i + 1 < len(units):
             units[i].free()
 
     def before_backward(self, units, i):
-        if i + 1 < len(units):
-            units[i].start()
-            units[i].wait()
+        if i > 0:
+            units[i - 1].start()
+            units[i - 1].wait()
 
     def after_backward(self, units, i):
         units[i].reduce()
@@ -152,7 +156,7 @@ class Ahead:
         units[i].free()
 
 
-# wrong: order: frees the last unit, and gathers it again | 15 calls of all_gather in a step (rank 0, 8 units: 16)
+# wrong: order: starts the next gather after a backward | the gather of unit 6 starts before unit 7 computes
 # %%ranks 4
 class Ahead:
     def before_forward(self, units, i):
@@ -163,16 +167,16 @@ class Ahead:
             units[i + 1].start()
 
     def after_forward(self, units, i):
-        units[i].free()
+        if i + 1 < len(units):
+            units[i].free()
 
     def before_backward(self, units, i):
-        if i + 1 == len(units):
-            units[i].start()
-        units[i].wait()
-        if i > 0:
-            units[i - 1].start()
+        if i + 1 < len(units):
+            units[i].wait()
 
     def after_backward(self, units, i):
+        if i > 0:
+            units[i - 1].start()
         units[i].reduce()
         units[i].free()
 
@@ -313,7 +317,7 @@ class HybridUnit(Unit):
         self.shard.grad, self.whole.grad = mine, None
 
 
-# wrong: never-whole: draws the whole model first | one whole layer at a time
+# wrong: never-whole: draws the whole model first | at most two whole layers
 # %%ranks 4 --pull filled -o built
 with torch.device("meta"):
     model = torch.nn.Sequential(*[Layer(torch.empty(24, 24, dtype=torch.float64)) for _ in range(8)])
@@ -374,6 +378,21 @@ with rankcell.memory(model) as measured, span("fill"), torch.no_grad():
     for i, unit in enumerate(model):
         place = unit.weight.device_mesh, unit.weight.placements
         unit.weight.copy_(distribute_tensor(fresh(i, seed=4).to(device), *place, src_data_rank=None))
+filled = torch.stack([unit.weight.to_local().detach() for unit in model])
+
+
+# right: never-whole: a name holds the last layer while the next is drawn
+# %%ranks 4 --pull filled -o built
+with torch.device("meta"):
+    model = torch.nn.Sequential(*[Layer(torch.empty(24, 24, dtype=torch.float64)) for _ in range(8)])
+for unit in model:
+    fully_shard(unit, reshard_after_forward=unit is not model[-1])
+fully_shard(model)
+model.to_empty(device=device)
+with rankcell.memory(model) as measured, span("fill"), torch.no_grad():
+    for i, unit in enumerate(model):
+        whole = fresh(i, seed=4)
+        unit.weight.to_local().copy_(whole.chunk(world_size)[rank])
 filled = torch.stack([unit.weight.to_local().detach() for unit in model])
 
 
