@@ -167,8 +167,8 @@ def of_process(pid: int | str) -> tuple[int, int, int]:
 
 
 def soak(cells: int) -> None:
-    """Many cells on one world, of which every fiftieth fails in one of the ways above; what grows, would be seen."""
-    print(f"{cells} cells on 4 ranks, every fiftieth fails: MB, open files, threads")
+    """Many cells on one world, of which every tenth fails in one of the ways above; what grows, would be seen."""
+    print(f"{cells} cells on 4 ranks, every tenth fails: MB, open files, threads")
     kinds = list(FAILURES.values())
     with rankcell.Ranks(4, device="cpu") as ranks:
         for k in range(cells + 1):
@@ -183,7 +183,7 @@ def soak(cells: int) -> None:
                     f"this process {of_process('self')}, the largest rank ({most})",
                 )
             try:
-                ranks.run(kinds[k // 50 % len(kinds)] if k % 50 == 49 else PRINT + ALL_REDUCE)
+                ranks.run(kinds[k // 10 % len(kinds)] if k % 10 == 9 else PRINT + ALL_REDUCE)
             except RuntimeError:
                 continue
 
