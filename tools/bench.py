@@ -1,7 +1,7 @@
 """`make bench`: what a rank cell costs, beside the same cell with ipyparallel; and a soak: does anything grow?
 
     python tools/bench.py                # first cells, warm cells, failures
-    python tools/bench.py soak 5000      # so many cells, every fiftieth of which fails
+    python tools/bench.py soak 5000      # so many cells, every tenth of which fails
 
 Not a test: it prints a table and fails nothing. Times on a shared machine are noisy: medians and ratios within one run
 say more than a single number. Cells are timed in a real kernel, from sending the cell to the kernel being idle.
