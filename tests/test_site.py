@@ -96,7 +96,7 @@ def test_a_page_is_whole_and_light(text, name):
     listed = re.findall(r'<a class="[^"]*reference internal"[^>]*>(\d+) ', sidebar)
     assert [int(number) for number in listed] == [int(stem[:2]) for stem in LESSONS]
     assert all(f'{other}"' in sidebar or other == name for other in TO_LOOK_UP)
-    assert len(re.search(r'<meta name="description" content="([^"]+)"', page)[1]) > 40
+    assert len(re.search(r'<meta name="description" content="([^"]+)"', page)[1]) > 30
     assert page.count('name="viewport"') == 1
     assert "katex-error" not in page and not (shutil.which("node") and "katex.min.js" in page)
     assert len(gzip.compress(page.encode())) < 150_000  # on the wire, without the pictures of other files
