@@ -19,9 +19,10 @@ PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 # them needs a cluster: two on one machine could meet.
 CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
 CLUSTER_LESSONS := $(filter notebooks/16_% notebooks/17_%,$(NOTEBOOKS))
-# The other lessons are two parts, of about the same time.
+# The other lessons are three parts.
 LATE_LESSONS := $(filter $(foreach n,09 10 11 12 13 14 15 18 21 22,notebooks/$(n)_%),$(NOTEBOOKS))
-EARLY_LESSONS := $(filter-out $(LATE_LESSONS) $(CLUSTER_LESSONS),$(NOTEBOOKS))
+MIDDLE_LESSONS := $(filter $(foreach n,06 07 08 19 20,notebooks/$(n)_%),$(NOTEBOOKS))
+EARLY_LESSONS := $(filter-out $(MIDDLE_LESSONS) $(LATE_LESSONS) $(CLUSTER_LESSONS),$(NOTEBOOKS))
 # Tests of ranks that hang, die or are interrupted.
 ENGINE := $(addprefix tests/test_,failures.py grade.py kernel.py nccl_half.py odd_programs.py run.py)
 # Tests that train on four ranks.
@@ -65,8 +66,8 @@ pdf: html ## the course as one PDF, and the cheat sheet on one page, in site/_bu
 
 test: $(INSTALLED) ## lint, types, tests, and nbval over every notebook, with right and wrong answers
 	@$(BIN)/python -m compileall -q lib # or each process would, where Python is told to write no bytecode
-	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .lint .training-tests .late-lessons \
-		.cluster-tests .engine-tests .early-lessons .other-tests .site-tests
+	@$(MAKE) --jobs=4 --keep-going --output-sync=target --no-print-directory .training-tests .cluster-tests .late-lessons \
+		.engine-tests .early-lessons .middle-lessons .other-tests .site-tests .lint
 
 notebooks: $(INSTALLED) ## nbval over all notebooks, or these: NB=notebooks/04_collectives.ipynb
 	$(NBVAL) $(or $(NB),$(NOTEBOOKS))
@@ -82,6 +83,9 @@ notebooks: $(INSTALLED) ## nbval over all notebooks, or these: NB=notebooks/04_c
 
 .early-lessons:
 	$(NBVAL) $(EARLY_LESSONS)
+
+.middle-lessons:
+	$(NBVAL) $(MIDDLE_LESSONS)
 
 .late-lessons:
 	$(NBVAL) $(LATE_LESSONS)

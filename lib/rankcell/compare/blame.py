@@ -36,6 +36,15 @@ def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
     return (wrong[0], False) if wrong else None
 
 
+def right_elsewhere(row: Row, rows: Sequence[Row]) -> set[int]:
+    """Ranks whose gradients are right, as those of another stage, where most of this row's ranks are wrong."""
+    grads = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step]
+    here = [r.status == "fits" for r in grads if set(r.ranks) & set(row.ranks)]
+    if 2 * sum(here) > len(here):
+        return set()
+    return {rank for r in grads if r.status == "fits" for rank in r.ranks}
+
+
 def _is_right(row: Row, updated: Mapping[tuple[str, int], bool]) -> bool:
     """Whether a gradient or an updated parameter is as it should be. Gradients that stay partial are right where the
     update is: an optimizer that shards its states reduces them itself.

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import UserFacingError
 from ..results import Run
 from . import layouts
-from .blame import first_wrong
+from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
@@ -49,7 +49,7 @@ def compare(
     first, blamed = None, first_wrong(rows)
     if blamed is not None:
         row, used_as_whole = blamed
-        holders = {*judge.holders.get(row.name, ()), *_right_elsewhere(row, rows)}
+        holders = {*judge.holders.get(row.name, ()), *right_elsewhere(row, rows)}
         all_ranks = {rank for pairs in ranks.values() for rank, _ in pairs}
         begins = row == next((r for r in rows if r.kind == "output" and r.step == row.step), None)
         first = said(row, used_as_whole=used_as_whole, begins=begins, holders=holders, mesh=mesh or {}, ranks=all_ranks)
@@ -176,8 +176,7 @@ class Judge:
             return row.found("skipped", "not compared: its gradient is noise")
         # the tensor of one process, all calls one below the other
         floor = 0.0 if kind == "parameter" else self.floors[kind]
-        space = name if kind in FINAL else ""
-        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, space)
+        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, name if kind in FINAL else "")
         pieces = [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in pairs]
         if kind == "parameter" and step:
             reference, pieces = self._update(key, reference, pieces)
@@ -218,8 +217,7 @@ class Judge:
         gradient = self.dense.get(("grad", name, step - 1, 0))
         if gradient:  # Adam makes a whole step of the smallest one
             size = np.abs(_matrix(gradient))
-            share = 1.0 if self.in_16_bits else TINY
-            noise = share * self.tolerance * typical(size)
+            noise = (1.0 if self.in_16_bits else TINY) * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
         changed = replace(reference, matrix=change, floor=rounding, slack=slack)
         return changed, [replace(p, matrix=p.matrix - before[p.rank].matrix) for p in pieces]
@@ -313,13 +311,8 @@ class Judge:
         wrong = tuple(sorted({p.rank for p, fit in placed if fit.factor != 1.0}))
         if row.kind != "grad_output":  # there the losses of all ranks count together
             factors = [factor for factor in factors if factor != 1.0]
-        calls = {p.call: fit.factor for p, fit in placed}
-        if row.kind == "grad_output" and len(calls) > 1 and all(fit.factor == calls[p.call] for p, fit in placed):
-            if len(set(calls.values())) > 1:
-                each = [("as it is" if k == 1.0 else f"{times_words(k)} it") for _, k in sorted(calls.items())]
-                of_calls = ", ".join(f"call {n}: {words}" for n, words in enumerate(each, 1))
-                says = f"its calls do not count alike ({of_calls}): is one of the losses divided once more, or less?"
-                return row.found("scaled", of_calls, factor=0.0, says=says)
+        if row.kind == "grad_output" and (found := _calls_apart(row, placed)):
+            return found
         same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
         layout = f"{times_words(worst)} it" if same else "each rank another multiple of it"
         return row.found("scaled", layout, ranks=wrong, factor=worst if same else 0.0)
@@ -360,13 +353,15 @@ class Judge:
         return found
 
 
-def _right_elsewhere(row: Row, rows: Sequence[Row]) -> set[int]:
-    """Ranks whose gradients are right, as those of another stage, where most of this row's ranks are wrong."""
-    grads = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step]
-    here = [r.status == "fits" for r in grads if set(r.ranks) & set(row.ranks)]
-    if 2 * sum(here) > len(here):
-        return set()
-    return {rank for r in grads if r.status == "fits" for rank in r.ranks}
+def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:
+    """A module is called several times, and of one call all ranks have another multiple than of the next."""
+    calls = {p.call: fit.factor for p, fit in placed}
+    if len(set(calls.values())) < 2 or any(fit.factor != calls[p.call] for p, fit in placed):
+        return None
+    each = ["as it is" if k == 1.0 else f"{times_words(k)} it" for _, k in sorted(calls.items())]
+    layout = ", ".join(f"call {n}: {words}" for n, words in enumerate(each, 1))
+    says = f"its calls do not count alike ({layout}): is one of the losses divided once more, or less?"
+    return row.found("scaled", layout, factor=0.0, says=says)
 
 
 def _alike(row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, Fit | None], tolerance: float) -> Row:
