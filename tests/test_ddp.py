@@ -188,6 +188,23 @@ def test_backward_after_no_sync_averages_the_sum(four):
         assert [e.op for e in run.ranks[0].events].count("all_reduce") == 1
 
 
+def test_an_inner_no_sync_leaves_the_outer_one_on(four):
+    def grads():
+        model = DDP(nn.Linear(1, 1, bias=False))
+        x = torch.full((1, 1), float(dist.get_rank()))
+        with model.no_sync():
+            with model.no_sync():
+                model(x).sum().backward()
+            model(x).sum().backward()
+        alone = model.module.weight.grad.item()
+        model(x).sum().backward()
+        return alone, model.module.weight.grad.item()
+
+    run = four.run(grads)
+    assert run.values == [(2.0 * rank, 4.5) for rank in range(4)]  # 3 times the mean of 0 to 3
+    assert [e.op for e in run.ranks[0].events].count("all_reduce") == 1
+
+
 def test_in_a_subgroup(four):
     def wrap():
         rank = dist.get_rank()

@@ -32,6 +32,14 @@ def test_each_axis_says_what_its_groups_called():
     assert figure.svg.count(COLOURS["send"]) == 1 and words(figure).count("3") == 3
     at = {tip: (number(box, "x"), number(box, "y")) for tip, box in tipped(figure).items()}
     assert at["rank 0"][0] < at["rank 1"][0] == at["rank 3"][0] and at["rank 0"][1] < at["rank 2"][1]
+    at = {
+        tip: (number(box, "x"), number(box, "y"))
+        for tip, box in tipped(mesh.axes([], {"dp": 2, "tp": 4})).items()
+    }
+    assert (
+        at["rank 0"][1] == at["rank 3"][1] < at["rank 4"][1]
+        and at["rank 0"][0] == at["rank 4"][0] < at["rank 3"][0]
+    )
     assert mesh.axes([], {"dp": 4}).alt == "dp: 1 group of 4: nothing sent."
     events = [comm(r, "all_gather", pair) for pair in ((0, 2), (1, 3), (4, 6), (5, 7)) for r in pair]
     cube = mesh.axes(events, {"pp": 2, "dp": 2, "tp": 2}).alt

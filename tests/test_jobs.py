@@ -5,12 +5,13 @@
 
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from rankcell import command
 from rankcell.engine.messages import Wait
-from rankcell.jobs import records, verdict
+from rankcell.jobs import recording, records, verdict
 from rankcell.jobs.records import RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
@@ -48,6 +49,16 @@ def test_of_a_job_that_ended_well_it_says_what_each_rank_did():
     assert found.headline == "all 2 ranks have finished."
     assert found.rows == ("ranks 0, 1  finished the script after 3 calls",)
     assert verdict.finished([done[0], waiting(1)]).headline.startswith("1 of 2 ranks have finished")
+
+
+def test_a_report_holds_the_last_operations():
+    """Where it went wrong, and not how it began."""
+    operations = [
+        SimpleNamespace(start=0.0, seq=n, event=lambda rank, _, n=n: event(rank, seq=n))
+        for n in range(recording.LAST + 5)
+    ]
+    ranks = SimpleNamespace(recorder=SimpleNamespace(operations=operations), rank=0, _epoch=0.0)
+    assert [e.seq for e in recording.Recording.events(ranks)] == list(range(5, recording.LAST + 5))
 
 
 def test_nobody_is_blamed_while_somebody_may_still_come():

@@ -172,6 +172,8 @@ def test_sampling_leaves_the_model_as_it_was():
     words = models.sample(model, "The fox", characters=9)
     assert words.startswith("The fox") and len(words) == 16 and model.training
     assert words == models.sample(model, "The fox", characters=9) != models.sample(model, "The fox", seed=1)
+    models.sample(model.eval(), "The fox", characters=1)
+    assert not model.training
 
 
 def test_text_is_small_and_plain():

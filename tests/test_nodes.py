@@ -199,7 +199,7 @@ IMPOSSIBLE = {
              "`salloc --nodes=2 --ntasks-per-node=4 jupyter lab`"),
     (6, 3): (IN_TWO, "3 nodes were asked for, and this allocation has 2 (node[1-2]). Use `--nodes 2`, or a larger one: "
              "`salloc --nodes=3 --ntasks-per-node=2 jupyter lab`"),
-    (5, 2): (IN_TWO, "5 ranks cannot be spread evenly over 2 nodes. Take 4 or 6 ranks."),
+    (7, 2): (IN_TWO, "7 ranks cannot be spread evenly over 2 nodes. Take 6 or 8 ranks."),
     (4, 2): (IN_TWO | {"PATH": "/nowhere"}, "srun is not on its PATH"),
     (6, 2): (IN_TWO, "no ranks on 2 nodes: srun ended with code 1.\nsrun: error: no such job"),
 }

@@ -619,6 +619,7 @@ def test_stdout_and_stderr_keep_their_order(two):
         "out 2",
         "err 2",
     ]
+    assert run.ranks[0].order and not two.run("print('of the next cell')", only=[0]).ranks[0].order
 
 
 def test_output_between_two_cells_is_shown_with_the_next(two):
