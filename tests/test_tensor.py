@@ -200,6 +200,16 @@ def test_dropout_masks_differ_only_on_divided_activations(two):
     assert torch.equal(out0, out1) and untouched
 
 
+def test_ranks_with_one_key_head_take_that_of_their_query_heads(four):
+    def losses():
+        dense = models.Llama(49, 16, n_heads=4, n_kv_heads=2, context=8, n_layers=1, dtype=torch.float64)
+        x, y = models.batch(models.encode(models.text()), 0, size=2, length=8)
+        wanted = models.cross_entropy(dense(x), y).detach()
+        return {"loss": (tensor_parallel(dense)(x, y).detach(), wanted)}
+
+    assert_all_close(four.run(losses))
+
+
 # What a step sends
 
 
