@@ -126,6 +126,9 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell, monkeypatch)
     monkeypatch.setenv("SET_LATER", "1")
     with pytest.raises(RankError, match=r"The notebook has os.environ\['SET_LATER'\].*`%ranks restart`"):
         cell("4", "import os\nos.environ['SET_LATER']")
+    with pytest.raises(RankError) as other:
+        cell("4", "settings = {}\nsettings['SET_LATER']")
+    assert "os.environ" not in str(other.value)
     with pytest.raises(RankError, match="`group_src` and `group_dst` count within the group"):
         cell("4", "g = dist.new_group([2, 3])\nif rank > 1: dist.broadcast(torch.ones(1), 0, group=g)")
     with pytest.raises(RankError, match=r"input\(\) does not work on a rank"):

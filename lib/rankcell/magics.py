@@ -28,6 +28,8 @@ from .draw import page
 from .engine import devices, launch, world
 from .results import Run
 
+_OS = ("<frozen os>", os.__file__)  # how Python calls the file of its module `os`
+
 _AUTORELOAD = (
     "autoreload does not reach the ranks: after you edit a module, `%ranks restart` starts ranks that import it anew."
 )
@@ -219,11 +221,16 @@ def _tell(ranks: world.Ranks) -> None:
 
 def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
     """What to do where a rank failed for want of something that the notebook has, or named a rank of another group."""
-    said = [(r.error.type, r.error.message) for r in run.failed if r.error is not None]
+    failures = [r.error for r in run.failed if r.error is not None]
+    said = [(f.type, f.message) for f in failures]
     missing = [re.fullmatch(r"name '(\w+)' is not defined.*", text) for kind, text in said if kind == "NameError"]
+    # raised in os.environ itself, not in a dictionary of the learner's with such a key
+    unset = [
+        f.message.strip("'") for f in failures if f.type == "KeyError" and f.frames and f.frames[-1].filename in _OS
+    ]
     hints = [
         f"The notebook has os.environ[{name!r}], set after the ranks began: `%ranks restart`, or set it there, too."
-        for name in dict.fromkeys(text.strip("'") for kind, text in said if kind == "KeyError")
+        for name in dict.fromkeys(unset)
         if name in os.environ
     ]
     if any(kind == "ValueError" and "is not part of group" in text for kind, text in said):

@@ -248,7 +248,7 @@ def step(shards, momenta, lr=0.02, decay=0.1, max_norm=1.0):
         shard.mul_(1 - lr * decay).sub_(lr * scale * orthogonal(whole).chunk(4)[rank])
 
 
-# wrong: whole-step: a short gradient is made longer | is it never above 1
+# wrong: whole-step: a short gradient is made longer | and never above 1
 # %%ranks 4 --device cpu
 def step(shards, momenta, lr=0.02, decay=0.1, max_norm=1.0):
     square = sum((shard.grad**2).sum() for shard in shards)

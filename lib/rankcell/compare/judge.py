@@ -189,11 +189,7 @@ class Judge:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
         found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
-        if (
-            kind == "grad"
-            and found.status in ("none", "scaled", "partial")
-            and self._is_lost_in_16_bits(name, step, pieces)
-        ):
+        if kind == "grad" and found.status != "fits" and self._is_lost_in_16_bits(name, step, pieces):
             return row.found("skipped", "not compared: noise")
         is_start = kind == "parameter" and step == 0 and found.status == "none"
         if is_start and _are_near(pieces, reference) and self._is_noise(name, 0):
