@@ -18,10 +18,10 @@ PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 # Parts of the tests that run beside each other: some mostly wait, for a cluster or for something that hangs. Only one of
 # them needs a cluster: two on one machine could meet.
 CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
-CLUSTER_LESSONS := $(filter notebooks/16_% notebooks/17_%,$(NOTEBOOKS))
+CLUSTER_LESSONS := $(filter %_jobs.ipynb %_failures.ipynb,$(NOTEBOOKS))
 # The other lessons are three parts.
-LATE_LESSONS := $(filter $(foreach n,09 10 11 12 13 14 15 18 21 22,notebooks/$(n)_%),$(NOTEBOOKS))
-MIDDLE_LESSONS := $(filter $(foreach n,06 07 08 19 20,notebooks/$(n)_%),$(NOTEBOOKS))
+LATE_LESSONS := $(filter $(foreach n,10 13 15 17 18 19 20 21 22 25,notebooks/$(n)_%),$(NOTEBOOKS))
+MIDDLE_LESSONS := $(filter $(foreach n,07 08 09 11 12,notebooks/$(n)_%),$(NOTEBOOKS))
 EARLY_LESSONS := $(filter-out $(MIDDLE_LESSONS) $(LATE_LESSONS) $(CLUSTER_LESSONS),$(NOTEBOOKS))
 # Tests of ranks that hang, die or are interrupted.
 ENGINE := $(addprefix tests/test_,failures.py grade.py kernel.py nccl_half.py odd_programs.py run.py)
@@ -116,7 +116,7 @@ bench: $(INSTALLED) ## what a rank cell costs beside its alternatives (adds ipyp
 matrix: ## fast tests with torch 2.11 and 2.15, and with Python 3.11 and 3.13, in environments of their own (10 GB)
 	@tools/matrix $(MATRIX)
 
-gpu: ## on a machine with a GPU, without a network: its tests, six lessons, and notebooks/recorded/<gpu>.json
+gpu: ## on a machine with a GPU, without a network: its tests, the lessons, and notebooks/recorded/<gpu>.json
 	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tools/gpu.py
 
 student: $(INSTALLED) ## copies for students in student/, opened in JupyterLab: stubs for solutions (OPEN= to only write)

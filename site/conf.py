@@ -46,7 +46,9 @@ author = "the authors of the course"
 copyright = author
 html_title = project
 html_baseurl = ADDRESS
-extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design", "sphinxcontrib.katex"]
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx_design", "sphinx_reredirects", "sphinxcontrib.katex"]
+# A lesson's earlier address leads to its page.
+redirects = {f"notebooks/{a['was']}": f"{a['notebook']}.html" for a in course.LESSONS if "was" in a}
 include_patterns = ["*.md", "notebooks/*.ipynb"]
 templates_path = ["_templates"]
 

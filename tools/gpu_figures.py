@@ -96,7 +96,7 @@ def _products(note: Note) -> None:
 
 
 def _overlap(note: Note) -> None:
-    """A copy from the host beside a product, as in lesson 06."""
+    """A copy from the host beside a product, as in lesson 07."""
     x = torch.randn(8192, 8192, device="cuda")
     target = torch.empty(2**27, device="cuda")
     compute, copies = torch.cuda.Stream(), torch.cuda.Stream()
@@ -174,6 +174,6 @@ _MEASURES: tuple[tuple[str, Callable[[Note], None]], ...] = (
     ("02", _memory),
     ("02", _products),
     ("05", _all_reduce),
-    ("06", _overlap),
+    ("07", _overlap),
     ("07", _training),
 )

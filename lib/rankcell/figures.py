@@ -1,6 +1,6 @@
 """What only a GPU can show: the numbers that `make gpu` has recorded, each with its machine and date.
 
-    figures.of_a_gpu("06")      # those for lesson 06, as a table
+    figures.of_a_gpu("07")      # those for lesson 07, as a table
 
 Nothing is measured here, and nothing is made up: where there is no record, the table says so.
 """
@@ -40,7 +40,7 @@ class GpuRecord:
 
 
 def of_a_gpu(lesson: str = "", folder: str | Path = "recorded") -> GpuRecord:
-    """What was measured for a `lesson` ("06"; all by default): the files of `folder`, beside the notebooks."""
+    """What was measured for a `lesson` ("07"; all by default): the files of `folder`, beside the notebooks."""
     records = [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
     found = (Measurement(**figure) for record in records for figure in record["figures"])
     return GpuRecord(tuple(figure for figure in found if figure.lesson.startswith(lesson)))
