@@ -106,6 +106,7 @@ def test_sums_are_striped_in_their_ranks_colours():
     groups = [{"ranks": (r % 2, r % 2 + 2), "reduce_op": "SUM"} for r in ALL]
     frames = steps([event(r, "all_reduce", [[r]], [[r]], [[2 + 2 * (r % 2)]], **groups[r]) for r in ALL])
     assert re.findall(r"fill=.url\(#(s[^)]+)", frames.figures[2].svg) == ["s0-2", "s1-3", "s0-2", "s1-3"]
+    assert "fill='url(#s" not in frames.figures[1].svg.replace('"', "'"), "no sum is there while it is sent"
     assert frames.figures[1].alt.startswith("all_reduce on ranks 0, 2 and ranks 1, 3. Arrows: ")
 
 

@@ -641,6 +641,12 @@ def test_a_flood_shows_its_head_and_its_tail(two):
     assert "MB of output were not kept" in text and len(text) < 4 << 20
 
 
+def test_an_updated_display_stays_in_its_place(two):
+    run = two.run("h = display('old', display_id=True); print('then'); h.update('new')", only=[0])
+    (shown,) = run.ranks[0].displays
+    assert shown.data["text/plain"] == "'new'" and shown.stdout_offset == 0
+
+
 def test_many_displays_keep_the_newest(two):
     run = two.run(
         "from IPython.display import display, Markdown\nfor i in range(1000): display(Markdown(str(i)))",

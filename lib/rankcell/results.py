@@ -35,9 +35,9 @@ class Event:
     """One thing that one rank did: a communication or a span of computing, measured or predicted.
 
     Times are in seconds since the cell began, on a clock that all ranks of a machine share. `nbytes` counts
-    the input tensors. `peer` is the global rank at the other end: the root of a collective, the destination
-    of a send, the source of a receive. `seq` counts the operations of this group from 1 (for send and recv:
-    per pair). `via` is the function that the program called, where it is not `op`'s own.
+    the input tensors, of a receive its buffer. `peer` is the global rank at the other end: the root of a
+    collective, the destination of a send, the source of a receive. `seq` counts the operations of this group
+    from 1 (for send and recv: per pair). `via` is the function that the program called, where it is not `op`'s own.
 
     A communication begins with its call (`start`), which returns at `issued`. If the program waits for its Work, it
     does so from `wait_start`, and `end` is the end of that wait, or when the backend is `done`, if that is later. Else

@@ -169,25 +169,27 @@ x = torch.arange(8.0, device=device) + 10 * rank
 all_reduce(x)
 x
 
-# wrong: cheapest: gathers everything for each of them | 45 bytes per rank are enough for all four (yours: 192: all_gather 48, all_gather 48
+# wrong: cheapest: tells all ranks what only rank 0 wants | 45 bytes per rank are enough for all four (yours: 54:
 # %%ranks 4 -o run
-def everything(x):
-    rows = x.new_full((world_size, len(x)), torch.nan)
-    dist.all_gather_single(rows, x.reshape(1, -1))
-    return rows
-
 def a(x):
-    return everything(x).sum(0)[rank : rank + 1]
+    part = x.new_empty(1)
+    dist.reduce_scatter_single(part, x)
+    return part
 
 def b(x):
-    return (everything(x).sum(0) ** 2).sum().reshape(1)
+    squares = a(x).square()
+    dist.all_reduce(squares)
+    return squares
 
 def c(x):
-    return everything(x)[:, rank].clone()
+    column = torch.empty_like(x)
+    dist.all_to_all_single(column, x)
+    return column
 
 def d(x):
-    rows = everything(x)
-    return rows.sum(1) if rank == 0 else None
+    sums = torch.empty_like(x)
+    dist.all_gather_single(sums, x.sum().view(1))
+    return sums if rank == 0 else None
 
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]

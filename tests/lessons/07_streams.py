@@ -149,6 +149,17 @@ def pipeline(gpu):
         gpu.matmul(seconds=2e-3, reads=x, writes="Z")
         gpu.kernel("loss", 2e-3, reads="Z")
 
+# wrong: ex2-solution: waits for the loss, too | at most 12 ms, so the copy runs beside the loss
+def pipeline(gpu):
+    copies = gpu.stream("copies")
+    for _ in range(2):
+        with gpu.use(copies):
+            gpu.copy(seconds=3e-3, writes="X", pinned=True, non_blocking=True)
+        gpu.current_stream().wait_stream(copies)
+        gpu.matmul(seconds=2e-3, reads="X", writes="Z")
+        gpu.kernel("loss", 2e-3, reads="Z")
+        copies.wait_stream(gpu.current_stream())
+
 # right: ex2-solution: an event, for the copy to come
 def pipeline(gpu):
     copies = gpu.stream("copies")

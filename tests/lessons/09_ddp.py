@@ -267,6 +267,20 @@ for step in range(10):
     optimizer.step()
 weights = [p.detach() for p in parameters]
 
+# wrong: bugs: the sum of the ranks and not their mean | the weights
+# %%ranks 4 --pull weights,mine -o run
+model = MLP(6, 32, 3, device=device, dtype=torch.float64)
+parameters = list(model.parameters())
+optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+for step in range(10):
+    mine = torch.arange(16) + 64 * step + 16 * rank
+    optimizer.zero_grad()
+    mse_loss(model(x[mine].double()), y[mine].double()).backward()
+    for p in parameters:
+        dist.all_reduce(p.grad)
+    optimizer.step()
+weights = [p.detach() for p in parameters]
+
 # wrong: bugs: nobody zeroes the gradients | numbers differ
 # %%ranks 4 --pull weights,mine -o run
 model = MLP(6, 32, 3, device=device, dtype=torch.float64)

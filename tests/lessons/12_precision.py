@@ -64,6 +64,7 @@ _knows_float8
 assert _refused.values == [False] * 4, "gloo does not know float8"
 
 # after: real-number-run
+assert [round(100 * (gib / card[name][2] - 1), 1) for name, gib in sizes.items()] == [-0.2, 0.1]
 assert [round(4.25 * mlp / (4.25 * mlp + 16 * rest), 2) for mlp, rest, _ in card.values()] == [0.93, 0.74]
 
 # after: fully-shard

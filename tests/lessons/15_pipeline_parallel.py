@@ -344,6 +344,10 @@ def fewest(p, share):
     return max(1, int((p - 1) * (1 - share) / share))
 
 
+# wrong: fewest: one more, to be sure | one fewer is too few
+def fewest(p, share):
+    return 1 - int(-(p - 1) * (1 - share) // share)
+
 # right: fewest: solved for m
 def fewest(p, share):
     return -int(-(p - 1) * (1 - share) // share)

@@ -102,6 +102,23 @@ def step_time(job, layout, *, reached=REACHED, overlap=True):
     return {"computing": computing, "tensor": tensor, "pipeline": pipeline, "bubble": bubble, "data": data}
 
 
+# wrong: p18-step: never says what it costs without overlap | overlap False); yours
+def step_time(job, layout, *, reached=REACHED, overlap=True):
+    model, chip, dp, tp, pp = job.shape, job.chip, layout.dp, layout.tp, layout.pp
+    m, n = layout.microbatches(job), layout.micro_batch * job.seq
+    computing = (
+        model.flops_per_token(job.seq) * job.batch * job.seq / job.n_gpus / (reached * chip.peak("bf16"))
+    )
+    tensor = 10 * m * model.layers / pp * (tp - 1) / tp * 2 * n * model.hidden / bandwidth(job, tp, 1)
+    port = chip.network if job.n_gpus > chip.node else chip.bus
+    pipeline = (pp > 1) * 2 * m * 2 * n * model.hidden / tp / port
+    busy = computing + tensor + pipeline
+    data = (dp - 1) / dp * 6 * parameters(job, layout, 0) / bandwidth(job, dp, tp)
+    data = max(0, data - busy / m)
+    bubble = (pp - 1) / m * busy
+    return {"computing": computing, "tensor": tensor, "pipeline": pipeline, "bubble": bubble, "data": data}
+
+
 # right: p18-step: micro-batch by micro-batch
 def step_time(job, layout, *, reached=REACHED, overlap=True):
     model, chip = job.shape, job.chip

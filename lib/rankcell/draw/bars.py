@@ -23,7 +23,8 @@ def bars(
 
         bars({"7 billion": {"weights": 14, "optimizer": 84}}, unit="GB", limit=("one GPU has", 80))
 
-    `unit` names the axis; `limit` is a name and a value where an upright line stands.
+    `unit` names the axis; `format_value` writes values and ticks; `limit` is a name and a value where an upright
+    line stands. Parts named as `rankcell.memory` names them have its colours.
     """
     parts = {name: row if isinstance(row, Mapping) else {"": row} for name, row in rows.items()}
     totals = {name: sum(row.values()) for name, row in parts.items()}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib import resources
 from xml.sax.saxutils import escape
 
-# Okabe and Ito's palette, safe for the colour-blind (https://jfly.uni-koeln.de/color/, 2008). One colour per
-# operation, the same in every notebook.
+# Okabe and Ito's palette, safe for the colour-blind (https://jfly.uni-koeln.de/color/, 2008). Each
+# operation has one, the same in every notebook; two halves of one thing (send and recv) share it.
 COLOURS = {
     "compute": "#999999",
     "wait": "#e3e3e3",

@@ -128,7 +128,7 @@ class Process:
         self._limits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)}
 
     def restore(self, on_interrupt: Any) -> None:
-        """Undo what a cell has done."""
+        """Signals (an interrupt calls `on_interrupt`), alarms and limits of memory as they were before the cell."""
         signal.signal(signal.SIGINT, on_interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
