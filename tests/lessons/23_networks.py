@@ -45,15 +45,10 @@ assert sends == [[16]] * 3 + [[16] * 3], (
 )
 
 # after: slow-card
-ends = {e.rank: e.end for e in slow.events if e.op == "slow card"}
-calls = {(e.rank, e.op): e for e in slow.events if e.kind == "comm"}
-assert calls[3, "all_reduce"].seconds > 0.1 and calls[2, "all_reduce"].end < ends[1], (
-    "rank 3 waits in phase 2"
-)
-assert all(calls[r, "all_gather"].seconds > 0.1 for r in (0, 2)), "and ranks 0 and 2 in phase 3"
-assert calls[1, "all_gather"].seconds < 0.1 and calls[1, "all_reduce"].seconds < 0.1, (
-    "rank 1 waits for nobody"
-)
+ready = next(e.end for e in slow.events if e.op == "slow card")  # from then on rank 1 takes part
+end = {(e.rank, e.op): e.end for e in slow.events if e.kind == "comm"}
+assert end[3, "all_reduce"] >= ready, "rank 3 cannot be through with phase 2 before"
+assert min(end[r, "all_gather"] for r in (0, 2)) >= ready, "nor ranks 0 and 2 with phase 3"
 
 # after: real-number
 said = [[round(p / real - 1, 3) for p in predicted(m, nvlink)] for (m, _, nvlink), real in published.items()]
