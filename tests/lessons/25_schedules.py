@@ -270,6 +270,24 @@ for p, m in ((4, 8), (6, 24)):  # ZB-H2: (p - 1)(F + I - 2W) idle between a rank
 # after: message-table
 assert rows[2][1:] == ("10%", "19%", "27%", "41%") and rows[0][1:] == ("30%", "34%", "38%", "44%")
 
+
+# after: message-table
+def begun_with(each):  # interleaved, 4 ranks, 2 stages, with each * (p - 1 - r) forwards beside (v - 1) p
+    orders = []
+    for r, of_rank in enumerate(schedules.interleaved(4, 8).actions):
+        forwards, backwards = ([a for a in of_rank if a.kind == kind] for kind in "FB")
+        turns = zip(forwards[4 + each * (3 - r) :], backwards)
+        steady = [a for pair in turns for a in pair]
+        orders.append([*forwards[: 4 + each * (3 - r)], *steady, *backwards[len(steady) // 2 :]])
+    return schedules.schedule(f"{each}", orders)
+
+
+assert begun_with(2).actions == schedules.interleaved(4, 8).actions
+fewer, more = begun_with(1), begun_with(2)
+check.close_to(bubble(fewer), bubble(more), name="alike with free messages")
+assert bubble(fewer, 0.1) > bubble(more, 0.1) + 0.03, "the larger number waits less"
+assert max(schedules.peak_in_flight(fewer)) == 8 < max(schedules.peak_in_flight(more)) == 11
+
 # after: real-number
 assert [row[4] for row in rows] == ["+0%", "+6%", "+8%", "+5%"]
 assert [row[7] for row in rows] == ["+1%", "+6%", "+4%", "+2%"] and round(11.8 * 31 / 24, 1) == 15.2
