@@ -328,7 +328,7 @@ def step(optimizer, max_norm, start_sum):
     optimizer.step()
 
 
-# wrong: late-clip: undoes the weights, and leaves the optimizer's moments | the weights after three steps
+# wrong: late-clip: undoes the weights, and leaves the optimizer's moments | the optimizer's moments undone, too
 # %%ranks 4 --device cpu
 def step(optimizer, max_norm, start_sum):
     parameters = optimizer.param_groups[0]["params"]
