@@ -123,14 +123,14 @@ def weight_gradients(layer, x, grad):
         layer.bias.grad = grad.sum(0)
 
 
-# wrong: halves: forgets the bias | the gradient of the bias
+# wrong: halves: autograd does the second one, by a call of the layer | do not call the layer
 def input_gradient(layer, grad):
     return grad @ layer.weight
 
 
 def weight_gradients(layer, x, grad):
-    found = torch.einsum("...o,...i->oi", grad, x)
-    layer.weight.grad = found if layer.weight.grad is None else layer.weight.grad + found
+    with torch.enable_grad():
+        layer(x.detach()).backward(grad)
 
 
 # wrong: halves: the first half does both | leaves the gradients of the layer alone
@@ -159,14 +159,14 @@ def weight_gradients(layer, x, grad):
         layer.bias.grad += grad.sum(tuple(range(grad.dim() - 1)))
 
 
-# right: halves: autograd does the second one
+# right: halves: autograd does the second one, without the layer
 def input_gradient(layer, grad):
     return torch.matmul(grad, layer.weight.detach())
 
 
 def weight_gradients(layer, x, grad):
     with torch.enable_grad():
-        layer(x.detach()).backward(grad)
+        torch.nn.functional.linear(x.detach(), layer.weight, layer.bias).backward(grad)
 
 
 # after: zero-bubble-plan
@@ -174,10 +174,18 @@ share = [schedules.idle_share(schedules.predict(of)) for of in (schedules.one_f_
 length = [schedules.length(schedules.predict(of)) for of in (schedules.one_f_one_b(4, 8), zero_bubble)]
 check.close_to([a * b for a, b in zip(share, length)], [9, 3], name="idle forwards")
 assert length[1] == 27 and schedules.peak_in_flight(zero_bubble) == [4] * 4
-for p, m, f, i, w in ((4, 8, 3, 4, 2), (3, 9, 1, 2, 2), (5, 12, 4, 3, 1)):
-    events = schedules.predict(schedules.zero_bubble(p, m), forward=f, backward=i + w, weight=w)
-    idles = schedules.length(events) - m * (f + i + w)
-    check.close_to(idles, (p - 1) * max(f, i, f + i - w), name="the formula at the end")
+for p, m in ((4, 8), (3, 3), (5, 6), (8, 16)):
+    idles = schedules.length(schedules.predict(schedules.zero_bubble(p, m))) - m * 3
+    check.close_to(idles, p - 1, name="the formula at the end")
+assert schedules.length(schedules.predict(schedules.zero_bubble(8, 4))) - 4 * 3 == 11, "more, if m < p"
+
+# after: split-linear
+# %%ranks 4 --device cpu
+layers = split(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
+layers(torch.randn(2, 3, requires_grad=True)).sum().backward()
+[job() for job in later]
+later.clear()
+assert not any(p.grad.requires_grad for p in layers.parameters()), "a gradient keeps no micro-batch alive"
 
 # after: train-equal
 assert [len(names) for _, names in by_zero_bubble] == [2 * 16 + 2, 2 * 16, 2 * 16, 2 * 16 + 3]
