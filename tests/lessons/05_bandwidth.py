@@ -102,12 +102,6 @@ assert max(end for *_, end in programs["in 1 piece"]) == 40, "two of 8 ms into e
 assert all(e.is_async for e in in_pieces.events if e.op == "send"), "no rank stands while a piece leaves"
 check.close_to([by_pieces[k] for k in (1, 10, 1000)], [25.5e-3, 4.5e-3, 22e-3], rtol=0.01)
 
-# after: flat-or-levels
-assert (round(slow.alpha, 9), round(slow.bandwidth)) == (5e-3, 125_000_000), "5 ms, 1 Gbit/s"
-apart = [30 * max(slow.send(s / 16), link.send(s / 16)) for s in sizes]
-in_levels = [14 * link.send(s / 8) + 2 * slow.send(s / 2) for s in sizes]
-check.close_to([[t for _, t in flat], [t for _, t in levels]], [apart, in_levels], name="seconds, by hand")
-
 # wrong: benchmark: the mean of the ranks | 0.04
 # %%ranks 4
 def benchmark(call, iterations=20, warmup=3):
@@ -241,31 +235,6 @@ x = torch.full((4,), 10.0**rank)
 with watch(x):
     ring_all_reduce(x)
 x
-
-# wrong: ex7-solution: counts the bytes across and nothing else | both take the same time
-def break_even(per_node, nodes, inside, across):
-    steps = 2 * (per_node * nodes - 1)
-    return (steps - 2 * (nodes - 1)) * across.alpha / inside.beta
-
-fast = costs.Link(10e-6, 1 / 10e9)
-answers = [break_even(8, 2, fast, costs.Link(50e-6, 1 / rate)) for rate in (8e9, 4e9)]
-
-# wrong: ex7-solution: forgets that hierarchical moves the array inside, too | the flat ring catches up at some size
-def break_even(per_node, nodes, inside, across):
-    return math.inf
-
-answers = [break_even(8, 2, None, None)] * 2
-
-# right: ex7-solution
-def break_even(per_node, nodes, inside, across):
-    n = per_node * nodes
-    ahead = 2 * (n - nodes) * across.alpha - 2 * (per_node - 1) * inside.alpha
-    levels = 2 * (per_node - 1) / per_node * inside.beta + 2 * (nodes - 1) / nodes * across.beta
-    lost = levels - 2 * (n - 1) / n * across.beta
-    return ahead / lost if lost > 1e-20 else math.inf
-
-fast = costs.Link(10e-6, 1 / 10e9)
-answers = [break_even(8, 2, fast, costs.Link(50e-6, 1 / rate)) for rate in (8e9, 4e9)]
 
 # wrong: ex8-solution: uses the ring | four messages per rank (yours: [6, 6, 6, 6])
 # %%ranks 4 -o run

@@ -400,16 +400,6 @@ except ValueError as error:
 else:
     raise AssertionError("m < p is refused")
 
-# after: chunked-plan
-chunked = schedules.interleaved(4, 8)
-half = schedules.predict(chunked, forward=1 / 2, backward=2 / 2)  # a chunk is half of a rank's layers
-check.close_to(schedules.length(half) - 24, 9 / 2, name="idle time, half of that of 1F1B")
-assert max(schedules.peak_in_flight(chunked)) / 2 > 4, "rank 0 holds more"
-
-# after: zero-bubble-plan
-thin = schedules.zero_bubble(4, 8)
-assert schedules.peak_in_flight(thin) == [4] * 4 and schedules.length(schedules.predict(thin)) == 27
-
 # after: overlap-table
 check.close_to([*lengths(gpipe), *lengths(plan)], [33, 33 + 6 * 0.8, 33, 45.8], name="as the text says")
 assert [row[1:] for row in rows] == [("33.0", "37.8"), ("33.0", "45.8")], "as the table shows"
