@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 3.0  # seconds without progress
-PATIENCE = 45.0  # seconds after which a job that nobody has ended is ended here
+PATIENCE = 240.0  # seconds after which a job that nobody has ended is ended here
 HEAD = """
 import os, sys, time, threading, queue, socket, fcntl, subprocess, datetime
 import torch

@@ -59,7 +59,7 @@ def started(command, folder, script="", **environment):
         (folder / "train.py").write_text(script)
     path = f"{folder}{os.pathsep}{LIB}"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    how = dict(capture_output=True, text=True, timeout=300, check=False)
+    how = dict(capture_output=True, text=True, timeout=1200, check=False)
     return subprocess.run(command, cwd=folder, env=environment, **how)
 
 
@@ -129,4 +129,4 @@ def test_rank_and_line_of_generated_jobs(tmp_path):
     done = started(command, tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == len(CHOSEN) and [r for r in rows if not (r["rank"] and r["line"])] == []
+    assert len(rows) == len(CHOSEN) and [r for r in rows if not (r["rank"] and r["line"])] == [], rows
