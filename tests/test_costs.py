@@ -25,18 +25,15 @@ def test_rings_and_trees(n, doublings):
     assert costs.tree_all_reduce(s, n, LINK) == pytest.approx(2 * doublings * LINK.send(s))
 
 
-def test_flat_and_hierarchical_over_nodes():
+def test_hierarchical_over_nodes():
     s, p, m = 64 * MIB, 8, 4
-    flat = {
-        (p, m): costs.ring_all_reduce(s, p * m, ACROSS),  # as slow as its slowest link
+    alone = {
         (p, 1): costs.ring_all_reduce(s, p, INSIDE),
         (1, m): costs.ring_all_reduce(s, m, ACROSS),
         (1, 1): 0,
     }
-    for (ranks, nodes), seconds in flat.items():
-        assert costs.flat_all_reduce(s, ranks, nodes, INSIDE, ACROSS) == pytest.approx(seconds)
-        if 1 in (ranks, nodes):
-            assert costs.hierarchical_all_reduce(s, ranks, nodes, INSIDE, ACROSS) == pytest.approx(seconds)
+    for (ranks, nodes), seconds in alone.items():
+        assert costs.hierarchical_all_reduce(s, ranks, nodes, INSIDE, ACROSS) == pytest.approx(seconds)
     inside = 2 * (p - 1) * (5e-6 + s / p / 400e9)
     for links, rate in ((1, 50e9 / p), (2, 50e9 / 4), (p, 50e9)):  # the local ranks share them
         across = 2 * (m - 1) * (20e-6 + s / p / m / rate)

@@ -122,13 +122,6 @@ def tree_all_reduce(nbytes: float, n: int, link: Link) -> float:
     return 2 * (n - 1).bit_length() * link.send(nbytes)
 
 
-def flat_all_reduce(nbytes: float, per_node: int, nodes: int, inside: Link, across: Link) -> float:
-    """Seconds for one ring over all ranks of several nodes: every step is as slow as its slowest link."""
-    n = per_node * nodes
-    links = [inside] * (per_node > 1) + [across] * (nodes > 1)
-    return max((ring_all_reduce(nbytes, n, link) for link in links), default=0.0)
-
-
 def hierarchical_all_reduce(
     nbytes: float, per_node: int, nodes: int, inside: Link, across: Link, *, links: int = 1
 ) -> float:
