@@ -20,7 +20,7 @@ PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
 CLUSTER_LESSONS := $(filter notebooks/16_% notebooks/17_%,$(NOTEBOOKS))
 # The other lessons are three parts.
-LATE_LESSONS := $(filter $(foreach n,09 10 11 12 13 14 15 18 21 22,notebooks/$(n)_%),$(NOTEBOOKS))
+LATE_LESSONS := $(filter $(foreach n,09 10 11 12 13 14 15 18 21 22 24,notebooks/$(n)_%),$(NOTEBOOKS))
 MIDDLE_LESSONS := $(filter $(foreach n,06 07 08 19 20,notebooks/$(n)_%),$(NOTEBOOKS))
 EARLY_LESSONS := $(filter-out $(MIDDLE_LESSONS) $(LATE_LESSONS) $(CLUSTER_LESSONS),$(NOTEBOOKS))
 # Tests of ranks that hang, die or are interrupted.
