@@ -81,6 +81,19 @@ assert Counter(moves) == {
 sums = Counter(e.nbytes for e in planned.ranks[0].events if e.op == "all_reduce")
 assert sums == {8 * N: 3 * 3, 8 * 64: 3 * 3 * 10}, "three numbers per token; each of ten of the norms three times"
 
+# after: kept-again
+# %%ranks 4 -o _of_the_plan
+half = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32))
+plan = {"0": norms, "1": parallel.ColwiseParallel(input_layouts=Shard(1)), "3": rows}
+parallel.parallelize_module(half.to(device), mesh, plan)
+x = torch.ones(2, 16, 32, device=device, requires_grad=True)
+with rankcell.memory(half) as measured:
+    y = x + half(x)
+measured.samples[-1].activations / 4 / (2 * 64)
+
+# after: kept-again
+assert _of_the_plan.values == [104.5] * 4, "torch's plan keeps the whole input"
+
 # after: shared-keys-alike
 whole = attention.key.weight.grad.chunk(2)
 assert all((of_key[r] - whole[r // 2]).abs().max() > 1e-3 for r in range(4)), "no rank has it alone"
