@@ -70,7 +70,7 @@ class Strategy(NamedTuple):
 STRATEGIES = (
     Strategy(
         "data (DDP)",
-        "08_ddp",
+        "09_ddp",
         "the batch",
         "all-reduce of the gradients, beside the backward: 2(W−1)/W · Ψ numbers",
         "16Ψ",
@@ -78,16 +78,16 @@ STRATEGIES = (
     ),
     Strategy(
         "ZeRO 1",
-        "09_zero",
+        "10_zero",
         "+ optimizer states",
         "reduce-scatter of gradients, all-gather of parameters: as DDP",
         "4Ψ + 12Ψ/W",
         "always, where DDP would be used: the same bytes, less memory",
     ),
-    Strategy("ZeRO 2", "09_zero", "+ gradients", "the same", "2Ψ + 14Ψ/W", "gradients are in the way"),
+    Strategy("ZeRO 2", "10_zero", "+ gradients", "the same", "2Ψ + 14Ψ/W", "gradients are in the way"),
     Strategy(
         "ZeRO 3, FSDP",
-        "09_zero",
+        "10_zero",
         "+ parameters",
         "all-gather before forward and backward of each unit, reduce-scatter after: half more",
         "16Ψ/W",
@@ -95,7 +95,7 @@ STRATEGIES = (
     ),
     Strategy(
         "tensor",
-        "10_tensor_parallel",
+        "13_tensor_parallel",
         "each matrix: columns, then rows",
         "four all-reduces of the activations per layer, and all wait for them",
         "16Ψ/W",
@@ -103,7 +103,7 @@ STRATEGIES = (
     ),
     Strategy(
         "sequence, with tensor",
-        "10_tensor_parallel",
+        "13_tensor_parallel",
         "+ what lies between, by positions",
         "the same bytes, as reduce-scatter and all-gather",
         "activations/W, too",
@@ -111,7 +111,7 @@ STRATEGIES = (
     ),
     Strategy(
         "pipeline",
-        "11_pipeline_parallel",
+        "15_pipeline_parallel",
         "the layers, p stages",
         "per micro-batch and cut: activations on, gradients back",
         "16Ψ/p; activations of up to p micro-batches",
@@ -119,7 +119,7 @@ STRATEGIES = (
     ),
     Strategy(
         "context, ring",
-        "12_sequence_parallel",
+        "17_context_parallel",
         "the sequence, zig-zag",
         "keys and values to the next rank, W−1 times; again backward, with their gradients",
         "16Ψ; activations/W",
@@ -127,7 +127,7 @@ STRATEGIES = (
     ),
     Strategy(
         "context, all-to-all",
-        "12_sequence_parallel",
+        "17_context_parallel",
         "the sequence; inside attention the heads",
         "two all-to-alls forward, two backward",
         "16Ψ; activations/W",
@@ -135,7 +135,7 @@ STRATEGIES = (
     ),
     Strategy(
         "experts",
-        "13_experts",
+        "18_experts",
         "the experts",
         "two all-to-alls forward, two backward: 4kT(W−1)/W rows per layer",
         "experts' Ψ/W",

@@ -1,4 +1,4 @@
-"""The throw-away cluster of tests/mini-slurm as a `Slurm` that tests, the bench and lessons 16 and 17 give jobs to.
+"""The throw-away cluster of tests/mini-slurm as a `Slurm` that tests, the bench and lessons 23 and 24 give jobs to.
 
 `%slurm up ../tests/mini_slurm.py` calls `up`. The shell script starts and ends the daemons; this file holds
 the cluster while a process uses it, and takes it down when that process ends, however it ends.

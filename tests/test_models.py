@@ -167,7 +167,7 @@ def test_regression_is_a_fixed_net_and_noise():
 
 
 def test_sampling_leaves_the_model_as_it_was():
-    """Lesson 07 shows what is written; here the text is longer than the context."""
+    """Lesson 08 shows what is written; here the text is longer than the context."""
     model = GPT(49, 16, context=4)
     words = models.sample(model, "The fox", characters=9)
     assert words.startswith("The fox") and len(words) == 16 and model.training
@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_said(call, says):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_and_operations_are_those_that_torch_counts(tied):
-    """Lesson 07 checks the bytes that a forward keeps, and the MLP."""
+    """Lesson 08 checks the bytes that a forward keeps, and the MLP."""
     dims = {**DIMS, "tied": tied}
     model, (x, y) = GPT(**dims), models.batch(torch.arange(29), 0, size=7, length=5)
     with FlopCounterMode(display=False) as forward:

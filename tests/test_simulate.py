@@ -1,6 +1,6 @@
 """The simulated device: exact times, exact races.
 
-Lesson 06 checks the host's clock, launches, pinned and pageable copies.
+Lesson 07 checks the host's clock, launches, pinned and pageable copies.
 """
 
 import pytest

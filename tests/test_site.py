@@ -245,7 +245,7 @@ def test_a_word_in_the_sidebar_leads_to_its_section(visit):
     first.wait_for()
     assert first.locator("mark").first.inner_text().lower() in ("online softmax", "online", "softmax")
     first.locator("a").click()
-    page.wait_for_url("**/notebooks/12_sequence_parallel.html*")
+    page.wait_for_url("**/notebooks/17_context_parallel.html*")
     assert page.errors == []
 
 
@@ -281,7 +281,7 @@ def test_panels_of_the_lessons_work_without_a_kernel(visit):
         if panels := sum(notebooks.WIDGET_VIEW in data for data in shown):
             page = visit(f"notebooks/{stem}.html")
             assert page.locator(".explorer svg, .planner .planner-verdict").count() == panels
-    panel = visit("notebooks/18_planner.html", DESKTOP).locator("div.planner")
+    panel = visit("notebooks/20_planner.html", DESKTOP).locator("div.planner")
     assert "tokens/s/GPU" in panel.locator(".planner-verdict").inner_text()
     panel.get_by_label("number of GPUs").select_option("16")
     assert "Rejected: it needs" in panel.locator(".planner-verdict").inner_text()

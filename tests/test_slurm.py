@@ -1,7 +1,7 @@
 """What `%%slurm` cells say, with and without a Slurm.
 
 That arrays, restarts, preempted jobs, lost nodes and exported lessons end as they should is checked by
-lessons 16 and 17, which run on a real Slurm of two nodes with `make test`.
+lessons 23 and 24, which run on a real Slurm of two nodes with `make test`.
 """
 
 from pathlib import Path

@@ -96,7 +96,7 @@ def _products(note: Note) -> None:
 
 
 def _overlap(note: Note) -> None:
-    """A copy from the host beside a product, as in lesson 06."""
+    """A copy from the host beside a product, as in lesson 07."""
     x = torch.randn(8192, 8192, device="cuda")
     target = torch.empty(2**27, device="cuda")
     compute, copies = torch.cuda.Stream(), torch.cuda.Stream()

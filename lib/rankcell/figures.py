@@ -1,6 +1,6 @@
 """What only a GPU can show: the numbers that `make gpu` has recorded, each with its machine and date.
 
-    figures.of_a_gpu("06")      # those for lesson 06, as a table
+    figures.of_a_gpu("06")      # those for lesson 07, as a table
 
 Nothing is measured here, and nothing is made up: where there is no record, the table says so.
 """

@@ -2,7 +2,7 @@
 
 Everything goes through Slurm's commands (sbatch, squeue, ...). `%load_ext rankcell.cluster.slurm` adds the
 magics `%slurm` and `%%slurm`: a cell that begins with `%%slurm` runs where there is a Slurm and is skipped,
-with the reason, where there is none. This module brings no Slurm along: lessons 16 and 17 name the
+with the reason, where there is none. This module brings no Slurm along: lessons 23 and 24 name the
 throw-away cluster of the course's tests, tests/mini_slurm.py.
 """
 

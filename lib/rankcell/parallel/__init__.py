@@ -2,7 +2,7 @@
 
 `ddp` divides the batch; `tensor`, `vocabulary` and `transformer` each layer; `pipeline` the layers; `context` the
 sequence; `experts` the MLPs of a layer. They need torch only, and a process group that somebody else has set up:
-rankcell, torchrun or your script. ZeRO stands whole in lesson 09, several at once in lesson 14.
+rankcell, torchrun or your script. ZeRO stands whole in lesson 10, several at once in lesson 19.
 
 What they are not: a training library. torch's DDP, `fully_shard`, DTensor and pipelining have the edges that are left
 out here: mixed precision, unusual hooks and checkpoints, parameters that only some ranks use.
