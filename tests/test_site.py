@@ -249,8 +249,9 @@ def test_a_word_in_the_sidebar_leads_to_its_section(visit):
     assert page.errors == []
 
 
-def test_an_earlier_address_leads_to_the_lesson_and_its_section(visit):
-    page = visit("notebooks/12_sequence_parallel.html#what-you-learned")
+def test_an_earlier_address_leads_to_the_lesson_and_its_section(visit, site):
+    page = visit("index.html")
+    page.goto((site / "notebooks/12_sequence_parallel.html").as_uri() + "#what-you-learned")
     page.wait_for_url("**/notebooks/17_context_parallel.html#what-you-learned")
 
 
