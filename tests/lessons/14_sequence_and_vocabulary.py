@@ -339,7 +339,7 @@ def cross_entropy(logits, targets, first):
     return torch.nn.functional.cross_entropy(gather_from_group(logits, total=total), targets)
 
 
-# wrong: loss: subtracts the largest of its own logits | ranks subtract the same maximum
+# wrong: loss: subtracts the largest of its own logits | ranks subtract the same maximum, and
 # %%ranks 4
 def cross_entropy(logits, targets, first):
     shifted = logits - logits.detach().amax(1, keepdim=True)
