@@ -241,6 +241,7 @@ assert f"{first}     spare   PENDING" in queue, "the first job waits in the queu
 assert [step for step, _ in done("preempted.out")] == [*range(1, 41)], "no step lost, none done twice"
 
 # after: straggler-picture
+assert waited[slow] == min(waited)
 for r in run.ranks:
     assert sum(e.kind == "comm" for e in r.events) == 6 and len(r.events) == 12, "six steps"
     by_hand = sum(e.end - e.start for e in r.events if e.kind == "comm")
