@@ -35,7 +35,9 @@ assert (len(direct), sum(rail != 0 for _, rail in direct)) == (24, 21)
 up_and_down_of = [[(e.op, e.peer) for e in r.events if e.op in ("send", "recv")] for r in tree.ranks]
 assert up_and_down_of[0] == [("recv", 1), ("recv", 2), ("send", 2), ("send", 1)]
 assert up_and_down_of[3] == [("send", 2), ("recv", 2)]
-assert len(messages.steps(tree).labels) == 5, "before, and four steps"
+steps = messages.steps(tree)
+assert len(steps.labels) == 5, "before, and four steps"
+assert steps.figures[-1].alt.count("1111") == 16, "the sum of all four, on each of them"
 
 # after: switch
 assert [v.tolist() for v in switched.values] == [[111.0] * 4] * 4
@@ -55,7 +57,10 @@ said = [[round(p / real - 1, 3) for p in predicted(m, *of)] for (m, _, *of), rea
 assert all(abs(row[2]) < 0.1 for row in said) and all(abs(row[0]) < 0.1 for row in said[1:])
 assert abs(845.67 / 1.75 - 483) < 1, "one node of B200"
 assert abs(predicted(2, 450e9, 274e9)[2] - 274 * 1.875) < 1e-6, "the node is the limit"
-assert said[0][0] < -0.14 and all(row[1] < -0.1 for row in said), "rings cannot, and phases are slower"
+assert said[0][0] < -0.14, "rings cannot"
+phases = [2 * 7 / 8 / inside + 2 * (m - 1) / m / 400e9 for m, inside in ((2, 450e9), (4, 450e9), (4, 900e9))]
+by_hand = [2 * (1 - 1 / n) / t / 1e9 for n, t in zip((16, 32, 32), phases, strict=True)]  # bus bandwidth
+check.close_to([predicted(m, *of)[1] for m, _, *of in published], by_hand, name="three phases")
 
 # after: crossing-check
 up_to = trees_up_to(64, link)
