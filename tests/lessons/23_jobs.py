@@ -27,11 +27,19 @@ srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c '
     RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
 """
 
+# wrong: ex1-solution: four tasks, somewhere | may become 3 and 1
+script = r"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks=4 --cpus-per-task=2 --time=10
+export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c '
+    RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
+"""
+
 # right: ex1-solution: the port of each job by another sum, the CPUs by a variable
 script = r"""#!/bin/bash
 #SBATCH -J train
 #SBATCH -p main -N 2
-#SBATCH -n 4 -c 2
+#SBATCH -n 4 -c 2 --ntasks-per-node 2
 #SBATCH -t 0-00:10 -o log-%j
 set -eo pipefail
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
