@@ -290,6 +290,10 @@ def what_went_wrong(
     if error is None:
         return _pull_error(run, pull)
     error.run = run
+    sums = [s.rank for s in run.standstill if s.phase == "running" and s.op in ("all_reduce", "reduce")]
+    # one that waits alone has received nothing; who waits where calls do not match is a matter of chance
+    if cause is not None and len(sums) > 1 and not isinstance(error, errors.RankMismatch):
+        error.add(f"The tensors of the sums that {name_ranks(sums)} waited in may hold part of it: make them anew.")
     ended = [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]
     if ended:
         were = "was" if len(ended) == 1 else "were"
