@@ -536,6 +536,22 @@ class OfCell:
     assert "RemoteTraceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("p.map(lambda x: x, [1])", "use `def` at the left margin"),
+        (
+            "old = Thing()\n    class Thing: pass\n    p.map(id, [old])",
+            "make anew what was made with the old one",
+        ),
+    ],
+)
+def test_what_has_no_name_for_another_process_is_named(two, source, says):
+    head = "import multiprocessing as mp\nclass Thing: pass\nwith mp.Pool(1) as p:\n    "
+    said = str(fails(two, head + source))
+    assert "cannot be sent to another process" in said and says in said and "0x" not in said
+
+
 def test_processes_that_live_on_print_when_they_print(two):
     run = two.run(
         "from concurrent.futures import ProcessPoolExecutor\n"

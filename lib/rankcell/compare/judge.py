@@ -356,11 +356,14 @@ class Judge:
 def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:
     """A module is called several times, and of one call all ranks have another multiple than of the next."""
     calls = {p.call: fit.factor for p, fit in placed}
-    if len(set(calls.values())) < 2 or any(fit.factor != calls[p.call] for p, fit in placed):
+    near = 1e-3 * max(map(abs, calls.values()))
+    if max(calls.values()) - min(calls.values()) <= near:
+        return None
+    if any(abs(fit.factor - calls[p.call]) > near for p, fit in placed):
         return None
     each = ["as it is" if k == 1.0 else f"{times_words(k)} it" for _, k in sorted(calls.items())]
     layout = ", ".join(f"call {n}: {words}" for n, words in enumerate(each, 1))
-    says = f"its calls do not count alike ({layout}): is one of the losses divided once more, or less?"
+    says = f"its calls do not count alike ({layout}): is each loss divided by the same number?"
     return row.found("scaled", layout, factor=0.0, says=says)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import errors
+from .. import errors, extensions
 from ..results import NotSent, Run, name_ranks
 from . import diagnose, system
 from .messages import RankState, Status, Task
@@ -279,6 +279,8 @@ def what_went_wrong(
         error = errors.lost_error(run, lost, replaced=replaced)
     elif any(r.mismatch for r in run.ran) and (cause is not None or raised):
         error = errors.mismatch_error(run)
+        if parted := extensions.find("before a mismatch")(run):
+            error.add(parted)
     elif raised:
         error = errors.rank_error(run)
     elif cause is not None:
@@ -294,11 +296,23 @@ def what_went_wrong(
     # one that waits alone has received nothing; who waits where calls do not match is a matter of chance
     if cause is not None and len(sums) > 1 and not isinstance(error, errors.RankMismatch):
         error.add(f"The tensors of the sums that {name_ranks(sums)} waited in may hold part of it: make them anew.")
+    if hidden := _hidden(run):
+        error.add(hidden)
     ended = [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]
     if ended:
         were = "was" if len(ended) == 1 else "were"
         error.add(f"{name_ranks(ended)} did not react and {were} replaced: names defined there are gone.")
     return error
+
+
+def _hidden(run: Run) -> str:
+    """The exception that a rank handled while it stood in a call that did not end: a `finally` that waits hides it."""
+    for r in run.ran:
+        stood = r.error is not None and (r.error.caused_by_abort or r.error.mismatch)
+        for _, why in r.error.causes if r.error is not None and stood else ():
+            if why.type not in ("MismatchError", "KeyboardInterrupt"):
+                return f"rank {r.rank} came there while it handled {why} (line {why.line})."
+    return ""
 
 
 def _pull_error(run: Run, pull: Sequence[str]) -> errors.PullError | None:
