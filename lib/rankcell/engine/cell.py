@@ -292,10 +292,9 @@ def what_went_wrong(
     if error is None:
         return _pull_error(run, pull)
     error.run = run
-    sums = [s.rank for s in run.standstill if s.phase == "running" and s.op in ("all_reduce", "reduce")]
-    # one that waits alone has received nothing; who waits where calls do not match is a matter of chance
-    if cause is not None and len(sums) > 1 and not isinstance(error, errors.RankMismatch):
-        error.add(f"The tensors of the sums that {name_ranks(sums)} waited in may hold part of it: make them anew.")
+    # who waits where calls do not match is a matter of chance
+    if cause is not None and not isinstance(error, errors.RankMismatch) and (summing := _summing(run)):
+        error.add(f"The tensors that {name_ranks(summing)} were summing may hold parts of the sum: make them anew.")
     if hidden := _hidden(run):
         error.add(hidden)
     ended = [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]
@@ -303,6 +302,15 @@ def what_went_wrong(
         were = "was" if len(ended) == 1 else "were"
         error.add(f"{name_ranks(ended)} did not react and {were} replaced: names defined there are gone.")
     return error
+
+
+def _summing(run: Run) -> list[int]:
+    """Ranks that waited in a sum with others: one that waits alone has received nothing, and a number has no parts."""
+    alike: dict[Any, list[int]] = {}
+    for s in run.standstill:
+        if s.phase == "running" and s.op in ("all_reduce", "reduce") and "[]" not in s.text:
+            alike.setdefault((s.text, s.waits_for), []).append(s.rank)
+    return sorted(rank for ranks in alike.values() if len(ranks) > 1 for rank in ranks)
 
 
 def _hidden(run: Run) -> str:
