@@ -99,7 +99,8 @@ _SPLITS = "What one rank sends to another must be as long as what that rank expe
 _ADVICE = {
     "different operations": "Every rank of a group must call the same operations in the same order.",
     "different dtypes": "Give the tensors the same dtype on every rank.",
-    "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest.",
+    "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest. Of several tensors "
+    "all ranks must take the same one first.",
     "different sizes": "The receiving tensor must have as many elements as the one sent.",
     "different numbers of tensors": "Pass as many tensors on every rank.",
     "different lists of ranks": "Every rank of the world must call new_group for every group, with the same list, "

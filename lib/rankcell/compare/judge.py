@@ -429,6 +429,10 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
         return BEFORE
     if any(np.isin(p.matrix, NOT_FINITE).any() for p in lost) and not np.isin(reference.matrix, NOT_FINITE).any():
         return "NaN or infinity"
+    if row.kind == "grad_output":
+        empty, rows = sum(int((~p.matrix.any(1)).sum()) for p in lost), sum(p.n for p in lost)
+        if empty > 2 * rows * (1 - reference.matrix.any(1).mean()):
+            return f"{empty} of {rows} rows get no gradient: does the loss leave them out?"
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
     share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)

@@ -88,7 +88,7 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
         else "Another rank has left: it destroyed its process group, gave up an operation, or failed."
     )
     # what torch handled meanwhile is the same once more, in the words of its backend
-    causes = tuple((how, cause) for how, cause in found.causes if not _CLOSED.search(cause.message))
+    causes = tuple((h, c) for h, c in found.causes if not (_CLOSED.search(c.message) or _STALE.search(c.message)))
     return replace(found, message=message, notes=(*found.notes, note), causes=causes)
 
 
