@@ -36,7 +36,20 @@ def test_a_rank_that_fails_ends_the_others_where_srun_is_told_to():
 def test_an_array_has_a_file_for_each_task():
     ran = dry_run("#SBATCH -a 1-3%2 -o out-%a -c 2\n#SBATCH -t 10\npython a.py\n#SBATCH -t 20")
     assert (ran.tasks, ran.at_once, ran.options.time) == ([1, 2, 3], "2", "10")
+    assert ran.unread == ["#SBATCH -t 20"], "below the first command"
     assert ran.files["out-2"] == "a line of 2\ntrouble of 2\n" and set(ran.of("CPUS")) == {"2"}
+
+
+@pytest.mark.parametrize(
+    "more", ["-J train", "--job-name train", "-p main", "--gres gpu:2 --mem 4G", "--unknown way"]
+)
+def test_other_options_of_sbatch_do_not_hide_the_next(more):
+    assert dry_run(f"#SBATCH {more}\n#SBATCH -N 2 -n 2\nsrun python a.py").of("SLURM_NODEID") == ["0", "1"]
+
+
+@pytest.mark.parametrize("more", ["--export ALL", "--mpi none", "-J step --cpu-bind cores", "-l -u"])
+def test_other_options_of_srun_are_not_its_command(more):
+    assert len(dry_run(f"#SBATCH -n 2\nsrun {more} -n 2 python a.py").calls) == 2
 
 
 def test_an_option_of_sbatch_alone_gives_a_step_one_cpu():

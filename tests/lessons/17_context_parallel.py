@@ -164,7 +164,7 @@ assert len(set(turns.diagonal().tolist())) == 1, "equal work in the first turn"
 assert len(set(turns[~torch.eye(4, dtype=torch.bool)].tolist())) == 1, "and in each later one"
 
 
-# wrong: ulysses: forgets the mask | output, 4 heads
+# wrong: ulysses: forgets the mask | attention without the causal mask
 # %%ranks 4 --pull by_heads -o swapped
 def swap(x, cut, join):
     return torch.cat(exchange(torch.stack(x.chunk(world_size, cut))).unbind(), join)

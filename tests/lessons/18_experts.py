@@ -226,6 +226,13 @@ def nudge(bias, load, rate):
     dist.all_reduce(total)
     return bias + rate * (total.float().mean() - total.float()).sign()
 
+# wrong: ex3-solution: the next bias is rounded to bfloat16 | is -0.02 (yours: -0.0200195)
+# %%ranks 4
+def nudge(bias, load, rate):
+    total = load.bfloat16()
+    dist.all_reduce(total)
+    return bias + rate * (total.mean() - total).sign()
+
 # right: ex3-solution: in float64
 # %%ranks 4
 def nudge(bias, load, rate):

@@ -144,6 +144,23 @@ def relation(pieces, whole):
     return "multiple"
 
 
+# wrong: relation: no multiple is 0 | zeros on all ranks is 'multiple' (yours: 'none')
+def relation(pieces, whole):
+    shapes, word, read = [p.shape for p in pieces], "partial", None
+    if shapes == [shapes[0]] * len(pieces) and all(torch.allclose(p, pieces[0]) for p in pieces):
+        word, read = "replicated", pieces[0]
+    elif all(s[1:] == whole.shape[1:] for s in shapes) and sum(map(len, pieces)) == len(whole):
+        word, read = "sharded", torch.cat(pieces)
+    elif all(s == whole.shape for s in shapes):
+        read = sum(pieces)
+    if read is None or read.shape != whole.shape or not read.any():
+        return "none"
+    factor = (read * whole).sum() / whole.square().sum()
+    if not torch.allclose(read, factor * whole):
+        return "none"
+    return word if torch.allclose(read, whole) else "multiple"
+
+
 # right: relation: takes the factor from the largest number
 def relation(pieces, whole):
     def alike(a, b):
@@ -196,6 +213,9 @@ assert (case.first.name, case.first.kind) == ("second.norm", "grad_output") and 
     "found in the backward"
 )
 
+# after: at-work
+assert f"{2**-24 * 256**0.5:.0e}" == "1e-06", "a sum of 256 terms in float32, as the text predicts"
+
 # after: bf16-off
 alone_off, ranks_off, wrong_off = (float(off(t)[:-1]) for t in (alone, low[0], low_2[0]))
 assert 0.5 < alone_off < 2 and ranks_off < 2 * alone_off and wrong_off > 50, "about as far off as one process"
@@ -226,6 +246,28 @@ class Repaired3(ParallelBlock):
     def forward(self, x):
         normed = self.norm(x)
         normed.register_hook(lambda gradient: dist.all_reduce(gradient))
+        return x + reduce_from_group(self.down(F.gelu(self.up(normed))))
+
+
+watch(Repaired3, share, forget)
+
+
+# wrong: repair-3: leaves the forward as it was | the repair does without `copy_to_group`
+# %%ranks 4 --device cpu -o run
+class Repaired3(ParallelBlock):
+    def forward(self, x):
+        return super().forward(x)
+
+
+watch(Repaired3, share, forget)
+
+
+# right: repair-3: the library's sum in the hook
+# %%ranks 4 --device cpu -o run
+class Repaired3(ParallelBlock):
+    def forward(self, x):
+        normed = self.norm(x)
+        normed.register_hook(lambda gradient: reduce_from_group(gradient))
         return x + reduce_from_group(self.down(F.gelu(self.up(normed))))
 
 
