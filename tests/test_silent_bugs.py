@@ -175,5 +175,10 @@ def test_the_mended_version_is_right(four, bug):
     assert verdict.ok, f"{bug.path.stem}: false alarm\n{verdict}"
 
 
+def test_rows_that_the_loss_leaves_out_are_counted(four):
+    bug = next(bug for bug in BUGS if bug.path.stem == "shifted_after_the_cut")
+    assert "rows get no gradient: does the loss leave them out?" in bug.verdict(bug.run(four, "broken")).text
+
+
 def mean(values):
     return sum(values) / len(values)
