@@ -142,7 +142,7 @@ check.close_to(sums_, [18e-3, 18e-3], rtol=1e-6)  # as many bytes
 # after: hook
 for r in range(4):
     assert 1e-6 < ((hooked[r] - trained[r]).norm() / trained[r].norm()) < 1e-3, "float16 changes a little"
-one = Island(0, islands=1, inner=torch.optim.SGD, rate=2.0)
+one = Island(0, islands=1, inner=torch.optim.SGD, rate=6.0)
 one.inner_steps(5)
 check.equals_dense(trained, [one.weights.detach()] * 4, atol=1e-12)
 
@@ -198,7 +198,7 @@ class Matrices(Island):  # four parameters, so that torch sees four matrices
         whole = self.weights.detach()
         del self.weights
         self.weights = torch.nn.ParameterList([weight.clone() for weight in whole])
-        self.optimizer = torch.optim.SGD(self.parameters(), 2.0)
+        self.optimizer = torch.optim.SGD(self.parameters(), 6.0)
 
 
 def falls_with(feedback):
@@ -206,7 +206,7 @@ def falls_with(feedback):
     state = PowerSGDState(None, 1, start_powerSGD_iter=2, use_error_feedback=feedback)
     model = DistributedDataParallel(island)
     model.register_comm_hook(state, powerSGD_hook)
-    island.inner_steps(80, model)
+    island.inner_steps(40, model)
     return island.loss()
 
 
