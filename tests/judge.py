@@ -14,7 +14,7 @@ stands in `tests/lessons/05_bandwidth.py`, in blocks that name a cell by its id:
     # right: ring               an answer of another form, which has to pass
 
 A line `# %...` of a block is a magic; a block that is one string holds what is no Python. Before a solution, its stub
-and its wrong answers (two or three) run, each followed by the cells that check it, and have to fail there: one test an
+and its wrong answers (two to four) run, each followed by the cells that check it, and have to fail there: one test an
 exercise. A block whose cell is gone is an error. Without a Slurm, cells that need one are skipped, and so is what names
 them.
 """
@@ -271,7 +271,7 @@ class Exercise(Item):
     def judge(self):
         stub = Block("wrong", self.cell.id, (self.name.split(":")[0],), 0, exercises.stub(self.cell))
         wrong = self.blocks("wrong")
-        problems = [] if 2 <= len(wrong) <= 3 else [f"{len(wrong)} wrong answers; two or three are wanted"]
+        problems = [] if 2 <= len(wrong) <= 4 else [f"{len(wrong)} wrong answers; two to four are wanted"]
         for block in [stub, *wrong, *self.blocks("right")]:
             where = f"the answer of line {block.line}" if block.line else "the stub"
             seen, outputs = self.answer(block.as_cell() if block.line else block.source)

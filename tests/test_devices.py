@@ -19,7 +19,7 @@ TABLE = [
     (4, "auto", Machine(4), "cpu", "gloo", "this torch has no nccl", ""),
     (4, "cuda", Machine(8, OLD), "cuda", "nccl", "one of 8 GPUs for each rank", ""),
     (4, "cuda", Machine(1, NEW), "cuda", "nccl", "nccl 2.30.7, sharing 1 GPU in turns", "nvidia-cuda-mps-control -d"),
-    (4, "cuda", Machine(1, NEW, True), "cuda", "nccl", "nccl 2.30.7, sharing 1 GPU side by side, as CUDA MPS runs", ""),
+    (4, "cuda", Machine(1, NEW, True), "cuda", "nccl", "nccl 2.30.7, sharing 1 GPU side by side (CUDA MPS)", ""),
     (4, "cuda", Machine(1, OLD), "cuda", "gloo", "NCCL 2.28.9 does not let ranks share a GPU", "NCCL 2.30 or newer"),
     (4, "cuda", Machine(4), "cuda", "gloo", "this torch has no nccl", "NCCL 2.30 or newer"),
     (8, "cuda", Machine(2, NEW), "cuda", "nccl", "sharing 2 GPUs in turns", "nvidia-cuda-mps-control"),

@@ -39,6 +39,18 @@ def test_an_array_has_a_file_for_each_task():
     assert ran.files["out-2"] == "a line of 2\ntrouble of 2\n" and set(ran.of("CPUS")) == {"2"}
 
 
+@pytest.mark.parametrize(
+    "more", ["-J train", "--job-name train", "-p main", "--gres gpu:2 --mem 4G", "--unknown way"]
+)
+def test_other_options_of_sbatch_do_not_hide_the_next(more):
+    assert dry_run(f"#SBATCH {more}\n#SBATCH -N 2 -n 2\nsrun python a.py").of("SLURM_NODEID") == ["0", "1"]
+
+
+@pytest.mark.parametrize("more", ["--export ALL", "--mpi none", "-J step --cpu-bind cores", "-l -u"])
+def test_other_options_of_srun_are_not_its_command(more):
+    assert len(dry_run(f"#SBATCH -n 2\nsrun {more} -n 2 python a.py").calls) == 2
+
+
 def test_an_option_of_sbatch_alone_gives_a_step_one_cpu():
     assert dry_run("#SBATCH -N 2 -n 2 -c 4\nsrun python a.py").of("CPUS") == ["1", "1"]
 

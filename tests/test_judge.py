@@ -140,7 +140,7 @@ def test_wrong_judgements_are_told(told):
 
 
 def test_an_exercise_has_two_or_three_wrong_answers(told):
-    assert "1 wrong answers; two or three are wanted" in told["Exercise 3: few"]
+    assert "1 wrong answers; two to four are wanted" in told["Exercise 3: few"]
 
 
 def test_names_that_an_answer_took_come_back(told):

@@ -17,7 +17,7 @@ def only_check(cells: Sequence[Cell]) -> list[int]:
     """The places of the long cells in which a reader would look for the verdict alone, so that their code is folded.
 
     They end in a check, are checks for a third at least (the rest prepares them), and define nothing that a cell
-    without a check uses; or they judge an exercise.
+    without a check uses; or they judge an exercise; or they say so in their first comment, "for the check".
     """
     bodies = {place: body for place, cell in enumerate(cells) if (body := _ends_in_a_check(cell))}
     judges = {
@@ -32,7 +32,10 @@ def only_check(cells: Sequence[Cell]) -> list[int]:
         used = any(re.search(rf"\b{name}\b", source) for name in defined for source in others)
         if lines >= LONG and (place in judges or (3 * checked >= lines and not used)):
             found.append(place)
-    return found
+    said = [
+        i for i, c in enumerate(cells) if is_code(c) and re.match(r"(%%.*\n)?# for the check\b", c["source"])
+    ]
+    return sorted({*found, *said})
 
 
 def _ends_in_a_check(cell: Cell) -> list[ast.stmt]:

@@ -175,5 +175,5 @@ _MEASURES: tuple[tuple[str, Callable[[Note], None]], ...] = (
     ("02", _products),
     ("05", _all_reduce),
     ("07", _overlap),
-    ("07", _training),
+    ("08", _training),
 )

@@ -48,15 +48,6 @@ products = [rate / 989e12 for _, rate in points[1:]]
 assert round(small, 2) == 0.03 and [round(share, 2) for share in products[2:]] == [0.80, 0.80]
 assert round(total, 2) == 0.86 and total > max(small, large, *products), "the sum comes nearest to its bound"
 
-# wrong: rate: the mean of the nine | this is the mean of the nine: one slow call moves it
-def rate(work, amount):
-    times = []
-    for _ in range(12):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return amount / statistics.mean(times[3:])
-
 # wrong: rate: counts the calls that warm up | this counts the three calls that warm up
 def rate(work, amount):
     times = []
@@ -73,6 +64,17 @@ def rate(work, amount):
         start = time.perf_counter()
         times.append(time.perf_counter() - start)
         work()
+    return amount / statistics.median(times[3:])
+
+# wrong: rate: a clock of another name | the clock is read as `time.perf_counter()`
+def rate(work, amount):
+    from time import monotonic
+
+    times = []
+    for _ in range(12):
+        start = monotonic()
+        work()
+        times.append(monotonic() - start)
     return amount / statistics.median(times[3:])
 
 # right: rate

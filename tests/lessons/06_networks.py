@@ -63,7 +63,7 @@ by_hand = [2 * (1 - 1 / n) / t / 1e9 for n, t in zip((16, 32, 32), phases, stric
 check.close_to([predicted(m, *of)[1] for m, _, *of in published], by_hand, name="three phases")
 
 # after: crossing-check
-up_to = trees_up_to(64, link)
+up_to = two_trees_up_to(64, link)
 check.close_to(costs.ring_all_reduce(up_to, 64, link), 12 * link.alpha + 2 * link.beta * up_to)
 
 # after: mesh
@@ -238,44 +238,44 @@ y, x
 
 
 # wrong: crossing: one tree that sends all of the array | on 4 nodes, 10 us and 50 GB/s, trees win up to 2 MB (yours: 0.4 MB)
-def trees_up_to(m, link):
+def two_trees_up_to(m, link):
     levels = (m - 1).bit_length()
     return (m - 1 - levels) / (levels - (m - 1) / m) * link.alpha / link.beta
 
 
 link = costs.Link(alpha=10e-6, beta=1 / 50e9)
-[f"{trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
+[f"{two_trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
 
 
 # wrong: crossing: does not round the height of the tree | on 12 nodes, 10 us and 50 GB/s, trees win up to 42 MB
-def trees_up_to(m, link):
+def two_trees_up_to(m, link):
     return m * (m - 1 - __import__("math").log2(m)) * link.alpha / link.beta
 
 
 link = costs.Link(alpha=10e-6, beta=1 / 50e9)
-[f"{trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
+[f"{two_trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
 
 
 # wrong: crossing: forgets that the link may be another one | on 16 nodes, 3 us and 25 GB/s
-def trees_up_to(m, link):
+def two_trees_up_to(m, link):
     return m * (m - 1 - (m - 1).bit_length()) * 0.5e6
 
 
 link = costs.Link(alpha=10e-6, beta=1 / 50e9)
-[f"{trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
+[f"{two_trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
 
 
 # right: crossing: solved on paper
-def trees_up_to(m, link):
+def two_trees_up_to(m, link):
     return max(0.0, m * (m - 1 - (m - 1).bit_length()) * link.alpha * (1 / link.beta))
 
 
 link = costs.Link(alpha=10e-6, beta=1 / 50e9)
-[f"{trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
+[f"{two_trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
 
 
 # right: crossing: two points of a straight line
-def trees_up_to(m, link):
+def two_trees_up_to(m, link):
     def lead(s):
         trees = 2 * (m - 1).bit_length() * link.alpha + 2 * link.beta * s
         return costs.ring_all_reduce(s, m, link) - trees
@@ -284,4 +284,4 @@ def trees_up_to(m, link):
 
 
 link = costs.Link(alpha=10e-6, beta=1 / 50e9)
-[f"{trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]
+[f"{two_trees_up_to(m, link) / 1e6:.4g} MB" for m in (4, 16, 64, 2)]

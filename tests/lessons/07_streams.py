@@ -49,8 +49,16 @@ assert [round(saved), round(100 * saved / in_turn), round(backward_alone)] == [8
 
 # after: functional
 # %%ranks 2 --device cpu
+from torch.distributed._functional_collectives import all_gather_tensor as gathered
+
 total = all_reduce(torch.full((4,), rank + 1.0), "sum", dist.group.WORLD)
 assert type(total).__name__ == "AsyncCollectiveTensor" and (total + 0).tolist() == [3.0] * 4, "waits at its first use"
+with torch.autograd.profiler.profile() as summed:
+    all_reduce(torch.ones(4), "sum", dist.group.WORLD) + 0
+with torch.autograd.profiler.profile() as gathering:
+    gathered(torch.ones(4), 0, dist.group.WORLD) + 0
+copies = [any(e.name == "aten::clone" for e in of.function_events) for of in (summed, gathering)]
+assert copies == [True, False], "an all-reduce copies its input, an all-gather does not"
 
 # after: two-blocks
 found = {name: gpu.seconds for name, gpu in runs.items()}

@@ -141,9 +141,10 @@ parts = [*spent.values()]
 assert len({round(of["computing"], 9) for of in parts}) == 1, "computing does not depend on the split"
 assert [way.microbatches(job) for way in ways] == [32, 32, 32, 128], "micro-batches"
 seconds_of = [sum(of.values()) for of in parts]
-assert seconds_of[3] > seconds_of[2] > max(seconds_of[:2]) and seconds_of[3] < 1.03 * seconds_of[2], "two are slow"
-assert max(parts[3], key=lambda part: parts[3][part] - parts[1][part]) == "tensor", "the fourth by what it sends"
-assert max(parts[2], key=lambda part: parts[2][part] - parts[0][part]) == "bubble", "and by its bubble"
+assert round(max(seconds_of) / min(seconds_of) - 1, 2) == 0.08, "as the text says"
+assert [round(of["tensor"], 2) for of in parts] == [4.06, 1.74, 0.58, 4.06], "along tp the two with tp 8"
+waits = [round(of["bubble"], 2) for of in parts]
+assert max(waits) == waits[2] == 4.22, "eight stages, 32 micro-batches"
 assert parts[2]["bubble"] > 3 * parts[3]["bubble"], "eight stages wait less with more micro-batches"
 assert parts[0]["tensor"] > parts[1]["tensor"] > parts[2]["tensor"], "wide groups send more"
 
@@ -175,9 +176,10 @@ assert sum(r["source"] == "simumax_b200" for r in runs) == 12 and {
 }
 
 
-# wrong: p18-recipe: the fastest, whether it fits or not | a tenth of the memory stays free
+# wrong: p18-recipe: the fastest of all that leave a tenth free | llama3-70b on 64 H100-80: at least 0.90 of the best speed
 def recipe(job):
-    return min(splits(job), key=lambda way: sum(step_time(job, way).values()), default=None)
+    fits = [way for way in splits(job) if fullest(job, way) / memory.limit(job) <= 0.9]
+    return min(fits, key=lambda way: sum(step_time(job, way).values()), default=None)
 
 
 # wrong: p18-recipe: as wide a tensor group as there is | at least 0.90 of the best speed
@@ -192,10 +194,11 @@ def recipe(job):
     return min(fits, key=lambda way: (way.tp * way.pp, sum(step_time(job, way).values())), default=None)
 
 
-# right: p18-recipe: the fastest of all that leave a tenth free
+# right: p18-recipe: the fastest, with 2 % more for each time that tp or pp doubles
 def recipe(job):
-    fits = [way for way in splits(job) if fullest(job, way) / memory.limit(job) <= 0.9]
-    return min(fits, key=lambda way: sum(step_time(job, way).values()), default=None)
+    fits = [way for way in splits(job) if fullest(job, way) <= 0.9 * memory.limit(job)]
+    slower = lambda way: sum(step_time(job, way).values()) * 1.02 ** np.log2(way.tp * way.pp)
+    return min(fits, key=slower, default=None)
 
 
 # right: p18-recipe: goes on to larger splits until something fits
@@ -214,6 +217,11 @@ def recipe(job):
 
 
 # after: p18-close-table
+plain = min(
+    (way for way in splits(job) if fullest(job, way) <= 0.9 * memory.limit(job)), key=lambda way: total[name(way)]
+)
+assert name(plain) == rows[1][0] == "dp 1, tp 4, pp 16, micro-batch 1" and rows[1][2] == "20.0%", "as the text says"
+assert max(theirs) == np.nanmax(planned(job, list(splits(job))).rate), "the best of the table is the best of all"
 behind = [float(row[1].rstrip("%")) for row in rows]
 by_planner = [float(row[2].rstrip("%")) for row in rows]
 assert [b > 5 for b in behind] == [False] * 4 + [True] and behind[4] == 5.9, "one is more than 5 % behind"

@@ -196,6 +196,9 @@ assert (case.first.name, case.first.kind) == ("second.norm", "grad_output") and 
     "found in the backward"
 )
 
+# after: at-work
+assert f"{2**-24 * 256**0.5:.0e}" == "1e-06", "a sum of 256 terms in float32, as the text predicts"
+
 # after: bf16-off
 alone_off, ranks_off, wrong_off = (float(off(t)[:-1]) for t in (alone, low[0], low_2[0]))
 assert 0.5 < alone_off < 2 and ranks_off < 2 * alone_off and wrong_off > 50, "about as far off as one process"
@@ -226,6 +229,28 @@ class Repaired3(ParallelBlock):
     def forward(self, x):
         normed = self.norm(x)
         normed.register_hook(lambda gradient: dist.all_reduce(gradient))
+        return x + reduce_from_group(self.down(F.gelu(self.up(normed))))
+
+
+watch(Repaired3, share, forget)
+
+
+# wrong: repair-3: leaves the forward as it was | the repair does without `copy_to_group`
+# %%ranks 4 --device cpu -o run
+class Repaired3(ParallelBlock):
+    def forward(self, x):
+        return super().forward(x)
+
+
+watch(Repaired3, share, forget)
+
+
+# right: repair-3: the library's sum in the hook
+# %%ranks 4 --device cpu -o run
+class Repaired3(ParallelBlock):
+    def forward(self, x):
+        normed = self.norm(x)
+        normed.register_hook(lambda gradient: reduce_from_group(gradient))
         return x + reduce_from_group(self.down(F.gelu(self.up(normed))))
 
 

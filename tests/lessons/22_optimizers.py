@@ -54,6 +54,9 @@ assert max(last) < 0.6 * first and abs(last[0] - last[1]) < 0.15 * min(last), "n
 apart = (train(partial(muon, blocks=4))[1] - one[8, 0]).abs().max()
 assert apart > 3e-3, "far more than bfloat16 makes"
 
+# after: both-losses
+assert [curve.points[-1] for curve in curves] == [(59, losses[-1]) for losses in fall.values()], "drawn to the end"
+
 # after: owners
 saved = {i: momentum for of in trained for i, momentum in of[0][2].items()}  # by the number of their matrix
 model = Chain(8)

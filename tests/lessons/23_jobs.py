@@ -18,19 +18,28 @@ srun --cpus-per-task=2 bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCA
     exec python train.py nodes.pt'
 """
 
-# wrong: ex1-solution: takes the last four digits for the port | in the jobs 4242 and 1230007 yours is {'4242'} and {'0007'}
+# wrong: ex1-solution: a port above 65535 for some jobs | in every job; by job number, yours: {39999: {'69499'}}
 script = r"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 --time=10
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=${SLURM_JOB_ID: -4}
+export MASTER_PORT=$((29500 + SLURM_JOB_ID % 40000))
+srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c '
+    RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
+"""
+
+# wrong: ex1-solution: four tasks, somewhere | may become 3 and 1
+script = r"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks=4 --cpus-per-task=2 --time=10
+export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 srun --cpus-per-task=2 --kill-on-bad-exit=1 bash -c '
     RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS python train.py nodes.pt'
 """
 
 # right: ex1-solution: the port of each job by another sum, the CPUs by a variable
 script = r"""#!/bin/bash
-#SBATCH -N 2
-#SBATCH -n 4 -c 2
+#SBATCH -J train
+#SBATCH -p main -N 2
+#SBATCH -n 4 -c 2 --ntasks-per-node 2
 #SBATCH -t 0-00:10 -o log-%j
 set -eo pipefail
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -54,7 +63,7 @@ export MASTER_PORT=$((1024 + SLURM_JOB_ID % 60000))
 python train.py nodes.pt
 END
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_NODELIST" | sed -n 1p)
-srun -c 2 -K1 --output=train.log bash rank.sh
+srun --export ALL -c 2 -K1 --output=train.log bash rank.sh
 """
 
 # after: srun-run
@@ -144,7 +153,7 @@ def pair(task, rates=RATES, sizes=SIZES):
 
 # after: real-number
 # Table 4 of the paper: GPUs, and sequences of a batch for each of its data-parallel groups
-assert {gpus: 2**24 // 8192 // (gpus // (8 * 16)) for gpus in (8192, 16384)} == {8192: 32, 16384: 16}
+assert each == {8192: 32, 16384: 16}
 assert 8192 // 8 == 1024 and 16384 // 8 == 2048, "the nodes"
 
 # wrong: ex3-solution: two torchruns on each node | `srun` starts one torchrun on each node; yours on ['0', '0', '1', '1']

@@ -13,7 +13,7 @@ def save(job, folder, step, part):
         job.rename(folder / "new", folder / "latest")
         mine = {"latest", *(f"{step}-{r}" for r in range(job.world_size))}
         for path in sorted(folder.glob("*")):
-            if path.name.split("-")[0] not in ("latest", str(step)):
+            if path.name not in mine:
                 job.remove(path)
 
 
@@ -58,6 +58,25 @@ def save(job, folder, step, part):
 def load(job, folder):
     mine = folder / f"part-{job.rank}"
     return torch.load(mine) if mine.exists() else None
+
+
+# wrong: commit: parts that were never committed stay, if they have the number of the step | only its files are left
+def save(job, folder, step, part):
+    job.write(folder / f"{step}-{job.rank}", part)
+    job.barrier()
+    if job.rank == 0:
+        job.write(folder / "new", step)
+        job.rename(folder / "new", folder / "latest")
+        for path in sorted(folder.glob("*")):
+            if path.name.split("-")[0] not in ("latest", str(step)):
+                job.remove(path)
+
+
+def load(job, folder):
+    if not (folder / "latest").exists():
+        return None
+    step = torch.load(folder / "latest")
+    return step, torch.load(folder / f"{step}-{job.rank}")
 
 
 # right: commit: a folder for each step, whose rename is the commit

@@ -82,12 +82,13 @@ def dry_run(script: str, *, job: int = 4242, end_with: int = 0) -> DryRun:
 
 def read_directives(script: str) -> argparse.Namespace:
     """The options that sbatch reads in the script: those above its first command."""
-    words: list[str] = []
+    options = fake_commands.read_options([])
     for line in script.splitlines():
         if line.strip() and not line.startswith("#"):
             break
-        words += shlex.split(line[7:], comments=True) if line.startswith("#SBATCH") else []
-    return fake_commands.read_options(words)
+        if line.startswith("#SBATCH"):  # each alone: an unknown option must not take the others with it
+            options = fake_commands.read_options(shlex.split(line[7:], comments=True), options)
+    return options
 
 
 def read_array(array: str | None) -> tuple[list[int | None], str]:

@@ -17,13 +17,20 @@ from pathlib import Path
 # The options of sbatch and srun whose meaning a dry run knows: https://slurm.schedmd.com/srun.html, read 2026-11.
 OPTIONS = """-a --array  -c --cpus-per-task  -d --dependency  -e --error  -m --distribution  -n --ntasks  -N --nodes
 -o --output  -t --time  -w --nodelist  --ntasks-per-node  -K --kill-on-bad-exit"""
+# Usual ones that change nothing in it: what stands behind them is their value, and not yet the command.
+OF_NO_EFFECT = """-A --account  -C --constraint  -D --chdir  -G --gpus  -J --job-name  -p --partition  -q --qos
+-x --exclude  --comment  --cpu-bind  --export  --gpu-bind  --gpus-per-node  --gpus-per-task  --gres  --mail-type
+--mail-user  --mem  --mem-per-cpu  --mpi  --ntasks-per-core  --reservation  --signal"""
 
 
-def read_options(words: Sequence[str]) -> argparse.Namespace:
-    """What sbatch and srun make of their words: the options by name, and the rest as `command`."""
+def read_options(words: Sequence[str], so_far: argparse.Namespace | None = None) -> argparse.Namespace:
+    """What sbatch and srun make of their words: the options by name, and the rest as `command`.
+
+    `so_far` holds what was read before; what is said again takes its place.
+    """
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     pending: list[str] = []
-    for name in OPTIONS.split():
+    for name in (OPTIONS + "  " + OF_NO_EFFECT).split():
         pending.append(name)
         if name.startswith("--"):
             reader.add_argument(*pending)
@@ -31,7 +38,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     reader.add_argument("--exact", action="store_true")
     reader.add_argument("command", nargs="...")
     bare = ("-K", "--kill-on-bad-exit")  # srun reads no value behind these
-    return reader.parse_known_args(["-K1" if word in bare else str(word) for word in words])[0]
+    return reader.parse_known_args(["-K1" if word in bare else str(word) for word in words], so_far)[0]
 
 
 def srun(words: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ COLOURS = {
     "reduce_scatter": "#56b4e9",
     "all_gather": "#009e73",
     "broadcast": "#cc79a7",
-    "reduce": "#cc79a7",
+    "reduce": "#882255",  # of another palette (Tol's): Okabe and Ito have eight
     "scatter": "#d55e00",
     "gather": "#d55e00",
     "all_to_all": "#f0e442",

@@ -93,7 +93,7 @@ def _shared(world_size: int, machine: Machine, note: str) -> Choice:
         "NCCL_MAX_CTAS": str(max(1, CTAS // shared)),
     }
     if machine.mps:
-        return Choice("cuda", "nccl", f"{note} side by side, as CUDA MPS runs", "", shared, environment)
+        return Choice("cuda", "nccl", f"{note} side by side (CUDA MPS)", "", shared, environment)
     better = (
         "CUDA MPS lets ranks that share a GPU compute side by side, and an all-reduce that waits does not take "
         "the GPU from the others: `nvidia-cuda-mps-control -d` in a shell of this machine, then a new kernel."
