@@ -159,7 +159,7 @@ check.close_to(sums_, [18e-3, 18e-3], rtol=1e-6)  # as many bytes
 # after: hook
 for r in range(4):
     assert 1e-6 < ((hooked[r] - trained[r]).norm() / trained[r].norm()) < 1e-3, "float16 changes a little"
-one = Island(0, islands=1, inner=torch.optim.SGD, rate=6.0)
+one = Island(0, islands=1, inner=torch.optim.SGD, rate=4.0)
 one.inner_steps(5)
 check.equals_dense(trained, [one.weights.detach()] * 4, atol=1e-12)
 
@@ -201,7 +201,10 @@ def correct(gradient, left, send):
 # after: compressed
 assert torch.equal(torch.tensor(list(falls[0].values())), torch.tensor(list(falls[3].values())))
 dense, kept, thrown = (of[-1] for of in falls[0].values())
-assert abs(kept - dense) < 0.05 * dense and thrown > 1.5 * dense, "as well, and nearly stalls"
+begin_ = Island(0).loss()
+assert abs(kept - dense) < 0.05 * dense and 0.28 < (begin_ - thrown) / (begin_ - dense) < 0.39, (
+    "a third as far"
+)
 assert (24 + 24) / 24**2 == 1 / 12 and 4 * 2 * 4096 / 4096**2 == 1 / 512
 
 # after: compressed
@@ -215,7 +218,7 @@ class Matrices(Island):  # four parameters, so that torch sees four matrices
         whole = self.weights.detach()
         del self.weights
         self.weights = torch.nn.ParameterList([weight.clone() for weight in whole])
-        self.optimizer = torch.optim.SGD(self.parameters(), 6.0)
+        self.optimizer = torch.optim.SGD(self.parameters(), 4.0)
 
 
 def falls_with(feedback):
@@ -230,9 +233,8 @@ def falls_with(feedback):
 [falls_with(True), falls_with(False)]
 
 # after: compressed
-kept_, thrown_ = _torch_power.values[0]
-mine = [of[-1] for of in falls[0].values()]
-assert abs(kept_ - mine[0]) < 0.05 * mine[0] and thrown_ > 1.5 * mine[0], "torch's does what ours does"
+(kept_, thrown_), dense_ = _torch_power.values[0], falls[0]["all numbers"][-1]
+assert abs(kept_ - dense_) < 0.1 * dense_ and thrown_ > 1.5 * dense_, (kept_, thrown_, dense_)  # as ours does
 
 
 # wrong: survive: rank 0 is right, as with DDP: it has just come back | does nobody go back?
