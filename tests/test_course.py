@@ -4,6 +4,7 @@ What a lesson says is for its author: nothing here counts words, cells or minute
 """
 
 import ast
+import base64
 import html
 import re
 import subprocess
@@ -14,6 +15,7 @@ import nbformat
 import pytest
 
 import notebooks
+from rankcell.draw.parts import WIDTH, text_width
 from rankcell.teaching import exercises
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +85,14 @@ def test_prose_has_its_backslashes_links_and_words(path):
     assert FORBIDDEN.findall(re.sub(r"`[^`\n]*`", "", "\n".join(markdown(path.stem)))) == []
     targets = [html.unescape(target) for text in markdown(path.stem) for target in TARGET.findall(text)]
     assert [t for t in targets if not re.match(r"[a-z]+:", t) and not (path.parent / t).exists()] == []
+
+
+@each_notebook
+def test_no_title_of_a_picture_is_cut_off(path):
+    shown = "".join(text for _, text in notebooks.output_texts(LOADED[path.stem]))
+    pictures = [base64.b64decode(code).decode() for code in re.findall(r"svg\+xml;base64,([^\"]+)", shown)]
+    titles = re.findall(r'<text x="12.00"[^>]+"600">([^<]+)<', "".join(pictures))
+    assert [title for title in map(html.unescape, titles) if 12 + text_width(title) > WIDTH] == []
 
 
 @each_notebook

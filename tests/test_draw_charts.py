@@ -87,7 +87,7 @@ def test_tables_say_rates_and_sources():
     assert "&lt;b&gt;" in charts.Table(("a",), (("<b>",),))._repr_html_()
 
 
-def one_step():
+def one_step(title=""):
     """A step in five changes of memory."""
     return memory.over_time(
         [
@@ -96,13 +96,17 @@ def one_step():
             Memory(2, parameters=16 * KIB, gradients=8 * KIB, activations=40 * KIB, phase="backward"),
             Memory(3, parameters=16 * KIB, gradients=16 * KIB, phase="backward"),
             Memory(4, parameters=16 * KIB, gradients=16 * KIB, optimizer=32 * KIB, phase="step"),
-        ]
+        ],
+        title=title,
     )
 
 
 def test_memory_over_time_says_its_peak():
     at = "64 KiB: parameters 16 KiB, gradients 8 KiB, activations 40 KiB."
     assert one_step().alt == f"Memory is highest in backward, {at}"
+    titled = one_step("Gradients replace activations")
+    assert titled.alt == f"Gradients replace activations. Memory is highest in backward, {at}"
+    assert "Gradients replace activations" in words(titled)
     piles = [tip.split(":")[0] for tip in tipped(one_step(), "polygon")]
     assert piles == ["parameters", "gradients", "optimizer", "activations"], "in the course's order"
 

@@ -142,10 +142,10 @@ def test_a_schedule_has_a_box_for_each_action():
     assert grid(Run("", ranks), title="By hand").svg == figure.svg
 
 
-def test_later_chunks_are_explained():
-    chunks = grid(schedules.interleaved(2, 4, 2))
-    assert chunks.alt == "2 ranks, 4 micro-batches; predicted: done after 13.5 forwards, ranks idle 11 %."
-    assert "later chunk: paler" in words(chunks)
+def test_later_stages_are_explained():
+    stages = grid(schedules.interleaved(2, 4, 2))
+    assert stages.alt == "2 ranks, 4 micro-batches; predicted: done after 13.5 forwards, ranks idle 11 %."
+    assert "later stage: paler" in words(stages)
 
 
 def test_the_panel_draws_anew_at_each_move():

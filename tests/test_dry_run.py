@@ -36,6 +36,7 @@ def test_a_rank_that_fails_ends_the_others_where_srun_is_told_to():
 def test_an_array_has_a_file_for_each_task():
     ran = dry_run("#SBATCH -a 1-3%2 -o out-%a -c 2\n#SBATCH -t 10\npython a.py\n#SBATCH -t 20")
     assert (ran.tasks, ran.at_once, ran.options.time) == ([1, 2, 3], "2", "10")
+    assert ran.unread == ["#SBATCH -t 20"], "below the first command"
     assert ran.files["out-2"] == "a line of 2\ntrouble of 2\n" and set(ran.of("CPUS")) == {"2"}
 
 

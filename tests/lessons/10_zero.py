@@ -77,6 +77,25 @@ assert (round(ddp, 3), round(stage_1, 3)) == (1.154, 0.481)
 assert [round(gb, 1) for gb in (1.259751936 - ddp, 0.581489152 - stage_1)] == [0.1, 0.1], "0.1 GB more"
 
 # after: fully-shard
+# %%ranks 4 -o _stage_1
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+_whole = DistributedDataParallel(torch.nn.Sequential(*[Layer(flat) for flat in fresh()]).to(device))
+_optimizer = ZeroRedundancyOptimizer(_whole.parameters(), torch.optim.AdamW, lr=1e-2)
+for _step in range(3):
+    _x, _y = batch(_step, rank, world_size, device)
+    _optimizer.zero_grad()
+    mse_loss(_whole(_x), _y).backward()
+    _optimizer.step()
+torch.stack([p.detach().flatten() for p in _whole.parameters()]), len(_optimizer.optim.state)
+
+# after: fully-shard
+for found, layers in _stage_1.values:
+    check.equals_dense(found, one[:, :3969], atol=1e-9)
+    assert layers == 2, "the states of two layers of eight: stage 1"
+
+# after: fully-shard
 # %%ranks 4 -o _shapes
 model[0].weight.to_local().shape
 

@@ -12,6 +12,10 @@ for p, v, m in ((4, 2, 8), (8, 4, 16), (3, 3, 9)):
     most = max(schedules.peak_in_flight(schedules.interleaved(p, m, v))) / v
     check.close_to(most, p + (p - 1) / v, name="memory of interleaving")
 
+# after: interleaved-plan
+forwards = [(a.stage, a.microbatch) for a in schedules.interleaved(2, 4).actions[0] if a.kind == "F"]
+assert forwards[:6] == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3)]
+
 
 # wrong: interleaved: gives a rank neighbouring stages | rank 0 has stages [0, 4] (yours: [0, 1])
 def interleaved(rank, p, v, m):

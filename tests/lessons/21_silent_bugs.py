@@ -144,6 +144,23 @@ def relation(pieces, whole):
     return "multiple"
 
 
+# wrong: relation: no multiple is 0 | zeros on all ranks is 'multiple' (yours: 'none')
+def relation(pieces, whole):
+    shapes, word, read = [p.shape for p in pieces], "partial", None
+    if shapes == [shapes[0]] * len(pieces) and all(torch.allclose(p, pieces[0]) for p in pieces):
+        word, read = "replicated", pieces[0]
+    elif all(s[1:] == whole.shape[1:] for s in shapes) and sum(map(len, pieces)) == len(whole):
+        word, read = "sharded", torch.cat(pieces)
+    elif all(s == whole.shape for s in shapes):
+        read = sum(pieces)
+    if read is None or read.shape != whole.shape or not read.any():
+        return "none"
+    factor = (read * whole).sum() / whole.square().sum()
+    if not torch.allclose(read, factor * whole):
+        return "none"
+    return word if torch.allclose(read, whole) else "multiple"
+
+
 # right: relation: takes the factor from the largest number
 def relation(pieces, whole):
     def alike(a, b):

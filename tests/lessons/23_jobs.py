@@ -119,6 +119,16 @@ SLURM_ARRAY_TASK_ID=1 python tune.py
 def pair(task, rates=RATES, sizes=SIZES):
     return (rates * 4)[(task - 1) // 4], (sizes * 4)[(task - 1) % 4]
 
+# wrong: ex2-solution: a command above the lines for sbatch | yours below it: ['#SBATCH --array=1-12%3
+tune = """#!/bin/bash
+set -e
+#SBATCH --array=1-12%3 --output=%a.out --time=10 --cpus-per-task=2
+python tune.py
+"""
+
+def pair(task, rates=RATES, sizes=SIZES):
+    return [(rate, size) for rate in rates for size in sizes][task - 1]
+
 # right: ex2-solution
 tune = """#!/bin/bash
 #SBATCH -a 1-12:1%3 -n 1 -c 2

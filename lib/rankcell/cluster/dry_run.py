@@ -34,6 +34,7 @@ class DryRun:
     calls: Sequence[Mapping[str, Any]]  # of each program: its "words", its environment, and its "CPUS"
     files: dict[str, str]  # what stands in the folder afterwards, by name
     ends: Sequence[int]  # the exit status of each task's script
+    unread: Sequence[str]  # #SBATCH lines below the first command, which sbatch does not read
 
     def of(self, name: str) -> list[str | None]:
         """The variable `name` in each call, None where it is not set."""
@@ -47,7 +48,7 @@ class DryRun:
 
 def dry_run(script: str, *, job: int = 4242, end_with: int = 0) -> DryRun:
     """Run `script` as the job number `job`, whose programs end with the status `end_with`."""
-    options = read_directives(script)
+    options, unread = read_directives(script)
     nodes, cpus = int(options.nodes or 1), int(options.cpus_per_task or 1)
     ntasks = int(options.ntasks or nodes * int(options.ntasks_per_node or 1))
     tasks, at_once = read_array(options.array)
@@ -77,18 +78,17 @@ def dry_run(script: str, *, job: int = 4242, end_with: int = 0) -> DryRun:
             ends.append(ran.returncode)
         calls = [json.loads(line) for line in notes.read_text().splitlines()]
         files = {path.name: path.read_text() for path in work.iterdir()}
-    return DryRun(options, tasks, at_once, calls, files, ends)
+    return DryRun(options, tasks, at_once, calls, files, ends, unread)
 
 
-def read_directives(script: str) -> argparse.Namespace:
-    """The options that sbatch reads in the script: those above its first command."""
-    options = fake_commands.read_options([])
-    for line in script.splitlines():
-        if line.strip() and not line.startswith("#"):
-            break
+def read_directives(script: str) -> tuple[argparse.Namespace, list[str]]:
+    """The options that sbatch reads in the script, those above its first command, and the #SBATCH lines below it."""
+    options, lines = fake_commands.read_options([]), script.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
+    for line in lines[:first]:
         if line.startswith("#SBATCH"):  # each alone: an unknown option must not take the others with it
             options = fake_commands.read_options(shlex.split(line[7:], comments=True), options)
-    return options
+    return options, [line for line in lines[first:] if line.startswith("#SBATCH")]
 
 
 def read_array(array: str | None) -> tuple[list[int | None], str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from ..results import KINDS, Memory
-from .parts import EDGE, WIDTH, Axis, key, swatch, text_width, ticks_beside
+from .parts import EDGE, WIDTH, Axis, heading, key, swatch, text_width, ticks_beside
 from .svg import INK, MUTED, Figure, drawing, format_bytes, label, line
 
 # From the bottom of the pile to its top.
@@ -19,10 +19,10 @@ COLOURS = {
     "activations": "#cc79a7",
     "rest": "#bbbbbb",
 }
-_HEIGHT = 420  # px
+_HEIGHT = 420  # px, of a picture without a title
 
 
-def over_time(samples: Sequence[Memory]) -> Figure:
+def over_time(samples: Sequence[Memory], *, title: str = "") -> Figure:
     """Bytes held, piled up by kind, one place for each change of memory, with the names of the phases above.
 
     over_time(run.ranks[0].memory)  # what rankcell.memory measured
@@ -34,9 +34,12 @@ def over_time(samples: Sequence[Memory]) -> Figure:
     peak = max(range(len(samples)), key=lambda i: samples[i].total)
     most = samples[peak].total or 1
     ticks = _binary_ticks(most)
-    marks, below_key = key([(kind, swatch(COLOURS[kind])) for kind in KINDS], 10, left=EDGE, gap=34, ink=INK)
+    marks, top = heading(title)
+    height = _HEIGHT + top - 12
+    explained, below_key = key([(k, swatch(COLOURS[k])) for k in KINDS], top - 2, left=EDGE, gap=34, ink=INK)
+    marks += explained
     left = EDGE + max(text_width(format_bytes(t)) for t in ticks) + 8
-    right, bottom, top = WIDTH - EDGE - 8, _HEIGHT - 62, below_key + 2
+    right, bottom, top = WIDTH - EDGE - 8, height - 62, below_key + 2
     px = Axis(0, max(len(samples) - 1, 1), left, right)
     names, rows = _phase_names(phases, px)
     py = Axis(0, max(most, ticks[-1]), bottom, top + 26 * rows + 14)
@@ -49,10 +52,10 @@ def over_time(samples: Sequence[Memory]) -> Figure:
         if name:
             marks.append(label(x, y, name, fill=MUTED))
     marks.append(line(left, bottom, right, bottom, stroke=MUTED))
-    marks.append(label((left + right) / 2, _HEIGHT - 14, "changes of memory", anchor="middle", fill=MUTED))
+    marks.append(label((left + right) / 2, height - 14, "changes of memory", anchor="middle", fill=MUTED))
     parts = ", ".join(f"{kind} {format_bytes(held[kind][peak])}" for kind in KINDS if held[kind][peak])
-    alt = f"Memory is highest in {samples[peak].phase}, {format_bytes(samples[peak].total)}: {parts}."
-    return drawing(WIDTH, _HEIGHT, *marks, alt=alt)
+    finding = f"Memory is highest in {samples[peak].phase}, {format_bytes(samples[peak].total)}: {parts}."
+    return drawing(WIDTH, height, *marks, alt=f"{title}. {finding}" if title else finding)
 
 
 def _piles(held: Mapping[str, Sequence[int]], px: Axis, py: Axis) -> list[str]:

@@ -1,7 +1,7 @@
 """The grid of a pipeline: ranks from top to bottom, time from left to right, a box for each action.
 
 A box holds the number of its micro-batch. Predicted boxes are outlined, measured ones solid; given both, each rank has
-its measured row right under its predicted one. Later chunks of a rank are paler.
+its measured row right under its predicted one. Later stages of a rank are paler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,7 +141,7 @@ def _entries(rows: Sequence[_Actions]) -> list[tuple[str, Swatch | None]]:
     if len(predicted) == 2:
         entries.append(("predicted", _swatch(PAPER, MUTED)))
     if any(len(row.chunks) > 1 for row in rows):
-        entries.append(("later chunk: paler", None))
+        entries.append(("later stage: paler", None))
     return [*entries, ("idle", _swatch(_IDLE, "none"))]
 
 
