@@ -8,6 +8,7 @@ model = sum(8 * weight.numel() for weight in gpt().state_dict().values())
 held = [sum(8 * gpt().state_dict()[n][box].numel() for n, box in of.items()) for of in layout]
 matrix = sent(plain)
 check.close_to(sum(matrix[0]) / model, 2.5, rtol=0.01, name="models that rank 0 sends")
+check.close_to((matrix[0][1] + matrix[0][2]) / model, 1.5, rtol=0.01, name="if the broadcast leaves it once")
 check.close_to([sum(row[r] for row in matrix) for r in (2, 3)], [model] * 2, name="bytes that a generator receives")
 assert all(round(model / held[r], 1) == 1.8 for r in (2, 3)), "what it keeps, as the text says"
 
@@ -133,9 +134,10 @@ assert max((a - b).abs().max() for a, b in zip(one.parameters(), gpt().parameter
 
 # after: gradient-error
 off = [[float(of.rstrip("%")) for of in row[1:]] for row in rows]
-assert off[3][0] == 30.6 and all(row[1] == 0 for row in off) and off[3][2] == 4.0
+assert off[3][0] == 30.6 < off[2][0] and all(row[1] == 0 for row in off)
+assert (off[3][2], off[4][2]) == (4.0, 31.5)
 assert 14 < 100 / off[3][4] < 16, "one answer in 15"
-for age in (0, 3):  # the ratio is exact: the gradient of the mean reward itself
+for age in (0, 4):  # the ratio is exact: the gradient of the mean reward itself
     reward = (policy(x).softmax(-1) * vowels).sum(-1).mean()
     right = torch.cat([g.flatten() for g in torch.autograd.grad(-reward, list(policy.parameters()))])
     check.close_to(gradient(log_probs[age], 1e9), right, rtol=1e-6, atol=1e-12)
@@ -184,15 +186,19 @@ assert abs(torch.tensor(0.012 * 100).exp() - 3.3) < 0.05
 # after: one-token-calls
 calls = [(e.op, e.nbytes) for e in token.ranks[2].events if e.kind == "comm"]
 assert calls.count(("all_reduce", 2 * 24)) == 1 + 2 * 2 and len(calls) == 6 and calls[-1][0] == "all_gather"
-assert 2 * 8192 == 16 * 2**10 and round(16 * 2**10 / 450e9 * 1e6, 2) == 0.04
+assert 2 * 8192 == 16 * 2**10 and round(16 * 2**10 / 300e9 * 1e6, 2) == 0.05
 assert not any(e.kind == "comm" for r in (0, 1) for e in token.ranks[r].events)
 
 # after: real-number
-assert [row[-1] for row in rows] == ["-11%", "-8%", "-6%"] and rows[2][2] == "61%"
+assert [row[-1] for row in rows] == ["-11%", "-8%", "-6%"] and rows[2][2] == "55%"
+# GB/s that the source gives, by its own count: layers in p parts, embedding and head whole
+for p, wrote, told in ((2, 168.84, 1181.99), (4, 254.02, 955.83), (8, 328.43, 704.10)):
+    assert abs(wrote * (read(p, *small) + 2 * 32000 * 4096) / 1e9 / told - 1) < 1e-3
+assert abs(21.32 * (read(2, *large) + 2 * 32000 * 8192) / 1e9 / 1481.87 - 1) < 1e-3
 parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 32000 * 4096 + 65 * 4096
-assert parameters == 6_738_415_616 and abs(read(32, 4096, 4096, 11008) / 2 / parameters - 0.98) < 0.01, "Llama 2 7B"
+assert parameters == 6_738_415_616 and abs(read(1, *small) / 2 / parameters - 0.98) < 0.01, "Llama 2 7B"
 parameters = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 2 * 32000 * 8192 + 161 * 8192
-assert parameters == 68_976_648_192 and abs(read(80, 8192, 1024, 28672) / 2 / parameters - 1) < 0.01, "and 70B"
+assert parameters == 68_976_648_192 and abs(read(1, *large) / 2 / parameters - 1) < 0.01, "and 70B"
 
 
 # wrong: hand-over: sends the padding, too | bytes, by the formula
@@ -237,23 +243,25 @@ def send_caches(caches, lengths, shape):
     return received
 
 
-# wrong: hand-over: the first half of the prompts to rank 2, the rest to rank 3 | rank 2 gets prompts
+# wrong: hand-over: rank 1's heads by way of rank 0 | rank 0 sends its own heads, and receives nothing
 # %%ranks 4 --device cpu
 def send_caches(caches, lengths, shape):
     layers, heads, d_head = shape
-    received, works = {}, []
+    received = {}
     for i, length in enumerate(lengths):
-        to = 2 + i * 2 // len(lengths)
+        to = 2 + i % 2
+        whole = torch.empty(layers, 2, heads, length, d_head, dtype=torch.float64)
         if rank < 2:
             piece = torch.stack([torch.stack([part[i, :, :length] for part in cache]) for cache in caches])
-            works.append((dist.isend(piece, to), piece))
+            if rank == 1:
+                dist.send(piece, 0)
+            else:
+                other = torch.empty_like(piece)
+                dist.recv(other, 1)
+                dist.send(torch.cat([piece, other], 2), to)
         elif rank == to:
-            pieces = [torch.empty(layers, 2, heads // 2, length, d_head, dtype=torch.float64) for _ in range(2)]
-            for source in (0, 1):
-                dist.recv(pieces[source], source)
-            received[i] = [[key[None], value[None]] for key, value in torch.cat(pieces, 2)]
-    for work, _ in works:
-        work.wait()
+            dist.recv(whole, 0)
+            received[i] = [[key[None], value[None]] for key, value in whole]
     return received
 
 
