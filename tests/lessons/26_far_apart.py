@@ -205,7 +205,7 @@ begin_ = Island(0).loss()
 assert abs(kept - dense) < 0.05 * dense and 0.28 < (begin_ - thrown) / (begin_ - dense) < 0.39, (
     "a third as far"
 )
-assert (24 + 24) / 24**2 == 1 / 12 and 4 * 2 * 4096 / 4096**2 == 1 / 512
+assert (24 + 24) / 24**2 == 1 / 12
 
 # after: compressed
 # %%ranks 4 --device cpu -o _torch_power
@@ -329,7 +329,7 @@ def average(change, quorum, group):
 
 
 # after: goodput-bars
-assert [f"{share:.0f}" for share in found.values()] == ["82", "94", "85", "93", "99"]
+assert [f"{share:.0f}" for share in found.values()] == ["82", "93", "81", "89", "97"]
 best = (2 * exchange(10e9, islands=16) * F) ** 0.5 / 22.8
 assert 480 < best < 520, "H of about 500"
 tried = {h: goodput(10e9, h) for h in range(50, 2000, 10)}
