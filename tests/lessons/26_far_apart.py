@@ -205,7 +205,7 @@ begin_ = Island(0).loss()
 assert abs(kept - dense) < 0.05 * dense and 0.28 < (begin_ - thrown) / (begin_ - dense) < 0.39, (
     "a third as far"
 )
-assert (24 + 24) / 24**2 == 1 / 12 and 4 * 2 * 4096 / 4096**2 == 1 / 512
+assert (24 + 24) / 24**2 == 1 / 12
 
 # after: compressed
 # %%ranks 4 --device cpu -o _torch_power
@@ -329,7 +329,16 @@ def average(change, quorum, group):
 
 
 # after: goodput-bars
-assert [f"{share:.0f}" for share in found.values()] == ["82", "94", "85", "93", "99"]
+assert [f"{share:.0f}" for share in found.values()] == ["82", "93", "81", "89", "97"]
+work_, t_ = 100 * 22.8, exchange(10e9, islands=16)
+round_ = work_ + t_
+at_ = [(k + 0.5) / 1e5 * round_ for k in range(100_000)]  # when in a round the failure comes
+its_own = sum(at_) / 1e5 + 600 + 1600  # what it had computed, ten minutes, and 80 GB over 50 MB/s
+all_drop = 16 * sum(round_ for at in at_ if at > work_) / 1e5  # in F seconds each of 16 fails once
+check.close_to(goodput(10e9, 100), 100 * work_ / round_ * (1 - (its_own + all_drop) / F), rtol=1e-4)
+assert found["50 MB/s, 8 bits, H = 100"] < found["50 GB/s, all stop"] < min(list(found.values())[3:]), (
+    "the slow link, if rounds are long or hidden"
+)
 best = (2 * exchange(10e9, islands=16) * F) ** 0.5 / 22.8
 assert 480 < best < 520, "H of about 500"
 tried = {h: goodput(10e9, h) for h in range(50, 2000, 10)}
