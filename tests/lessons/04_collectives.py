@@ -430,3 +430,36 @@ def broadcast(x):
 x = torch.arange(4096.0, device=device) * (1 if rank == 0 else torch.nan)
 broadcast(x)
 [x.sum().item(), *x[1023::1024].tolist()]
+
+# after: there-and-back
+assert [g["all_reduce"] for g in there_and_back.values] == [10.0] * 4, "the sum of all losses"
+assert [g["broadcast"] for g in there_and_back.values] == [1.0, 2.0, 3.0, 4.0], "each rank's own loss"
+
+# after: there-and-back
+# %%ranks 4 -o _before
+import warnings
+
+from torch.distributed.nn import functional as before
+
+said = set()
+found = {}
+for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single", "gather"):
+    x = torch.ones(4, device=device, requires_grad=True)
+    with warnings.catch_warnings(record=True, action="always") as heard:
+        y = {
+            "all_reduce": lambda: before.all_reduce(x),
+            "broadcast": lambda: before.broadcast(x, 0),
+            "all_gather": lambda: before.all_gather(x)[0],
+            "all_to_all_single": lambda: before.all_to_all_single(torch.empty_like(x), x),
+            "gather": lambda: before.gather(x)[0],
+        }[name]()
+        said |= {str(w.message).split()[0].rpartition(".")[2] for w in heard if "deprecated" in str(w.message)}
+        if name == "broadcast":
+            ((rank + 1) * y.sum()).backward()
+            found = x.grad[0].item()
+[sorted(said), found]
+
+# after: there-and-back
+old = ["all_gather", "all_reduce", "all_to_all_single", "broadcast"]
+assert [said for said, _ in _before.values] == [old] * 4, "these are deprecated, gather is not"
+assert [grad for _, grad in _before.values] == [10.0, 0, 0, 0], "the older broadcast has a backward: a reduce"

@@ -408,3 +408,10 @@ with rankcell.memory(model) as measured, span("fill"), torch.no_grad():
         n = 24 // world_size
         model[i].weight.to_local()[:] = fresh(i, seed=4)[rank * n : rank * n + n]
 filled = torch.stack([unit.weight.to_local().detach() for unit in model])
+
+# after: what-compile-sees
+layer = ["matmul", "tanh"]
+assert compiled.values == [{"one piece": ([3 * layer], True), "fully_shard": ([layer], True)}] * 2
+for r in compiled.ranks:  # of an eager and a compiled pass: the last layer is gathered twice, too, as all stay sharded
+    counts = {op: sum(e.op == op for e in r.events) for op in ("all_gather", "reduce_scatter")}
+    assert counts["reduce_scatter"] == 6 and counts["all_gather"] % 2 == 0 and counts["all_gather"] >= 6, counts

@@ -326,3 +326,29 @@ def threshold(E, M, d_h, k):
 # wrong: ex6-solution: right for two choices | DeepSeek-V3's routed experts: from 98,304 tokens on (yours: 393,216)
 def threshold(E, M, d_h, k):
     return E * M * d_h / 4
+
+# after: row-per-node
+one, x = Experts(), tokens(0)[0].requires_grad_()
+p, chosen = (x @ one.router).softmax(-1).topk(4)
+done = torch.stack([one.expert(e, x) for e in range(8)], 1)  # every token through every expert
+y = (p[..., None] * done.gather(1, chosen[..., None].expand(-1, -1, 16))).sum(1)
+right = [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *one.parameters()])]
+for got in (by_expert, by_node):
+    joined = [torch.cat([of[i].cpu() for of in got]) for i in (0, 1, 3, 4)]
+    joined.insert(2, sum(of[2].cpu() for of in got))  # the router's
+    check.equals_dense(joined, right, atol=1e-9, name="one process with all experts")
+
+# after: between-nodes
+chosen = (tokens(0)[0] @ Experts().router).topk(4).indices
+away = chosen // 4 != torch.arange(128)[:, None] // 64
+assert (away.sum().item(), away.any(1).sum().item()) == (268, 128), "rows that leave their node"
+if plain.wire:  # four exchanges of 128 bytes a row; two of 192 and two of 128
+    for run, nbytes in ((plain, 268 * 4 * 128), (twice, 128 * (2 * 192 + 2 * 128))):
+        counted = sum(run.wire[i][j] for i in range(4) for j in range(4) if i // 2 != j // 2)
+        assert 0 < counted - nbytes < 8 * 1024, "and headers"
+
+# after: shared-meanwhile
+for r in hidden.ranks:
+    dispatch, shared = (next(e for e in r.events if e.op == op) for op in ("all_to_all", "shared expert"))
+    assert dispatch.is_async and dispatch.start <= shared.start, "the dispatch is under way first"
+    assert shared.end <= (dispatch.wait_start or shared.end), "and waited for last"

@@ -249,3 +249,44 @@ for r in run.ranks:
     slept = sum(e.end - e.start for e in r.events if e.kind != "comm")
     assert slept >= 6 * (0.06 if r.rank == 2 else 0.02) * 0.99, "a sleep lasts as long as asked, or longer"
 assert f"rank {slow} waits least: it is the slow one" in picture.alt
+
+
+# after: patient-b
+# %%ranks 4 --device cpu -o _longer
+import time
+
+for step in range(3):
+    if (rank, step) == (1, 1):
+        time.sleep(5)
+    dist.all_reduce(torch.ones(8))
+
+# after: patient-b
+assert all(sum(e.op == "all_reduce" for e in r.events) == 3 for r in _longer.ranks), "B ends without a limit"
+
+
+# wrong: clinic: believes the advice | A: more time helps, you say: who could set `answered`?
+def clinic():
+    return {"A": (2, True), "B": (1, True), "C": (3, True)}
+
+
+# wrong: clinic: blames a rank that waits | C: all others wait for the one rank that computes (yours: 0)
+def clinic():
+    return {"A": (2, False), "B": (1, True), "C": (0, False)}
+
+
+# wrong: clinic: takes the slow one for a hang | B: more time does not help, you say
+def clinic():
+    return {"A": (2, False), "B": (1, False), "C": (3, False)}
+
+
+# right: clinic: as lists, the sure one first
+def clinic():
+    said = {name: [rank, False] for name, rank in zip("CA", (3, 2), strict=True)}
+    said["B"] = [1, True]
+    return said
+
+
+# right: clinic: by what ends them
+def clinic():
+    cured = {"B"}
+    return {name: (who, name in cured) for who, name in enumerate("BAC", 1)}
