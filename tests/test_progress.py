@@ -98,6 +98,61 @@ def test_an_open_exercise_is_told_in_one_line(kernel):
     assert "SyntaxError" in kernel.run("c2", "half =")
 
 
+HALVE = "# Exercise 1: halve\nunit = 2\ndef half(x):\n    {}\n\nfour = half(8)"
+STUB = 'raise NotImplementedError("Exercise 1: halve")'
+LOOP = "import math\nfound = []\nthree = 3\nfor unit in (1, 2):\n    found.append(half(unit))"
+WANTS = "Exercise 1 is not answered yet. This cell builds on it.\n"
+
+
+def test_elsewhere_names_tell_which_exercise_a_cell_wants(monkeypatch, capsys):
+    """Where Jupyter does not tell the kernel its notebook: below the traceback of what uses an open exercise."""
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    shell = InteractiveShell(colors="nocolor")
+    load_ipython_extension(shell)
+
+    def told(source, error):
+        """What stands below the traceback of a cell that ends so."""
+        result = shell.run_cell(source)
+        assert type(result.error_in_exec or result.error_before_exec) is error
+        return capsys.readouterr().err
+
+    no_error = type(None)
+    assert told("four = []", no_error) == told("four[0]", IndexError) == ""
+    assert told(HALVE.format(STUB), NotImplementedError) == ""
+    assert told("four[0]", IndexError) == WANTS
+    assert told("def check():\n    return four - nothing\ncheck()", NameError) == WANTS
+    assert told(LOOP, NotImplementedError) == told("found[0]", IndexError) == WANTS  # made of it
+    assert told("math.sin(tree)", NameError) == told("three.four", AttributeError) == ""  # other names
+    assert told("four +", SyntaxError) == told("four = 3\nfour + '1'", TypeError) == ""  # bound anew
+    assert told(HALVE.format("return x / unlike"), NameError) == ""
+    wants = "The cell of Exercise 1 ended with NameError: name 'unlike' is not defined. Repair that first."
+    assert told("four[0]", TypeError).startswith(wants)
+    assert told(HALVE.format("return x / 2"), no_error) == told("four[0]", TypeError) == ""
+    assert told(LOOP, no_error) == told("found[2]", IndexError) == ""
+
+
+def test_a_rank_cell_is_told_by_its_names_too(shell, monkeypatch, capsys):
+    """What ranks hold and what the notebook holds are two things, whatever their names; ranks may start anew."""
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    load_ipython_extension(shell)
+
+    def told(source):
+        shell.run_cell(source)
+        return capsys.readouterr().err
+
+    exercise = (
+        "%%ranks 2 -o run --pull kept\n# Exercise 1: add up\nx = torch.ones(1)\n{}\nkept = x.tolist()\nx"
+    )
+    told("x, y = [], []")
+    told(exercise.format(STUB.replace("halve", "add up")))
+    assert told("run.values[0] + 1") == told("sums = [v[0] for v in kept]\nsums[5]") == WANTS
+    assert told("x[0]") == told("%%ranks 2 --push y\ny[0]") == ""
+    told("%ranks restart")
+    assert told("%%ranks 2 --pull z\nz = kept") == told("z[0]") == WANTS
+    told(exercise.format("dist.all_reduce(x)"))
+    assert told("run.values[2] + 1") == told("%%ranks 2\nkept[2]") == ""
+
+
 def test_what_cannot_be_kept_costs_nothing(copy, kernel, monkeypatch, capsys):
     (copy.parent / progress.FILE).write_text('{"lessons": 3')  # half a file is begun anew
     kernel.run("c8", "total = 1")

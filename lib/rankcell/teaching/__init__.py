@@ -1,6 +1,7 @@
 """What teachers and students have beside the lessons: exercises, ticks, and the judging of a class.
 
-    exercises      which cells of a notebook are an exercise, its stub and its checks, and what builds on it
+    exercises      which cells of a notebook are an exercise, its stub and its checks
+    names          which cells build on an exercise
     progress       ticks in a student's folder (`%ranks progress`), and short errors below an open exercise
     command        `rankcell grade FOLDER`: the notebooks of many students, judged by the course's own checks
       grading      notebooks by student and lesson; each in sessions of its own: its answers and their checks

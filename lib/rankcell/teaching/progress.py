@@ -2,8 +2,10 @@
 
 In a copy for students (`make student`) Jupyter tells the kernel which notebook it belongs to and which cell runs;
 `exercises` says which of them is an answer, a check, or builds on an answer. An exercise is solved when all its checks
-have passed since its answer last ran. A cell that fails because an exercise above it is open says so in one line. The
-file is small and stays where it is:
+have passed since its answer last ran. A cell that fails because an exercise above it is open says so in one line. Of
+what Jupyter does not tell (a cell that is not saved yet, everything in other editors) the kernel sees the source: the
+first line of an exercise, and the names of what builds on it; there the line stands below the traceback. The file is
+small and stays where it is:
 
     {"lessons": {"04_collectives": {"Exercise 1: mend the scatter": "solved"}}}
 """
@@ -18,17 +20,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import exercises
+from . import exercises, names
 
 FILE = "rankcell-progress.json"
 
 
 def load(shell: Any) -> None:
-    """Follow the cells of this kernel, if it belongs to a notebook."""
-    notebook = _this_notebook()
-    if notebook is None or getattr(shell, "_rankcell_teaching", None) is not None:
+    """Follow the cells of this kernel."""
+    if getattr(shell, "_rankcell_teaching", None) is not None:
         return
-    shell._rankcell_teaching = follower = CellFollower(notebook, shell)
+    shell._rankcell_teaching = follower = CellFollower(_this_notebook(), shell)
     shell.events.register("pre_run_cell", follower.before)
     shell.events.register("post_run_cell", follower.after)
 
@@ -72,37 +73,53 @@ def roles_in(cells: list[dict[str, Any]]) -> dict[str, CellRole]:
 class CellFollower:
     """Follows the cells of one kernel: keeps ticks, and shortens the errors of cells below an open exercise."""
 
-    def __init__(self, notebook: Path, shell: Any) -> None:
+    def __init__(self, notebook: Path | None, shell: Any) -> None:
         self._notebook, self._shell = notebook, shell
         self._saved, self._roles = 0.0, dict[str, CellRole]()
         self._role: CellRole | None = None  # of the cell that runs
         self._source = ""
+        self._ran = dict[str, str | None]()  # source -> the exercise that it answers; what ran last stands last
         self._answers = dict[str, str]()  # exercise -> what is wrong with its latest answer, before any check
         self._passed = dict[str, set[str]]()  # exercise -> its checks that passed since its answer ran
 
     def before(self, info: Any) -> None:
         """A cell begins: find its role, and show its errors our way only if it has one."""
-        with contextlib.suppress(OSError, exercises.ExerciseError):
-            saved = self._notebook.stat().st_mtime  # as it was last saved: new cells are known from then on
-            if saved != self._saved:
-                self._saved, self._roles = saved, roles_in(exercises.read(self._notebook))
+        if self._notebook is not None:
+            with contextlib.suppress(OSError, exercises.ExerciseError):
+                saved = self._notebook.stat().st_mtime  # as it was last saved: new cells are known from then on
+                if saved != self._saved:
+                    self._saved, self._roles = saved, roles_in(exercises.read(self._notebook))
         self._role, self._source = self._roles.get(info.cell_id or ""), info.raw_cell or ""
         self._shell.set_custom_exc((Exception,) if self._role else (), self._show_error)
 
     def after(self, result: Any) -> None:
-        """A cell has ended: note what it says about its exercise."""
-        if self._role is None or self._role.kind == "later":
-            return
-        text = self._role.texts[0]
+        """A cell has ended: note what it says about its exercise, or say which exercise it wants."""
         error = result.error_before_exec or result.error_in_exec
-        passed = self._passed.setdefault(text, set())
-        if self._role.kind == "answer":
-            passed.clear()
-            self._answers[text] = self._problem_of(text, error)
-        elif error is None:
+        role = self._role
+        answer = role.texts[0] if role and role.kind == "answer" else None
+        if not self._roles:
+            answer = exercises.exercise_text({"source": self._source, "metadata": {}})
+        self._ran.pop(self._source, None)
+        self._ran[self._source] = answer
+        if answer is not None:
+            self._passed[answer] = set()
+            self._answers[answer] = self._problem_of(answer, error)
+        elif role is None:
+            self._tell_exercise(error)
+        elif role.kind == "check" and error is None:
+            passed = self._passed.setdefault(role.texts[0], set())
             passed.add(result.info.cell_id)
-            if all(i in passed for i, role in self._roles.items() if role == self._role):
-                self._note(text)
+            if all(i in passed for i, other in self._roles.items() if other == role):
+                self._note(role.texts[0])
+
+    def _tell_exercise(self, error: BaseException | None) -> None:
+        """Below the error of a cell without a role: which open exercise it builds on, by its names."""
+        if not isinstance(error, Exception) or not any(self._answers.values()):
+            return
+        for text in names.behind(self._ran.items())[-1]:
+            if problem := self._answers.get(text):
+                print(f"{problem} This cell builds on it.", file=sys.stderr)
+                return
 
     def _holds_stub(self, text: str) -> bool:
         return exercises.stub_error(text) in self._source
@@ -141,6 +158,7 @@ class CellFollower:
 
     def _note(self, text: str) -> None:
         """Keep a tick, for good; a full disk must not cost a student the cell."""
+        assert self._notebook is not None
         folder = self._notebook.parent
         known = _kept(folder)
         known.setdefault(self._notebook.stem, {})[text] = "solved"
