@@ -20,8 +20,8 @@ PUBLISHED := $(COURSE_REPOSITORY)$(COURSE_ADDRESS)
 CLUSTER := $(addprefix tests/test_,nodes.py slurm.py)
 CLUSTER_LESSONS := $(filter %_jobs.ipynb %_failures.ipynb,$(NOTEBOOKS))
 # The other lessons are three parts.
-LATE_LESSONS := $(filter $(foreach n,10 13 15 17 18 19 20 21 22 25,notebooks/$(n)_%),$(NOTEBOOKS))
-MIDDLE_LESSONS := $(filter $(foreach n,07 08 09 11 12,notebooks/$(n)_%),$(NOTEBOOKS))
+LATE_LESSONS := $(filter $(foreach n,10 13 15 17 18 19 20 21 22 25 26,notebooks/$(n)_%),$(NOTEBOOKS))
+MIDDLE_LESSONS := $(filter $(foreach n,07 08 09 11 12 27,notebooks/$(n)_%),$(NOTEBOOKS))
 EARLY_LESSONS := $(filter-out $(MIDDLE_LESSONS) $(LATE_LESSONS) $(CLUSTER_LESSONS),$(NOTEBOOKS))
 # Tests of ranks that hang, die or are interrupted.
 ENGINE := $(addprefix tests/test_,failures.py grade.py kernel.py nccl_half.py odd_programs.py run.py)

@@ -77,6 +77,14 @@ STRATEGIES = (
         "the model fits, and a step computes longer than the all-reduce takes",
     ),
     Strategy(
+        "data, far apart (DiLoCo)",
+        "26_far_apart",
+        "the batch, for H steps",
+        "every H steps an all-reduce of what has changed: 2(W−1)/W · Ψ numbers",
+        "16Ψ, and 8Ψ on the host",
+        "islands with slow links: H steps compute longer than the exchange takes",
+    ),
+    Strategy(
         "ZeRO 1",
         "10_zero",
         "+ optimizer states",

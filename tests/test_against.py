@@ -180,6 +180,37 @@ def test_a_wrong_cell_is_told_what_is_wrong(four):
         assert html.count("<tr") <= 14 and "font-weight:600" in html
 
 
+def test_a_bias_that_is_summed_or_left_out_is_named(four):
+    source = """
+from rankcell.parallel.tensor import reduce_from_group
+model = transformer.tensor_parallel(gpt(n_heads=4))
+down = model.blocks[0].mlp.down
+nn.init.normal_(down.bias, generator=generator(0, "bias"))
+down.forward = lambda h: reduce_from_group(F.linear(h, down.weight, ADDED))
+backward = whole
+"""
+    one = dense(
+        "gpt(n_heads=4)\nnn.init.normal_(model.blocks[0].mlp.down.bias, generator=generator(0, 'bias'))", 1
+    )
+    for added, says in (
+        ("down.bias", "its bias is in it 4 times"),
+        ("0 * down.bias", "its bias is not in it"),
+    ):
+        verdict = compared(four, source.replace("ADDED", added), one)
+        assert verdict.first.title == "blocks.0.mlp.down" and says in verdict.text
+    assert compared(four, source.replace("ADDED", "down.bias / 4"), one).first.kind == "grad"
+
+
+def test_of_many_strangers_three_are_named(four):
+    source = (
+        "net = gpt()\nmodel = nn.ModuleDict({'blocks': net.blocks, 'mine': gpt()})\nbackward = lambda: None"
+    )
+    with_many = source + "\nwith rankcell.trace(model):\n    model['blocks'][0](torch.ones(1, 2, 32))"
+    (note,) = compared(four, with_many).notes
+    assert note.startswith("mine.") and " more have no partner in the dense model: not compared." in note
+    assert note.count("mine.") == 3
+
+
 def test_a_later_step_is_named(four):
     source = """
 model = gpt()
@@ -290,7 +321,7 @@ def test_without_a_trace_it_says_where_one_is_made(four):
         four.run(traced + "\n    assert rank != 1")
     for arguments, how, says in (
         ((four.run("1"), one), {}, "The ranks have traced nothing"),
-        ((failed.value.run, one), {}, "ended with an error on rank 1, and its trace ends there"),
+        ((failed.value.run, one), {}, "The Run failed on rank 1. Repair that first"),
         ((run, []), {}, "no trace of one process"),
         ((run, one), {"mesh": {"dp": 2, "tp": 4}}, "has 8 places, and the Run has 4 ranks"),
         ((run, one), {"names": {"": "other"}}, "No tensor of the ranks has a name of the dense model"),

@@ -71,6 +71,12 @@ def test_close_to_says_what_was_expected(actual, expected, options, said):
         (torch.ones(2), torch.ones(3), {}, "The shapes differ: expected (3,), got (2,)."),
         (1, [1, 2], {}, "The shapes differ: expected (2,), got a single number."),
         ({"w": 1, "c": 1}, {"w": 1, "b": 1}, {}, "The entries differ: missing ['b']; not expected ['c']."),
+        (
+            {},
+            {f"w{i}": 1 for i in range(9)},
+            {},
+            "The entries differ: missing ['w0'], ['w1'], ['w2'] and 6 more.",
+        ),
         ({"w": [3, 4]}, {"w": [3, 5]}, {}, AT + "['w'][1]: "),
         ([256], [256, 128], {"name": "sent"}, "sent: The shapes differ: expected (2,), got (1,)."),
         ({"a": 1}, [256, 128], {"name": "sent"}, "sent: Expected [256, 128], got {'a': 1}."),

@@ -6,6 +6,7 @@ them.
 """
 
 import os
+import re
 import signal
 import textwrap
 import threading
@@ -135,7 +136,7 @@ def test_an_exception_on_one_rank_frees_the_others(four):
     lines = str(error).splitlines()
     assert lines[0] == "rank 1 of 4 failed first: ZeroDivisionError: division by zero"
     assert lines[1] == "  ranks 0, 2, 3 waited for it and were freed (`error.run.ranks[r].error`)"
-    assert lines[3:] == ['  File "<cell>", line 3, in <module>', "    1 / 0"]
+    assert lines[3:5] == ['  File "<cell>", line 3, in <module>', "    1 / 0"]
     assert [r.stdout for r in error.run.ranks] == [f"before {r}\n" for r in range(4)]
 
 
@@ -219,6 +220,55 @@ def test_uneven_parts_that_fit_together_in_a_group_are_no_mismatch(four):
     """
     values = four.run(textwrap.dedent(source)).values
     assert values[2:] == [[2.0, 3.0, 3.0], [2.0] * 3 + [3.0] * 4]
+
+
+def test_other_shapes_in_other_lines_are_not_to_be_padded(four):
+    source = "if rank == 2:\n    dist.all_reduce(torch.ones(8))\nelse:\n    dist.all_reduce(torch.ones(4))"
+    said = str(fails(four, source, RankMismatch))
+    assert "The calls stand in different lines" in said and "pad" not in said
+
+
+def test_a_mismatch_that_began_with_calls_that_match_is_traced_back(four):
+    source = """
+def step():
+    for n in (4, 2): dist.all_reduce(torch.ones(n))
+for i in range(2 if rank == 3 else 3):
+    dist.all_reduce(torch.ones(4))
+step()
+"""
+    said = str(fails(four, source, RankMismatch))
+    assert "rank 3 calls all_reduce(float32[2]) where ranks 0-2 call all_reduce(float32[4])" in said
+    found = re.search(
+        r"They had parted before: rank 3 called \S+ of the world at line (\d) where ranks 0-2 .*line (\d)",
+        said,
+    )
+    assert found and found.groups() == ("3", "5")
+
+
+def test_several_that_skip_the_same_are_all_named(four):
+    said = str(fails(four, "if rank < 2: dist.all_reduce(torch.ones(4))", Deadlock))
+    assert said.startswith("ranks 2, 3 finished the cell without the all_reduce that ranks 0, 1 wait in.")
+    assert "look at what ranks 2, 3 skip" in said
+
+
+def test_an_exception_that_a_finally_hides_is_named(four):
+    source = """
+try:
+    if rank == 1: raise MemoryError('no room')
+    WAIT
+finally:
+    dist.barrier()
+"""
+    for wait in ("dist.all_reduce(torch.ones(2))", "if rank == 2: dist.recv(torch.ones(2), 1)"):
+        said = str(fails(four, source.replace("WAIT", wait), RankError))
+        assert "rank 1 came there while it handled MemoryError: no room (line 3)." in said
+
+
+def test_a_group_is_named_without_its_address(four):
+    groups = "a, b = dist.new_group([0, 1]), dist.new_group([2, 3])\n"
+    source = f"{groups}dist.broadcast(torch.ones(2), 0, group=a if rank < 2 else b)"
+    said = str(fails(four, source))
+    assert said.startswith("ranks 2, 3 of 4 failed alike: ") and "0x" not in said
 
 
 def test_a_mismatch_is_worded_alike_whoever_notices_first(four):

@@ -170,6 +170,24 @@ y.tolist()
     assert "call it once for each Work" in said
 
 
+@pytest.mark.parametrize(
+    "call", ["dist.batch_isend_irecv([dist.P2POp(dist.isend, x, rank)])", "dist.irecv(x, rank)"]
+)
+def test_a_message_to_the_rank_itself_is_refused(two, call):
+    said = str(fails(two, f"x = torch.ones(2)\n{call}"))
+    assert "names this rank itself" in said and "copy the tensor" in said
+
+
+def test_sums_that_were_freed_may_hold_parts_and_it_is_said():
+    with rankcell.Ranks(3, device="cpu") as ranks:
+        source = "x = torch.full((1000,), 1.0)\nif rank != 2: dist.all_reduce(x)"
+        said = str(fails(ranks, source, Deadlock))
+        assert "The tensors that ranks 0, 1 were summing may hold parts of the sum: make them anew." in said
+        assert ranks.run("x.max().item()").values == [2.0, 1.0, 1.0]
+        for other in ("if rank == 0: dist.all_reduce(x)", "if rank != 2: dist.barrier()"):
+            assert "may hold" not in str(fails(ranks, other, Deadlock))
+
+
 def test_to_wait_twice_for_a_collective_is_fine(two):
     source = (
         "x = torch.ones(3)\nwork = dist.all_reduce(x, async_op=True)\nwork.wait()\nwork.wait()\nx.tolist()"
@@ -480,6 +498,91 @@ def test_an_error_in_a_dataloader_s_worker_is_shown(two):
         """,
     )
     assert "ZeroDivisionError" in str(error)
+
+
+def test_a_pool_by_spawn_runs_what_can_be_imported(two):
+    source = (
+        "import multiprocessing as mp, math\n"
+        "with mp.get_context('spawn').Pool(1) as p: r = p.map(math.sqrt, [4])\nr"
+    )
+    assert runs(two, source).values == [[2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "with mp.get_context('spawn').Pool(1) as p: p.map(of_cell, [1])",
+        "with mp.get_context('spawn').Pool(1) as p: p.map(len, [OfCell()])",
+        "with ProcessPoolExecutor(1, mp_context=mp.get_context('spawn')) as p: list(p.map(of_cell, [1]))",
+        "mp.get_context('spawn').Process(target=of_cell, args=(1,)).start()",
+        "list(DataLoader(OfCell(), num_workers=1, multiprocessing_context='forkserver'))",
+        "with mp.Pool(1) as p:\n    def of_cell_later(x): pass\n    p.map(of_cell_later, [1])",
+    ],
+)
+def test_what_a_cell_defines_and_other_processes_lack_is_named(two, source):
+    """A Pool would start a new process for each that ends while it reads its task, for ever."""
+    head = """
+import multiprocessing as mp
+from concurrent.futures import ProcessPoolExecutor
+from torch.utils.data import DataLoader
+def of_cell(x): return x
+class OfCell:
+    def __len__(self): return 1
+    def __getitem__(self, i): return i
+"""
+    said = str(fails(two, head + source))
+    name = next(name for name in ("of_cell_later", "OfCell", "of_cell") if name in source)
+    assert f"SpawnError: `{name}` was defined in a cell" in said and f"from mine import {name}" in said
+    assert "RemoteTraceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("p.map(lambda x: x, [1])", "use `def` at the left margin"),
+        (
+            "old = Thing()\n    class Thing: pass\n    p.map(id, [old])",
+            "make anew what was made with the old one",
+        ),
+    ],
+)
+def test_what_has_no_name_for_another_process_is_named(two, source, says):
+    head = "import multiprocessing as mp\nclass Thing: pass\nwith mp.Pool(1) as p:\n    "
+    said = str(fails(two, head + source))
+    assert "cannot be sent to another process" in said and says in said and "0x" not in said
+
+
+def test_processes_that_live_on_print_when_they_print(two):
+    run = two.run(
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "def work(x): print('works on', x)\n"
+        "pool = ProcessPoolExecutor(1)\nlist(pool.map(work, [rank]))"
+    )
+    assert [r.stdout for r in run.ranks] == ["works on 0\n", "works on 1\n"]
+    two.run("pool.shutdown()")
+    # what the rank has printed before is not printed by the fork once more
+    forks = "import os\nprint('once')\nif (pid := os.fork()) == 0: os._exit(0)\nos.waitpid(pid, 0)\nprint('after')"
+    assert [r.stdout for r in runs(two, forks).ranks] == ["once\nafter\n"] * 2
+
+
+def test_bars_of_a_notebook_are_printed(two):
+    run = runs(two, "import tqdm.notebook\nfor _ in tqdm.notebook.tqdm(range(3), desc='bar'): pass")
+    assert all("bar: 100%" in r.stderr and not r.displays for r in run.ranks)
+    run = runs(two, "from tqdm.notebook import trange\nwith trange(9) as bar: bar.update(5)")
+    assert all(" 56%" in r.stderr for r in run.ranks)
+
+
+def test_of_a_widget_its_text_is_shown(two):
+    widget = """
+class Widget:
+    def _repr_mimebundle_(self, **_):
+        return {"text/plain": "a slider", "application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
+display(Widget())
+Widget()
+"""
+    for result in runs(two, widget).ranks:
+        assert [shown.data for shown in result.displays] == [{"text/plain": "a slider"}]
+        assert result.data == {"text/plain": "a slider"}
 
 
 def test_what_a_cell_started_ends_with_its_rank():

@@ -152,7 +152,7 @@ def test_says_where_it_comes_from(bug):
 
 
 def test_there_are_enough_and_none_twice():
-    assert len(BUGS) >= 152
+    assert len(BUGS) >= 155
     assert len({bug.source("broken") for bug in BUGS}) == len(BUGS)
 
 
@@ -173,6 +173,11 @@ def test_a_bug_is_found_and_named(four, bug):
 def test_the_mended_version_is_right(four, bug):
     verdict = bug.verdict(bug.run(four, "mended"))
     assert verdict.ok, f"{bug.path.stem}: false alarm\n{verdict}"
+
+
+def test_rows_that_the_loss_leaves_out_are_counted(four):
+    bug = next(bug for bug in BUGS if bug.path.stem == "shifted_after_the_cut")
+    assert "rows get no gradient: does the loss leave them out?" in bug.verdict(bug.run(four, "broken")).text
 
 
 def mean(values):

@@ -90,7 +90,7 @@ def test_async_all_reduce_overlaps_until_wait():
     assert race.text.startswith(
         "Race on g: all_reduce on nccl writes it, log on default reads it, and nothing orders the two. Here"
     )
-    assert race.text.endswith("Put default.wait_stream(nccl) before the second.")
+    assert race.text.endswith("Before the second, call wait() on what all_reduce returned.")
 
 
 def test_race_is_found_whatever_the_times():

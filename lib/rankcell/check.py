@@ -15,7 +15,7 @@ import numpy as np
 
 from . import extensions
 from .errors import UserFacingError
-from .results import Run, name_ranks
+from .results import Run, name_ranks, name_some
 
 ROUNDING = 1e-12  # of the largest number: a difference below it is that of float64 and says nothing
 _SHOWN = 8  # numbers of a value that a verdict spells out
@@ -199,8 +199,8 @@ def _compare(
         if "" in mine or "" in theirs:  # one of them has no entries, but is itself an array
             _fail(f"{of}{owner[0].upper()}{owner[1:]} {_show(expected)}, {other} {_show(actual)}.")
         missing, extra = [*(theirs.keys() - mine.keys())], [*(mine.keys() - theirs.keys())]
-        parts = [f"missing {', '.join(sorted(missing))}"] if missing else []
-        parts += [f"not expected {', '.join(sorted(extra))}"] if extra else []
+        parts = [f"missing {name_some(missing)}"] if missing else []
+        parts += [f"not expected {name_some(extra)}"] if extra else []
         _fail(f"{of}The entries differ: {'; '.join(parts)}.")
     worst, wrong, count = 0.0, 0, 0
     where, wanted, found = "", 0.0, 0.0  # the place of the largest difference, and the two numbers

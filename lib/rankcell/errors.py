@@ -6,6 +6,7 @@ No port, pid or backend text stands in a message: it would change from run to ru
 import difflib
 import linecache
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -98,7 +99,8 @@ _SPLITS = "What one rank sends to another must be as long as what that rank expe
 _ADVICE = {
     "different operations": "Every rank of a group must call the same operations in the same order.",
     "different dtypes": "Give the tensors the same dtype on every rank.",
-    "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest.",
+    "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest. Of several tensors "
+    "all ranks must take the same one first.",
     "different sizes": "The receiving tensor must have as many elements as the one sent.",
     "different numbers of tensors": "Pass as many tensors on every rank.",
     "different lists of ranks": "Every rank of the world must call new_group for every group, with the same list, "
@@ -118,13 +120,44 @@ class RankInputError(EOFError):
 
 
 class SpawnError(RuntimeError):
-    """A rank was asked to start ranks of its own with a function that only a cell has."""
+    """A rank has started processes that need a function or class which only a cell has."""
 
-    def __init__(self, function: str) -> None:
-        super().__init__(
-            f"mp.spawn starts processes of its own, and they cannot find `{function}`, which a cell defined. This "
-            f"cell runs on several ranks already: call `{function}(rank, ...)` directly, without mp.spawn."
+
+def of_cell_elsewhere(name: str, *, named: bool = True) -> SpawnError:
+    """The error for what a cell defined under `name`, where a process that a rank has started needs it; or it has no
+    name of its own any more.
+    """
+    if not named:
+        why = (
+            "a lambda, or a function in a function, has no name by which another process finds it: use `def` at the "
+            "left margin of a cell"
+            if "<" in name
+            else "it was defined again, and the name stands for the new one: make anew what was made with the old one"
         )
+        return SpawnError(f"`{name}` cannot be sent to another process: {why}.")
+    return SpawnError(
+        f"`{name}` was defined in a cell: a process that was started by spawn or forkserver, or before the cell ran, "
+        f"cannot find it. Start the processes after the cell and by fork, which is the default of a rank, or put "
+        f"`{name}` into a file that they can import: `%%writefile mine.py`, `from mine import {name}`."
+    )
+
+
+def find_of_cell(name: str, is_class: bool) -> Any:
+    """What a cell defined under `name`, in a process that a rank has started; if it has none, a stand-in that says so
+    when it is used: an error while a task is read would end the process, and a Pool starts the next one for ever.
+    """
+    found = getattr(sys.modules["__main__"], name, None)
+    if found is not None:
+        return found
+
+    def stand_in(*_: Any, **__: Any) -> Any:
+        raise of_cell_elsewhere(name)
+
+    def attribute(_: Any, asked: str) -> Any:
+        raise AttributeError(asked) if asked.startswith("__") else of_cell_elsewhere(name)
+
+    special = dict.fromkeys(("__call__", "__getitem__", "__iter__", "__len__"), stand_in)
+    return type(name, (), {**special, "__getattr__": attribute}) if is_class else stand_in
 
 
 class GroupError(UserFacingError, RuntimeError):
@@ -270,9 +303,14 @@ def mismatch_error(run: Run) -> RankMismatch:
         f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]])} (call {calls[ranks[0]].nth})"
         for text, ranks in sorted(texts.items(), key=lambda item: item[1][0])
     ]
-    stopped = f"The call that does not match was stopped before it sent anything. {_ADVICE.get(first.problem, _SPLITS)}"
+    stopped = "The call that does not match was stopped before it sent anything. "
     if wrong.op not in _PAIRED and len({call.line for call in calls.values()}) > 1:
-        stopped += " The calls stand in different lines: has a rank made one call more, or fewer, before?"
+        stopped += (
+            "The calls stand in different lines: has a rank made one call more, or fewer, before? "
+            "Every rank of a group must call the same operations in the same order."
+        )
+    else:
+        stopped += _ADVICE.get(first.problem, _SPLITS)
     return RankMismatch("\n".join([head, *lines, stopped]), run)
 
 

@@ -18,6 +18,7 @@ TABLE = {
     "rankcell.memory": "observers.meter:measure",
     "rankcell.spans": "observers.spans:spans",
     "rankcell.trace": "compare.trace:of",
+    "before a mismatch": "jobs.verdict:parted_before",  # run -> where the ranks went apart, in a sentence, or ""
     "rankcell run": "jobs.command:add_command",  # with explain
     "rankcell doctor": "doctor:add_command",
     "rankcell grade": "teaching.command:add_command",

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+ASYNC = "nccl"  # the stream of collectives with `async_op`
 _ING = {"reads": "reading", "writes": "writing"}
 
 
@@ -60,7 +61,8 @@ def find_races(
             if (key := (name_a, name_b, a.row, b.row)) not in found:
                 happened = _happened(times[a.number], times[b.number])
                 of_a, of_b = (a.name, names[a.row], x, name_a), (b.name, names[b.row], y, name_b)
-                found[key] = _race(of_a, of_b, happened, is_host=b.row == 0)
+                is_async = a.kind == "comm" and names[a.row] == ASYNC
+                found[key] = _race(of_a, of_b, happened, is_async=is_async, is_host=b.row == 0)
     return tuple(found.values())
 
 
@@ -72,11 +74,13 @@ def _happened(a: tuple[float, float], b: tuple[float, float]) -> str:
     return "Here the second even ran first."
 
 
-def _race(a: tuple[str, ...], b: tuple[str, ...], happened: str, *, is_host: bool) -> Race:
+def _race(a: tuple[str, ...], b: tuple[str, ...], happened: str, *, is_async: bool, is_host: bool) -> Race:
     """`a` and `b` are each the name of a job and of its row, what it does to the memory, and the buffer's name."""
     (job_a, row_a, x, name_a), (job_b, row_b, y, name_b) = a, b
     first, second = f"{job_a} on {row_a}", f"{job_b} on {row_b}"
     mend = f"Put {row_b}.wait_stream({row_a}) before the second."
+    if is_async:
+        mend = f"Before the second, call wait() on what {job_a} returned."
     if is_host:
         mend = f"Let the host wait before the second: {row_a}.synchronize()."
     text = f"Race on {name_a}: {first} {x} it, {second} {y} it, and nothing orders the two. {happened} {mend}"

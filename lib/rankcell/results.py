@@ -1,6 +1,6 @@
 """What a rank cell leaves behind: frozen data that other modules read, draw and check. It imports nothing of ours."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -366,3 +366,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
             parts += [str(r) for r in ranks[i : j + 1]]
         i = j + 1
     return "ranks " + ", ".join(parts)
+
+
+def name_some(names: Iterable[str], most: int = 3) -> str:
+    """The first `most` of `names` in order, and how many more there are: "a, b, c and 40 more"."""
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

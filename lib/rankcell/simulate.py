@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .races import Enqueued, Race, RaceError, find_races
+from .races import ASYNC, Enqueued, Race, RaceError, find_races
 from .results import Event
 
 HOST = "host"
@@ -166,7 +166,7 @@ class Device:
         """Enqueue an all-reduce of `buffer`, in place, in the current stream. With `async_op` it runs on the stream
         "nccl", which first waits for the current one; then what to `wait` for comes back.
         """
-        stream = self.stream("nccl") if async_op else self._current
+        stream = self.stream(ASYNC) if async_op else self._current
         stream.wait_stream(self._current)
         self._enqueue(stream, "all_reduce", "comm", "link", seconds, buffer, buffer)
         return stream.record_event() if async_op else None

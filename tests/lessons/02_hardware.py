@@ -118,6 +118,18 @@ def intensity(m, k, n):
 def smallest_batch(k, n, gpu):
     return round(gpu.bf16_flops / gpu.memory.bytes_per_s)
 
+# wrong: intensity: searches for ever where no batch is enough | tries more and more rows, without end
+def intensity(m, k, n):
+    return m * k * n / (m * k + k * n + m * n)
+
+
+def smallest_batch(k, n, gpu):
+    m = 1
+    while intensity(m, k, n) < gpu.bf16_flops / gpu.memory.bytes_per_s:
+        m += 1
+    return m
+
+
 # right: intensity
 def intensity(m, k, n):
     return 1 / (1 / m + 1 / k + 1 / n)

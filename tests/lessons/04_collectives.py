@@ -60,6 +60,8 @@ expected = {"broadcast": eye[[0] * 4], "all_gather": eye.repeat(4, 1), "all_redu
 expected["all_to_all"] = torch.eye(16).reshape(4, 4, 16).transpose(0, 1).reshape(16, 16)
 for name, matrix in expected.items():
     assert torch.equal(A[name], matrix), f"{name}: every rank gets what the table of the eight names says"
+both = {"broadcast": "reduce", "all_gather": "reduce_scatter", "all_to_all": "all_to_all", "all_reduce": "all_reduce"}
+assert transposes == both | {b: a for a, b in both.items()}, "as the table of the text says"
 
 # after: transposes
 # %%ranks 4 -o _pair
@@ -232,25 +234,25 @@ def d(x):
 x = torch.arange(4.0, device=device) + 10 * rank
 [a(x), b(x), c(x), d(x)]
 
-# wrong: cheapest: leaves the tensor of the caller changed | x after the four functions
+# wrong: cheapest: writes into the tensor of the caller | x after the four functions, which only read it
 # %%ranks 4 -o run
-def c(x):
-    column = torch.empty_like(x)
-    dist.all_to_all_single(column, x)
-    return column
-
 def a(x):
-    return c(x).sum().view(1)
+    part = x.new_empty(1)
+    dist.reduce_scatter_single(part, x)
+    return part
 
 def b(x):
     squares = a(x).square_()
     dist.all_reduce(squares)
     return squares
 
+def c(x):
+    dist.all_to_all_single(x, x.clone())
+    return x
+
 def d(x):
-    mine, places = x.sum().view(1), list(x.new_empty(4, 1)) if rank == 0 else None
-    x.zero_()
-    dist.gather(mine, places)
+    places = list(x.new_empty(4, 1)) if rank == 0 else None
+    dist.gather(x.sum().view(1), places)
     return torch.cat(places) if places else None
 
 x = torch.arange(4.0, device=device) + 10 * rank

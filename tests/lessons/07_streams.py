@@ -204,6 +204,18 @@ def program(gpu):
     b.wait()
     gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
 
+# wrong: ex3-solution: does not wait for the sums | Before the second, call wait() on what all_reduce returned
+def program(gpu):
+    copies = gpu.stream("copies")
+    with gpu.use(copies):
+        gpu.copy(seconds=6e-3, writes="batch", pinned=True, non_blocking=True)
+    gpu.kernel("A", 4e-3, writes="gA")
+    gpu.all_reduce("gA", seconds=5e-3, async_op=True)
+    gpu.kernel("B", 4e-3, writes="gB")
+    gpu.all_reduce("gB", seconds=3e-3, async_op=True)
+    gpu.current_stream().wait_stream(copies)
+    gpu.kernel("step", 1e-3, reads=("gA", "gB", "batch"))
+
 # wrong: ex3-solution: reads where the copy writes, and so needs no wait | each job writes what it wrote
 def program(gpu):
     with gpu.use(gpu.stream("copies")):

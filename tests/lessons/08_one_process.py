@@ -139,7 +139,7 @@ def backward(x, y, W1, b1, W2, b2):
     return {"x": dz @ W1.T, "W1": x.T @ dz, "b1": dz.sum(0), "W2": z.clamp(min=0).T @ g, "b2": g.sum(0)}
 
 
-# wrong: backward: no activation on the way back | the gradient "x" for 1024 samples
+# wrong: backward: no activation on the way back | no gradient passes where z is not positive (yours passes everywhere)
 def backward(x, y, W1, b1, W2, b2):
     h = (x @ W1 + b1).clamp(min=0)
     g = 2 / y.numel() * (h @ W2 + b2 - y)
@@ -184,6 +184,12 @@ def accumulate(model, inputs, targets, size):
     parts = list(zip(inputs.split(size), targets.split(size), strict=True))
     for part_in, part_out in parts:
         (models.cross_entropy(model(part_in), part_out) / len(parts)).backward()
+
+
+# wrong: accumulate: weights the parts by their sequences | each *target* counts the same (yours weights the parts by their sequences)
+def accumulate(model, inputs, targets, size):
+    for part_in, part_out in zip(inputs.split(size), targets.split(size), strict=True):
+        (models.cross_entropy(model(part_in), part_out) * len(part_in) / len(inputs)).backward()
 
 
 # wrong: accumulate: one backward at the end, over all parts | activations of 4 sequences at most

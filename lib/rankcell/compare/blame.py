@@ -32,7 +32,7 @@ def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
         gaps = _right_before(row, rows, "patchy")
         if row.kind == "output" and sums is gaps is None and (order := _reordered_for(row, rows)):
             return order, False
-        return sums or gaps or row, sums is not None
+        return sums or gaps or _other_multiple_before(row, rows) or row, sums is not None
     return (wrong[0], False) if wrong else None
 
 
@@ -92,6 +92,18 @@ def _right_before(row: Row, rows: Sequence[Row], status: str) -> Row | None:
     if row.status != "none":
         return None
     found, at = None, rows.index(row) - 1
-    while at >= 0 and rows[at].kind == row.kind and rows[at].status in (status, "skipped"):
+    kind = "output" if rows[at].kind == "output" else row.kind  # sums may reach the loss, whose gradient comes first
+    while at >= 0 and rows[at].kind == kind and rows[at].status in (status, "skipped"):
         found, at = rows[at] if rows[at].status == status else found, at - 1
     return found
+
+
+def _other_multiple_before(row: Row, rows: Sequence[Row]) -> Row | None:
+    """Where the gradients that travel back became another multiple, right before one that fits nowhere: there two were
+    added that do not count alike.
+    """
+    before = [r for r in rows[: rows.index(row)] if r.kind == row.kind and r.step == row.step and r.status != "skipped"]
+    if row.status != "none" or row.kind != "grad_output" or not before or before[-1].status != "scaled":
+        return None
+    others = [i for i, r in enumerate(before) if abs(r.factor - before[-1].factor) > 1e-3 * before[-1].factor]
+    return before[others[-1] + 1] if others else None

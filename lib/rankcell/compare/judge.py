@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserFacingError
-from ..results import Run, name_ranks
+from ..results import Run, name_ranks, name_some
 from . import layouts
 from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
-from .wording import BEFORE, partial_words, said, times_words
+from .wording import BEFORE, bias_words, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -55,8 +55,9 @@ def compare(
         first = said(row, used_as_whole=used_as_whole, begins=begins, holders=holders, mesh=mesh or {}, ranks=all_ranks)
     known = {name for kind, name, *_ in dense if kind == "parameter"}
     strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
-    notes = (f"{name} has no partner in the dense model: not compared." for name in strangers)
-    return Comparison(tuple(rows), first, tuple(notes))
+    have = "has" if len(strangers) == 1 else "have"
+    note = f"{name_some(strangers)} {have} no partner in the dense model: not compared."
+    return Comparison(tuple(rows), first, (note,) if strangers else ())
 
 
 _Key = tuple[str, str, int, int]  # kind, name, step, part
@@ -85,8 +86,7 @@ def _ranks(run: Run, names: Mapping[str, str]) -> _OfRanks:
             "`with rankcell.trace(model):`, and give the cell a name: `%%ranks 4 -o run`."
         )
     if run.failed:
-        who = name_ranks([r.rank for r in run.failed])
-        raise NothingToCompare(f"The Run ended with an error on {who}, and its trace ends there. Repair that first.")
+        raise NothingToCompare(f"The Run failed on {name_ranks([r.rank for r in run.failed])}. Repair that first.")
     found: _OfRanks = {}
     for result in run.ran:
         for e in result.trace:
@@ -300,7 +300,10 @@ class Judge:
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
             ranks = tuple(sorted({p.rank for p in lost}))
-            return row.found("none", _nowhere(row, reference, lost), ranks=ranks)
+            bias = self.dense.get(("parameter", f"{row.name}.bias", row.step, 0), ()) if row.kind == "output" else ()
+            times = {layouts.times_of_bias(p, reference, matrix_of(bias[0])) for p in lost} if bias else {1}
+            says = bias_words(times.pop()) if len(times) == 1 else ""
+            return row.found("none", _nowhere(row, reference, lost), ranks=ranks, says=says)
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = [fit.factor for _, fit in placed]
@@ -355,11 +358,14 @@ class Judge:
 def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:
     """A module is called several times, and of one call all ranks have another multiple than of the next."""
     calls = {p.call: fit.factor for p, fit in placed}
-    if len(set(calls.values())) < 2 or any(fit.factor != calls[p.call] for p, fit in placed):
+    near = 1e-3 * max(map(abs, calls.values()))
+    if max(calls.values()) - min(calls.values()) <= near:
+        return None
+    if any(abs(fit.factor - calls[p.call]) > near for p, fit in placed):
         return None
     each = ["as it is" if k == 1.0 else f"{times_words(k)} it" for _, k in sorted(calls.items())]
     layout = ", ".join(f"call {n}: {words}" for n, words in enumerate(each, 1))
-    says = f"its calls do not count alike ({layout}): is one of the losses divided once more, or less?"
+    says = f"its calls do not count alike ({layout}): is each loss divided by the same number?"
     return row.found("scaled", layout, factor=0.0, says=says)
 
 
@@ -425,6 +431,10 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
         return BEFORE
     if any(np.isin(p.matrix, NOT_FINITE).any() for p in lost) and not np.isin(reference.matrix, NOT_FINITE).any():
         return "NaN or infinity"
+    if row.kind == "grad_output":
+        empty, rows = sum(int((~p.matrix.any(1)).sum()) for p in lost), sum(p.n for p in lost)
+        if empty > 2 * rows * (1 - reference.matrix.any(1).mean()):
+            return f"{empty} of {rows} rows get no gradient: does the loss leave them out?"
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
     share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)

@@ -10,7 +10,7 @@ from itertools import combinations, product
 
 import numpy as np
 
-from .reference import SLACK, Fit, Map, Piece, Reference
+from .reference import SLACK, Fit, Map, Piece, Reference, typical
 
 WINDOW = 16  # numbers of a flat piece that are looked for together
 
@@ -177,3 +177,15 @@ def _groups(pieces: Sequence[Piece], mesh: Mapping[str, int] | None) -> Iterator
             if len({p.rank for p in group}) > 1:
                 yield group, tuple(names[i] for i in chosen)
     yield list(pieces), ()
+
+
+def times_of_bias(piece: Piece, reference: Reference, bias: np.ndarray) -> int:
+    """How often the bias of a layer is in its output; once if another number does not explain the output."""
+    bias = bias.ravel()
+    if piece.matrix.shape != reference.matrix.shape or reference.f != bias.size or not bias.any():
+        return 1
+    with np.errstate(all="ignore"):
+        off = piece.matrix - reference.matrix
+        more = np.round((off @ bias).mean() / (bias @ bias))
+        fits = np.abs(off - more * bias).max() <= SLACK * reference.tolerance * typical(piece.matrix)
+    return int(1 + more) if fits else 1

@@ -101,8 +101,10 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
     elif k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
         hint = "a mean where a sum is meant, or divided once too often"
     else:
-        hint = "divided by another number than one process"
-    what = "the dense gradient" if row.kind == "grad" else "the tensor of one process"
+        hint = "divided by another number than one process: by other tokens, or by a norm that counts other numbers?"
+    what = {"grad": "the dense gradient", "grad_output": "the gradient of its output in one process"}.get(
+        row.kind, "the tensor of one process"
+    )
     return f"{times_words(k)} {what} on {who}: {hint}"
 
 
@@ -118,6 +120,14 @@ def times_words(k: float) -> str:
     if k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
         return f"1/{round(1 / k)} of"
     return f"{k:.3g} times"
+
+
+def bias_words(times: int) -> str:
+    """What is wrong with an output in which the bias of its layer is so often; nothing if it is there once."""
+    if times == 0:
+        return "its bias is not in it"
+    said = f"its bias is in it {times} times: ranks whose parts are summed must not all add it. Add it after the sum"
+    return said if times > 1 else ""
 
 
 def partial_words(total: Sum) -> str:

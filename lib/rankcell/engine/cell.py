@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import errors
+from .. import errors, extensions
 from ..results import NotSent, Run, name_ranks
 from . import diagnose, system
 from .messages import RankState, Status, Task
@@ -279,6 +279,8 @@ def what_went_wrong(
         error = errors.lost_error(run, lost, replaced=replaced)
     elif any(r.mismatch for r in run.ran) and (cause is not None or raised):
         error = errors.mismatch_error(run)
+        if parted := extensions.find("before a mismatch")(run):
+            error.add(parted)
     elif raised:
         error = errors.rank_error(run)
     elif cause is not None:
@@ -290,11 +292,35 @@ def what_went_wrong(
     if error is None:
         return _pull_error(run, pull)
     error.run = run
+    # who waits where calls do not match is a matter of chance
+    if cause is not None and not isinstance(error, errors.RankMismatch) and (summing := _summing(run)):
+        error.add(f"The tensors that {name_ranks(summing)} were summing may hold parts of the sum: make them anew.")
+    if hidden := _hidden(run):
+        error.add(hidden)
     ended = [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]
     if ended:
         were = "was" if len(ended) == 1 else "were"
         error.add(f"{name_ranks(ended)} did not react and {were} replaced: names defined there are gone.")
     return error
+
+
+def _summing(run: Run) -> list[int]:
+    """Ranks that waited in a sum with others: one that waits alone has received nothing, and a number has no parts."""
+    alike: dict[Any, list[int]] = {}
+    for s in run.standstill:
+        if s.phase == "running" and s.op in ("all_reduce", "reduce") and "[]" not in s.text:
+            alike.setdefault((s.text, s.waits_for), []).append(s.rank)
+    return sorted(rank for ranks in alike.values() if len(ranks) > 1 for rank in ranks)
+
+
+def _hidden(run: Run) -> str:
+    """The exception that a rank handled while it stood in a call that did not end: a `finally` that waits hides it."""
+    for r in run.ran:
+        stood = r.error is not None and (r.error.caused_by_abort or r.error.mismatch)
+        for _, why in r.error.causes if r.error is not None and stood else ():
+            if why.type not in ("MismatchError", "KeyboardInterrupt"):
+                return f"rank {r.rank} came there while it handled {why} (line {why.line})."
+    return ""
 
 
 def _pull_error(run: Run, pull: Sequence[str]) -> errors.PullError | None:

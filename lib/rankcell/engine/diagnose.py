@@ -192,10 +192,12 @@ def _ended(states: Mapping[int, State], stuck: _Stuck, ended: list[int], lines: 
             )
         else:
             over = state.why or f"finished the {state.what}"
-            head = f"rank {blame} {over} without the {call} that {_who(waiting, 'wait')} in."
+            lacked = [set(missing) for waits in stuck.values() for _, missing in waits if blame in missing]
+            alike = [blame] if state.why else sorted(set(culprits).intersection(*lacked))
+            head = f"{name_ranks(alike)} {over} without the {call} that {_who(waiting, 'wait')} in."
             advice = (
                 "Every rank of a group must call the same collectives in the same order: "
-                f"look at what rank {blame} skips."
+                f"look at what {_who(alike, 'skip')}."
             )
     return Diagnosis(blame, head, lines, advice, culprits, suspects)
 

@@ -8,6 +8,8 @@ import resource
 import signal
 import sys
 import types
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .. import source
-from ..errors import RankInputError, SpawnError
+from ..errors import RankInputError, SpawnError, find_of_cell, of_cell_elsewhere
 from . import report
 from .messages import StartRank
 
@@ -38,18 +40,53 @@ def enter(config: StartRank) -> None:
     sys.path[:] = list(config.path)
     sys.argv = [""]
     torch.set_num_threads(1)
+    _print_bars()
     builtins.input = functools.partial(_no_keyboard, "")
     sys.breakpointhook = functools.partial(_no_keyboard, report.BDB_NOTE)
     spawn = mp.spawn
 
     def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(fn, "__module__", None) == "__main__":
-            raise SpawnError(getattr(fn, "__name__", "main"))
+            name = getattr(fn, "__name__", "main")
+            raise SpawnError(
+                f"mp.spawn starts processes of its own, and they cannot find `{name}`, which a cell defined. This "
+                f"cell runs on several ranks already: call `{name}(rank, ...)` directly, without mp.spawn."
+            )
         return spawn(fn, *args, **kwargs)
 
     mp.spawn = spawn_or_explain
+    ForkingPickler.reducer_override = _name_of_a_cell  # type: ignore[method-assign]
     # a worker of a DataLoader is a fork of the rank: it has the names that the cells have defined
     mp.set_start_method("fork", force=True)
+
+
+def _name_of_a_cell(_: Any, value: Any) -> Any:
+    """How a function or class of a cell is pickled for a process that the rank has started: by its name.
+
+    Raises:
+        SpawnError: the process is no fork, and has no such name; or nothing of a cell has this name now.
+    """
+    if not isinstance(value, (type, types.FunctionType)) or value.__module__ != "__main__":
+        return NotImplemented
+    name = value.__qualname__
+    if sys.modules["__main__"].__dict__.get(name) is not value:
+        if "<" in name or name in sys.modules["__main__"].__dict__:
+            raise of_cell_elsewhere(name, named=False)
+        return NotImplemented
+    if get_spawning_popen() is not None:  # a fork never pickles what it is given
+        raise of_cell_elsewhere(name)
+    return find_of_cell, (name, isinstance(value, type))
+
+
+def _print_bars() -> None:
+    """Let `tqdm.notebook` be the bars that are printed: a widget of a rank has nobody who draws it."""
+    with contextlib.suppress(ImportError):
+        import tqdm
+
+        bars: Any = types.ModuleType("tqdm.notebook")
+        bars.tqdm = bars.tqdm_notebook = tqdm.tqdm
+        bars.trange = bars.tnrange = tqdm.trange
+        sys.modules["tqdm.notebook"] = tqdm.notebook = bars
 
 
 def _no_keyboard(said: str, *_: Any, **__: Any) -> NoReturn:

@@ -153,6 +153,11 @@ class Listener:
                     f"{o.op} names rank {args[self._at_root]}, and this group has the ranks {list(o.ranks)}."
                 )
             o.peer = o.ranks[args[self._at_root]]
+            if self._is_message and o.peer == self.recorder.rank and not o.enqueued:
+                raise ValueError(
+                    f"{o.op} names this rank itself. Gloo connects a rank with others only: where sender and receiver "
+                    f"are the same rank, copy the tensor, `received.copy_(sent)`."
+                )
         if self._at_tag is not None and not o.enqueued:  # nccl passes tags over
             o.tag = args[self._at_tag]
         if self._at_reduce_op is not None:

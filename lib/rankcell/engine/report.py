@@ -11,7 +11,7 @@ import cloudpickle
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import MismatchError
+from ..errors import MismatchError, SpawnError
 from ..results import Call, Frame, NotSent, RankFailure
 
 MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
@@ -40,6 +40,7 @@ def failure(error: BaseException, *, at: float = 0.0, call: Call | None = None, 
 def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) -> RankFailure:
     notes = [str(n) for n in _safely(lambda: list(getattr(error, "__notes__", ())), [])]
     message = _safely(lambda: str(error), "(its text could not be made: __str__ failed)")
+    message = _GROUP_AT.sub(r"\1", message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}... ({len(message) - MAX_MESSAGE:,} more characters)"
     if isinstance(error, SystemExit):
@@ -48,7 +49,8 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
     if type(error).__name__ == "BdbQuit":
         notes.append(BDB_NOTE)
     mismatch = error.details if isinstance(error, MismatchError) else None
-    causes = tuple(_causes(error, depth)) if depth < MAX_DEPTH else ()
+    told = isinstance(error, SpawnError)  # what is behind it is a traceback of the other process
+    causes = tuple(_causes(error, depth)) if depth < MAX_DEPTH and not told else ()
     return RankFailure(
         type(error).__name__,
         message,
@@ -66,6 +68,7 @@ _STALE = re.compile(
     r"not initialized in the world group map|Could not resolve the process group|Invalid process group"
     r"|Group <.*> is not registered"
 )
+_GROUP_AT = re.compile(r"(<torch\.distributed[\w.]+ object) at 0x[0-9a-f]+")  # "is not part of group <...>"
 _ADDRESS = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # differs from rank to rank, and tells nobody anything
 
 
@@ -85,7 +88,8 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
         else "Another rank has left: it destroyed its process group, gave up an operation, or failed."
     )
     # what torch handled meanwhile is the same once more, in the words of its backend
-    return replace(found, message=message, notes=(*found.notes, note), causes=())
+    causes = tuple((h, c) for h, c in found.causes if not (_CLOSED.search(c.message) or _STALE.search(c.message)))
+    return replace(found, message=message, notes=(*found.notes, note), causes=causes)
 
 
 def _causes(error: BaseException, depth: int) -> list[tuple[str, RankFailure]]:

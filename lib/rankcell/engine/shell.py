@@ -9,6 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 # data, metadata, display id, whether it replaces the earlier one of this id
+WIDGET = "application/vnd.jupyter.widget-view+json"
 Show = Callable[[dict[str, Any], dict[str, Any], str | None, bool], None]
 
 
@@ -44,8 +45,9 @@ class Publisher(DisplayPublisher):
         update: Any = False,
         **_: Any,
     ) -> None:
-        """Called by IPython with the display as MIME types."""
+        """Called by IPython with the display as MIME types; of a widget nobody would hear: its text is shown."""
         if Publisher.show is not None:
+            data = {kind: value for kind, value in data.items() if kind != WIDGET}
             Publisher.show(data, metadata or {}, (transient or {}).get("display_id"), update)
 
     def clear_output(self, wait: bool = False) -> None:

@@ -2,6 +2,7 @@
 libraries, subprocesses. How the two take turns is noted, since two pipes cannot tell.
 """
 
+import contextlib
 import ctypes
 import io
 import os
@@ -39,6 +40,12 @@ class Stdio:
         # of this cell: from which byte of stderr on so many bytes of stdout stood before it
         self.turns: list[tuple[int, int]] = []
         self._open(0, 0)
+        os.register_at_fork(before=self._flush_both, after_in_child=self._write_lines)
+
+    def _write_lines(self) -> None:
+        """A process that the rank has forked may live longer than the cell: its lines go out as they are printed."""
+        with contextlib.suppress(ValueError):  # closed
+            self._stdout.reconfigure(line_buffering=True)
 
     def _open(self, out: int, err: int) -> None:
         """Open both, to which so many bytes have been written."""
@@ -75,9 +82,12 @@ class Stdio:
 
     def flush(self) -> None:
         """Send what lies in buffers, those of C libraries too."""
+        self._flush_both()
+        self._libc.fflush(None)
+
+    def _flush_both(self) -> None:
         self._flush(sys.stdout)
         self._flush(sys.stderr)
-        self._libc.fflush(None)
 
     @staticmethod
     def _flush(stream: Any) -> None:

@@ -124,7 +124,7 @@ class Rank:
                 found, seconds = self._work(task, start)
                 # a __repr__ of the learner's is part of the cell: it may raise, wait, and communicate
                 if found is not None:
-                    data, _ = self.shell.display_formatter.format(found)
+                    data, _ = self.shell.display_formatter.format(found, exclude={shell.WIDGET})
                     value = report.pack(found, data.get("text/plain", ""))
                     self._synchronize()
                 pulled = {name: self._names.pull(name) for name in task.pull}

@@ -232,6 +232,22 @@ def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: di
     return f"rank {found.rank} calls {_call_of(call, size)} where {where}{waits}"
 
 
+def parted_before(run: Run) -> str:
+    """Of calls in one line that do not match: where the ranks of the cell had parted; "" where that cannot be told."""
+    calls = [call for r in run.ran if r.mismatch for call in r.mismatch.calls.values()]
+    size, records = run.world_size, [_of_cell(r) for r in run.ran if r.events]
+    found = find_divergent_rank(records, [r.rank for r in records])
+    if len({(c.file, c.line) for c in calls}) > 1 or found is None or not (found.call and found.usual and found.others):
+        return ""
+    usual = f"{name_ranks(found.others)} called {_call_of(found.usual, size, found.others)}"
+    return f"They had parted before: rank {found.rank} called {_call_of(found.call, size)} where {usual}."
+
+
+def _of_cell(result: RankResult) -> RankRecord:
+    phase, calls = "finished" if result.state == "ok" else "running", len(result.events) + result.dropped
+    return RankRecord(result.rank, phase=phase, calls=calls, events=result.events)
+
+
 def _call_of(event: Event, world_size: int, ranks: Sequence[int] = ()) -> str:
     """A call, its group, and where; of `ranks` that may each have called it in a group of their own."""
     where = f" at {at_line(event.line, event.file)}" if event.line else ""
