@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import rankcell
-from rankcell import check
+from rankcell import RankError, check
 from rankcell.compare.judge import NothingToCompare
 from rankcell.compare.trace import Trace, TraceTooLarge
 
@@ -317,8 +317,11 @@ with rankcell.trace(model) as one:
 def test_without_a_trace_it_says_where_one_is_made(four):
     one, traced = dense(steps=1), COMMON + "model = gpt(seed=1)\nwith rankcell.trace(model):\n    model(x)"
     run = four.run(traced)
+    with pytest.raises(RankError) as failed:
+        four.run(traced + "\n    assert rank != 1")
     for arguments, how, says in (
         ((four.run("1"), one), {}, "The ranks have traced nothing"),
+        ((failed.value.run, one), {}, "The Run failed on rank 1. Repair that first"),
         ((run, []), {}, "no trace of one process"),
         ((run, one), {"mesh": {"dp": 2, "tp": 4}}, "has 8 places, and the Run has 4 ranks"),
         ((run, one), {"names": {"": "other"}}, "No tensor of the ranks has a name of the dense model"),

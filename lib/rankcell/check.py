@@ -156,7 +156,7 @@ def against(
         names: the dense names of modules that are called otherwise on the ranks, by the beginning of their names.
 
     Raises:
-        NothingToCompare: the Run or the trace is none, or no name is in both.
+        NothingToCompare: the Run or the trace is none, the Run ended with an error, or no name is in both.
     """
     return extensions.find("check.against")(run, one, mesh=mesh, names=names)
 

@@ -100,7 +100,7 @@ for used, spare in found + static:
     assert spare is None, "the spare head gets no gradient"
     check.equals_dense(used, used_head.bias.grad, atol=1e-6)
 
-# wrong: hand: sums and does not divide | numbers differ
+# wrong: hand: sums and does not divide | (yours is their sum)
 # %%ranks 4 --push train,x,y --pull weights -o run
 def same_start(model):
     for p in model.parameters():

@@ -276,6 +276,29 @@ def backward(shards, inputs, upstream):
         upstream = x.grad
 
 
+# wrong: stage-3: the backward begins with the first layer | is the last layer the first in `backward`
+# %%ranks 4 --push layer
+def forward(shards, x):
+    inputs = []
+    for shard in shards:
+        inputs.append(x)
+        whole = gather(shard)
+        with torch.no_grad():
+            x = layer(whole, x)
+        free(whole)
+    return x, inputs
+
+
+def backward(shards, inputs, upstream):
+    for shard, x in zip(shards, inputs, strict=True):
+        whole = gather(shard)
+        x = x.detach().requires_grad_()
+        (layer(whole, x) * upstream).sum().backward()
+        reduce(shard, whole)
+        free(whole)
+        upstream = x.grad
+
+
 # right: stage-3: torch.autograd.grad with the gradient from above
 # %%ranks 4 --push layer
 @torch.no_grad()

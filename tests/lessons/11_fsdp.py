@@ -276,7 +276,7 @@ class HybridUnit(Unit):
         self.whole.grad = None
 
 
-# wrong: hybrid: divides by the ranks of one axis | the weights after 3 steps
+# wrong: hybrid: divides by the ranks of one axis | divided by the number of all ranks
 # %%ranks 4
 class HybridUnit(Unit):
     def reduce(self):

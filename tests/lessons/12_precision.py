@@ -267,19 +267,19 @@ class Scaler:
         optimizer.step()
 
 
-# right: agree: counts the ranks that overflow
+# right: agree: divides before it looks, as torch's GradScaler does, and counts the ranks that overflow
 # %%ranks 4 --device cpu
 class Scaler:
     scale = 2.0**16
 
     def step(self, optimizer, shards):
+        for shard in shards:
+            shard.grad.div_(self.scale)
         bad = torch.stack([~torch.isfinite(shard.grad).all() for shard in shards]).any().int()
         dist.all_reduce(bad)
         if bad.item() > 0:
             self.scale *= 0.5
         else:
-            for shard in shards:
-                shard.grad.div_(self.scale)
             optimizer.step()
 
 

@@ -133,7 +133,7 @@ def mlp(x, A, B):
     return Reduce.apply(gelu(Copy.apply(x) @ A[:, mine]) @ B[mine])
 
 
-# wrong: ex2-solution: the bias of every rank is in the sum | y: rank 0 is off by
+# wrong: ex2-solution: the bias of every rank is in the sum | y: rank 0 is off by | Row sums over the ranks, and then adds
 # %%ranks 4
 class Row(torch.nn.Module):
     def __init__(self, dense):

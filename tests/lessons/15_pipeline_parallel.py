@@ -156,7 +156,7 @@ def one_f_one_b(stage, inputs, loss_of, like, send):
     return total if rank == 3 else None
 
 
-# right: one-f-one-b: one loop over turns, a float for the loss
+# right: one-f-one-b: one loop over turns, a float for the loss, and each gradient is waited for at once
 # %%ranks 4 --device cpu
 def one_f_one_b(stage, inputs, loss_of, like, send):
     from collections import deque
@@ -186,7 +186,7 @@ def one_f_one_b(stage, inputs, loss_of, like, send):
             else:
                 out.backward()
             if rank > 0:
-                sent.append(send(x.grad, rank - 1))
+                send(x.grad, rank - 1).wait()
     for work in sent:
         work.wait()
     return total if rank == world_size - 1 else None

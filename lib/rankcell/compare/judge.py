@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserFacingError
-from ..results import Run, name_some
+from ..results import Run, name_ranks, name_some
 from . import layouts
 from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
@@ -85,6 +85,8 @@ def _ranks(run: Run, names: Mapping[str, str]) -> _OfRanks:
             "The ranks have traced nothing. In the rank cell, put what is to be compared into "
             "`with rankcell.trace(model):`, and give the cell a name: `%%ranks 4 -o run`."
         )
+    if run.failed:
+        raise NothingToCompare(f"The Run failed on {name_ranks([r.rank for r in run.failed])}. Repair that first.")
     found: _OfRanks = {}
     for result in run.ran:
         for e in result.trace:
