@@ -3,6 +3,7 @@ trainer divides its logits by the temperature, so the ratio of new and old is of
 
 source: https://github.com/huggingface/trl/issues/4159
 mesh: dp 4
+loss: of a policy
 first: head grad_output | the model grad_output
 side: backward
 """

@@ -5,6 +5,7 @@ shards, and the next step computes with the old weights.
 source: https://github.com/Robbyant/lingbot-vla/pull/50
 mesh: fsdp 4
 steps: 2
+loss: stays
 first: head.weight grad
 side: backward
 """
