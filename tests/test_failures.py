@@ -11,12 +11,15 @@ import signal
 import textwrap
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rankcell import Deadlock, RankError, RankLost, RankMismatch, RankTimeout
+from rankcell.engine import report
 from rankcell.errors import RanksInterrupted
+from rankcell.results import RankFailure
 
 pytestmark = pytest.mark.slow
 
@@ -262,6 +265,14 @@ finally:
     for wait in ("dist.all_reduce(torch.ones(2))", "if rank == 2: dist.recv(torch.ones(2), 1)"):
         said = str(fails(four, source.replace("WAIT", wait), RankError))
         assert "rank 1 came there while it handled MemoryError: no room (line 3)." in said
+
+
+def test_a_connection_that_closed_before_an_interrupt_hides_nothing():
+    closed = RankFailure("RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    memory, interrupt = RankFailure("MemoryError", "no room"), RankFailure("KeyboardInterrupt", "")
+    for cause, left in ((closed, ()), (memory, (("while handling", memory),))):
+        found = replace(interrupt, causes=(("while handling", cause),))
+        assert report.without_addresses(found, renewed=False).causes == left
 
 
 def test_a_group_is_named_without_its_address(four):

@@ -182,6 +182,12 @@ def fit(seconds):
     determinant = uu * vv - uv * uv
     return (sum(u) * vv - sum(v) * uv) / determinant, (uu * sum(v) - uv * sum(u)) / determinant
 
+# right: tree-size: where two straight lines meet
+def tree_up_to(n, link):
+    levels = math.ceil(math.log2(n))
+    slope_of_ring, slope_of_tree = 2 * (n - 1) / n * link.beta, 2 * levels * link.beta
+    return (2 * (n - 1) * link.alpha - 2 * levels * link.alpha) / (slope_of_tree - slope_of_ring)
+
 # wrong: tree-size: knows four ranks only | on 64 ranks the tree is faster up to 2273 kB (yours: 160 kB)
 def tree_up_to(n, link):
     return 0.8 * link.alpha / link.beta
@@ -191,6 +197,10 @@ def tree_up_to(n, link):
     levels = __import__("math").log2(n)
     return (n - 1 - levels) / (levels - (n - 1) / n) * link.alpha / link.beta
 
+# right: busbw-formula: what each rank sends on a ring, by hand
+def reduce_scatter_busbw(output_bytes, seconds, n):
+    return output_bytes * (n - 1) / seconds * 1e-9
+
 # wrong: busbw-formula: puts back the factor of the world size, and keeps GiB | (yours: 332.0); 1 GB is 10^9 bytes
 def reduce_scatter_busbw(output_bytes, seconds, n):
     return output_bytes * (n - 1) / seconds / 1024**3
@@ -198,6 +208,11 @@ def reduce_scatter_busbw(output_bytes, seconds, n):
 # wrong: busbw-formula: is made for four ranks | 8 ranks that keep 1.0 GB each
 def reduce_scatter_busbw(output_bytes, seconds, n):
     return output_bytes * 3 / seconds / 1e9
+
+# right: bucket-count: backwards in time, from the last bucket
+def finish(k, backward=0.050, nbytes=500e6, link=cluster):
+    each = costs.ring_all_reduce(nbytes / k, 8, link)
+    return max(backward * i / k + (k - i + 1) * each for i in range(1, k + 1))
 
 # wrong: bucket-count: begins to communicate when the backward pass is over | (yours: 277.5 ms)
 def finish(k, backward=0.050, nbytes=500e6, link=costs.Link(alpha=20e-6, beta=1 / 10e9)):

@@ -191,6 +191,26 @@ def finish(self):
             p.grad.copy_(mean.view_as(p))
     self.under_way, self.complete = [], set()
 
+# right: bucketer: counts what is missing, and averages each piece while it is on the way
+# %%ranks 4
+def ready(self, p):
+    self.complete.add(p)
+    while len(self.under_way) < len(self.buckets):
+        bucket = self.buckets[len(self.under_way)]
+        if sum(q in self.complete for q in bucket) < len(bucket):
+            return
+        pieces = [q.grad for q in bucket]
+        flat = torch._utils._flatten_dense_tensors(pieces).div_(world_size)
+        self.under_way.append((pieces, flat, dist.all_reduce(flat, async_op=True)))
+
+def finish(self):
+    while self.under_way:
+        pieces, flat, work = self.under_way.pop(0)
+        work.wait()
+        for piece, mean in zip(pieces, torch._utils._unflatten_dense_tensors(flat, pieces)):
+            piece.copy_(mean)
+    self.complete.clear()
+
 # wrong: script: forgets set_epoch: every epoch has the same order | the loop calls `set_epoch`
 # %%ranks 4 -o run
 from torch.nn.parallel import DistributedDataParallel
@@ -231,6 +251,14 @@ for epoch in range(3):
     noted.append(model.module.down.bias[0].item())
 noted
 
+# right: uneven: the sum of the errors, over all numbers of the ten
+# %%ranks 4 --pull loss -o run
+mine = torch.arange(rank, 10, world_size)
+model = DistributedDataParallel(MLP(6, 32, 3, device=device))
+loss = mse_loss(model(x[mine]), y[mine])
+(mse_loss(model(x[mine]), y[mine], reduction="sum") / (10 * y.shape[1] / world_size)).backward()
+len(mine), model.module.down.bias.grad
+
 # wrong: uneven: the mean of means | yours is the mean of the four means
 # %%ranks 4 -o run
 mine = torch.arange(rank, 10, world_size)
@@ -251,6 +279,20 @@ mine = torch.arange(rank, 10, world_size)
 model = DistributedDataParallel(MLP(6, 32, 3, device=device))
 (mse_loss(model(x[mine]), y[mine]) * len(mine) / 10).backward()
 len(mine), model.module.down.bias.grad
+
+# right: bugs: forwards through the tensors, the loss divided
+# %%ranks 4 --pull weights,mine -o run
+model = MLP(6, 32, 3, device=device, dtype=torch.float64)
+parameters = list(model.parameters())
+optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+for step in range(10):
+    mine = 64 * step + torch.arange(64).chunk(world_size)[rank]
+    (mse_loss(model(x[mine].double()), y[mine].double()) / world_size).backward()
+    for p in parameters:
+        dist.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+weights = [p.detach() for p in parameters]
 
 # wrong: bugs: the first tensor is left out | four all-reduces in each of ten steps
 # %%ranks 4 --pull weights,mine -o run
@@ -312,6 +354,23 @@ def held_out(model, x, y):
     x, y = (torch.cat(rows) for rows in zip(*parts))
     with torch.no_grad():
         return mse_loss(model(x), y).item()
+
+# right: accumulate: three parts inside one no_sync, the last outside
+# %%ranks 4 --pull weights,sizes -o run
+model = DistributedDataParallel(MLP(6, 32, 3, seed=rank, device=device, dtype=torch.float64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sizes = []
+model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+for step in range(5):
+    with span(f"step {step}"):
+        *first, last = (torch.arange(32) + 128 * step + 32 * rank).chunk(4)
+        with model.no_sync():
+            for part in first:
+                (mse_loss(model(x[part].double()), y[part].double()) / 4).backward()
+        (mse_loss(model(x[last].double()), y[last].double()) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+weights = [p.detach() for p in model.parameters()]
 
 # wrong: accumulate: divides by four, and still never synchronizes | no rank started an all-reduce
 # %%ranks 4 --pull weights,sizes -o run

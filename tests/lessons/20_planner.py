@@ -243,6 +243,13 @@ sizes = sorted(s.nbytes // 256 for s in saved.values())
 assert sizes == [4, 1024, 2048, 2048, 3584, 3584, 3584, 3584], "two arrays in float32; the MLP keeps four"
 
 
+# right: p18-ex4: the formula of Megatron-LM's paper, for one token
+def tokens_per_s(tflops, shape, seq):
+    h, layers = shape.hidden, shape.layers
+    each = 96 * layers * h**2 * (1 + seq / (6 * h) + shape.vocab / (16 * layers * h))
+    return tflops * 1e12 / each
+
+
 # wrong: p18-ex4: leaves the bug | TFLOP/s, 24 layers
 def tokens_per_s(tflops, shape, seq):
     return tflops * 1e12 / shape.flops_per_token(seq)

@@ -77,6 +77,10 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
 
     `renewed`: the process groups of earlier cells were closed.
     """
+    # what torch handled meanwhile is the same once more, in the words of its backend
+    causes = tuple((h, c) for h, c in found.causes if not (_CLOSED.search(c.message) or _STALE.search(c.message)))
+    if found.type == "KeyboardInterrupt":  # it came when the connection was closed already
+        return replace(found, causes=causes)
     closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)
     if not closed and not _STALE.search(found.message):
         return found
@@ -87,8 +91,6 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
         if renewed
         else "Another rank has left: it destroyed its process group, gave up an operation, or failed."
     )
-    # what torch handled meanwhile is the same once more, in the words of its backend
-    causes = tuple((h, c) for h, c in found.causes if not (_CLOSED.search(c.message) or _STALE.search(c.message)))
     return replace(found, message=message, notes=(*found.notes, note), causes=causes)
 
 
