@@ -186,7 +186,7 @@ assert abs(torch.tensor(0.012 * 100).exp() - 3.3) < 0.05
 # after: one-token-calls
 calls = [(e.op, e.nbytes) for e in token.ranks[2].events if e.kind == "comm"]
 assert calls.count(("all_reduce", 2 * 24)) == 1 + 2 * 2 and len(calls) == 6 and calls[-1][0] == "all_gather"
-assert 2 * 8192 == 16 * 2**10 and round(16 * 2**10 / 300e9 * 1e6, 2) == 0.05
+assert 2 * 8192 == 16 * 2**10 and round(2 * 7 / 8 * 16 * 2**10 / 300e9 * 1e6, 1) == 0.1
 assert not any(e.kind == "comm" for r in (0, 1) for e in token.ranks[r].events)
 
 # after: real-number
