@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from rankcell import models
 from rankcell.models import GPT, MLP
@@ -166,20 +165,10 @@ def test_regression_is_a_fixed_net_and_noise():
     assert (y - clean).std().item() == pytest.approx(0.1, rel=0.05) and clean.std().item() > 0.4
 
 
-def test_sampling_leaves_the_model_as_it_was():
-    """Lesson 08 shows what is written; here the text is longer than the context."""
-    model = GPT(49, 16, context=4)
-    words = models.sample(model, "The fox", characters=9)
-    assert words.startswith("The fox") and len(words) == 16 and model.training
-    assert words == models.sample(model, "The fox", characters=9) != models.sample(model, "The fox", seed=1)
-    models.sample(model.eval(), "The fox", characters=1)
-    assert not model.training
-
-
 def test_text_is_small_and_plain():
     text = models.text()
     assert 5_000 < len(text) < 20_000 and text.isascii() and len(models.vocabulary()) == 49
-    assert models.decode(models.encode(text)) == text
+    assert "".join(models.vocabulary()[token] for token in models.encode(text).tolist()) == text
 
 
 def test_batches_depend_on_seed_and_step_only():
@@ -218,23 +207,12 @@ def test_what_does_not_fit_is_said(call, says):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_and_operations_are_those_that_torch_counts(tied):
+def test_parameters_are_counted_by_formula(tied):
     """Lesson 08 checks the bytes that a forward keeps, and the MLP."""
     dims = {**DIMS, "tied": tied}
-    model, (x, y) = GPT(**dims), models.batch(torch.arange(29), 0, size=7, length=5)
-    with FlopCounterMode(display=False) as forward:
-        loss = models.cross_entropy(model(x), y)
-    with FlopCounterMode(display=False) as backward:
-        loss.backward()
-    counted = {"forward": forward.get_total_flops(), "backward": backward.get_total_flops()}
-    assert counted == models.gpt_flops(**dims, size=7, length=5)
-    assert parameters(model) == models.gpt_parameters(**dims)
+    assert parameters(GPT(**dims)) == models.gpt_parameters(**dims)
 
 
 def test_formulas_are_those_of_the_papers():
     # https://huggingface.co/openai-community/gpt2: 124 439 808, in the same architecture
     assert models.gpt_parameters(50257, 768, n_layers=12, context=1024) == 124_439_808
-    flops = sum(models.gpt_flops(50257, 768, n_layers=12, size=1, length=1024).values())
-    products = models.gpt_parameters(50257, 768, n_layers=12, context=0)
-    attention = 3 * 4 * 1024 * 768 * 12 * 1024
-    assert models.training_flops(products, 1024) == pytest.approx(flops - attention, rel=0.002)

@@ -46,11 +46,6 @@ def encode(words: str) -> Tensor:
     return torch.tensor([places[character] for character in words], dtype=torch.long)
 
 
-def decode(tokens: Tensor) -> str:
-    """The characters of `tokens` in a row."""
-    return "".join(vocabulary()[token] for token in tokens.flatten().tolist())
-
-
 def batch(
     tokens: Tensor, step: int, *, size: int = 16, length: int = 32, seed: int = 0, rank: int = 0, world_size: int = 1
 ) -> tuple[Tensor, Tensor]:

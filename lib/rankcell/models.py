@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .corpus import batch, batches, decode, encode, generator, normal, regression, text, vocabulary
+from .corpus import batch, batches, encode, generator, normal, regression, text, vocabulary
 
 __all__ = [
     "GPT", "MLP", "Attention", "Block", "Decoder", "Llama", "LlamaBlock", "SwiGLU", "batch", "batches",
-    "causal_attention", "cross_entropy", "decode", "encode", "generator", "gpt_flops", "gpt_parameters",
-    "gpt_saved_bytes", "initialise", "regression", "repeat_heads", "rotate", "sample", "text", "training_flops",
-    "vocabulary",
+    "causal_attention", "cross_entropy", "encode", "generator", "gpt_parameters", "gpt_saved_bytes", "initialise",
+    "regression", "repeat_heads", "rotate", "text", "vocabulary",
 ]  # fmt: skip
 
 EMBEDDING_STD = 0.02  # GPT-2's, https://github.com/openai/gpt-2/blob/master/src/model.py, 2019
@@ -344,19 +343,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(model: Decoder, start: str, *, characters: int = 200, seed: int = 0, temperature: float = 0.7) -> str:
-    """`start` and what the model writes after it, one character at a time."""
-    random, device = generator(seed, "sample"), next(model.parameters()).device
-    tokens, training, context = encode(start), model.training, model.context
-    model.eval()
-    for _ in range(characters):
-        logits = model(tokens[-context:][None].to(device))[0, -1].cpu()
-        chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
-        tokens = torch.cat([tokens, chosen])
-    model.train(training)
-    return decode(tokens)
-
-
 # What they cost, by formula
 
 
@@ -367,28 +353,6 @@ def gpt_parameters(
     d = d_model
     layer = (4 * d * d + 4 * d) + (8 * d * d + 5 * d) + 2 * 2 * d  # attention, MLP, two norms
     return vocab * d * (1 if tied else 2) + context * d + n_layers * layer + 2 * d
-
-
-def gpt_flops(vocab: int, d_model: int = 64, *, size: int, length: int, n_layers: int = 2, **_: Any) -> dict[str, int]:
-    """Floating-point operations of the GPT's matrix products for a batch of `size` sequences of `length`.
-
-    A product of (n, k) and (k, m) takes 2nkm, a multiplication and an addition each. Forward per token and layer: 8d²
-    for query, key, value and output, 4·length·d for the scores and the weighted sum (also the masked half), 16d² for
-    the MLP; 2·d·vocab for the head. The backward is exactly twice the forward. Heads and tying change nothing.
-    """
-    d, tokens = d_model, size * length
-    layer = 8 * d * d + 4 * length * d + 16 * d * d
-    forward = tokens * (n_layers * layer + 2 * d * vocab)
-    return {"forward": forward, "backward": 2 * forward}
-
-
-def training_flops(parameters: float, tokens: float) -> float:
-    """6·N·D: the usual estimate of the operations that train N parameters on D tokens.
-
-    The products of tokens with tokens in attention are left out; they add a share of length / (6 * d_model).
-    """
-    # C = 6NBS, https://arxiv.org/abs/2001.08361, section 2.1 (2020); the part of attention: Table 1 there
-    return 6.0 * parameters * tokens
 
 
 def gpt_saved_bytes(
