@@ -404,8 +404,11 @@ def register():
             raise RuntimeError("the communicator was aborted: it cannot be used any more")
         if comm.batch is not None:
             comm.batch.append((peer, begin, end))
-            work = Work(None, list(tensors))
-            without_work.add(id(work))
+            over = Item(None, [], 0)
+            over.done.set()
+            work = Work(over, list(tensors))
+            if "RANKCELL_STAND_IN_2" not in os.environ:  # nccl gives none; that of torch 2.15 one that is over
+                without_work.add(id(work))
             return work.boxed()
         comm.meet(peer)
         return Work(enqueue(comm, lambda: (begin(), end())), list(tensors)).boxed()

@@ -188,8 +188,10 @@ class Listener:
         recorder = self.recorder
         boxed = result[-1] if isinstance(result, tuple) else result
         work = None if boxed is None else self._unbox_work(boxed)
+        # a call of a batch has no Work, or (nccl of torch 2.15) one that is over before the batch is launched
+        batched = bool(o.enqueued) and self.batches.add(o)
         if work is None:  # nccl's box is empty where a call does not ask for a Work
-            if o.enqueued and self.batches.add(o):
+            if batched:
                 pass
             elif o.enqueued and not self._is_barrier:  # a barrier returns when the device is through with it
                 o.passed = streams.mark(tensors[0] if tensors else None)
@@ -201,10 +203,12 @@ class Listener:
                 return result
             # a kernel in Python must return one
             return (*result[:-1], _no_work()) if isinstance(result, tuple) else _no_work()
+        if batched:
+            return result
         o.work, o.work_id = work, id(work)
         recorder.by_work[o.work_id] = o
         if o.enqueued:  # its future is done when the work is enqueued: the work itself is asked
-            o.passed = work.is_completed
+            o.passed = streams.done(work)
         elif o.is_async and not self._is_message:
             try:
                 work.get_future().add_done_callback(lambda _: recorder.mark_done(o))
@@ -280,7 +284,7 @@ class Batches:
             work = end(group, *args)
             for o in batch:  # they have one Work together
                 o.wait_start, o.work_id = None, id(work)
-                o.passed = work.is_completed if work is not None else lambda: True
+                o.passed = streams.done(work) if work is not None else lambda: True
             if batch and work is not None:
                 first, *first.batch = batch
                 recorder.by_work[id(work)] = first

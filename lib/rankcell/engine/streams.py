@@ -7,8 +7,9 @@ where the host waits for the device, or never. Then an operation is over when th
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
-ENQUEUE = {"nccl"}  # backends of torch that do so, by name
+ENQUEUE = {"nccl", "nccl2", "nccl-legacy"}  # backends of torch that do so, by name: "nccl" is one of the others
 
 
 def mark(tensor: torch.Tensor | None) -> Callable[[], bool]:
@@ -19,3 +20,9 @@ def mark(tensor: torch.Tensor | None) -> Callable[[], bool]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event.query
+
+
+def done(work: dist.Work) -> Callable[[], bool]:
+    """A function that tells whether `work` is over; always, if a graph is being recorded: its events may not be asked."""
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return (lambda: True) if capturing else work.is_completed
