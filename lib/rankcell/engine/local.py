@@ -77,14 +77,17 @@ class Local(Host):
     Args:
         choice: what the ranks talk over, and what they find in their environment unless the learner has set it.
         method: how their processes are started, one of `launch.METHODS`.
+        interface: the network interface of gloo; the loopback by default.
 
     Raises:
         StartError: gloo could not talk over that interface, or there is nowhere to put what the ranks share.
     """
 
-    def __init__(self, world_size: int, choice: devices.Choice, method: str = "forkserver") -> None:
+    def __init__(
+        self, world_size: int, choice: devices.Choice, method: str = "forkserver", *, interface: str = system.LOOPBACK
+    ) -> None:
         self.ranks, self.choice = range(world_size), choice
-        self._method = method
+        self._interface, self._method = interface, method
         self._members: dict[int, _Member] = {}
         asked = os.environ.get("GLOO_SOCKET_IFNAME")
         if choice.backend == "gloo" and (problem := system.interface_problem(asked)):
@@ -122,7 +125,7 @@ class Local(Host):
     def start(self, orders: Sequence[StartRank]) -> None:
         environment = {**self.choice.environment, **os.environ}
         if self.choice.backend == "gloo":
-            environment.setdefault("GLOO_SOCKET_IFNAME", system.LOOPBACK)
+            environment.setdefault("GLOO_SOCKET_IFNAME", self._interface)
         members: list[_Member] = []
         asked: list[tuple[StartRank, list[int]]] = []
         try:
