@@ -190,7 +190,7 @@ class Listener:
         work = None if boxed is None else self._unbox_work(boxed)
         # a call of a batch has no Work, or (nccl of torch 2.15) one that is over before the batch is launched
         batched = bool(o.enqueued) and self.batches.add(o)
-        if work is None:  # nccl's box is empty where a call does not ask for a Work
+        if work is None or batched:  # nccl's box is empty where a call does not ask for a Work
             if batched:
                 pass
             elif o.enqueued and not self._is_barrier:  # a barrier returns when the device is through with it
@@ -199,12 +199,10 @@ class Listener:
             else:
                 o.done = o.issued
                 recorder.close(o)
-            if not self._gives_work:
+            if not self._gives_work or work is not None:
                 return result
             # a kernel in Python must return one
             return (*result[:-1], _no_work()) if isinstance(result, tuple) else _no_work()
-        if batched:
-            return result
         o.work, o.work_id = work, id(work)
         recorder.by_work[o.work_id] = o
         if o.enqueued:  # its future is done when the work is enqueued: the work itself is asked

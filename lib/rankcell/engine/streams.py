@@ -23,6 +23,6 @@ def mark(tensor: torch.Tensor | None) -> Callable[[], bool]:
 
 
 def done(work: dist.Work) -> Callable[[], bool]:
-    """A function that tells whether `work` is over; always, if a graph is being recorded: its events may not be asked."""
+    """A function that tells whether `work` is over; true while a graph is recorded: its events may not be asked."""
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return (lambda: True) if capturing else work.is_completed
