@@ -332,6 +332,58 @@ def test_sys_exit_ends_the_cell_and_not_the_rank(four):
     assert four.run("kept").values == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("leaves", ["sys.exit()", "sys.exit(0)", "raise SystemExit", "exit()"])
+def test_an_exit_with_status_0_is_no_failure(four, leaves):
+    four.notes.clear()
+    assert (
+        four.run(f"import sys\nprint('through')\n{leaves}\nprint('not here')").ranks[3].stdout == "through\n"
+    )
+    assert any("sys.exit() in line 3 ended the cell. The rank lives on" in note for note in four.notes)
+    error = fails(four, f"import sys\nif rank == 2: {leaves}\ndist.barrier()", Deadlock)
+    assert "rank 2 ended the cell with sys.exit() in line 2 without the barrier" in str(error).splitlines()[0]
+
+
+HINTS = {
+    "import argparse\nargparse.ArgumentParser().parse_args(['--x'])": "write `parse_args(['--name', 'value'])`",
+    "import asyncio\nasync def main(): pass\nawait main()\nasyncio.run(main())": "write `await main()`",
+    "import os\nif rank < 2: open('absent')\ndist.barrier()": "another rank may have made or removed this",
+    "notebook_launcher = print\nnotebook_launcher(1 / 0)": "call the function itself, without a launcher",
+}
+
+
+@pytest.mark.parametrize("source", HINTS)
+def test_what_to_do_is_said(four, source):
+    assert HINTS[source] in str(fails(four, source))
+
+
+def test_a_file_that_no_rank_finds_is_nobody_s_doing(four):
+    assert "another rank" not in str(fails(four, "open('absent')"))
+
+
+def test_a_launcher_in_a_rank_cell_starts_nothing(four):
+    source = "from torch.distributed.launcher.api import LaunchConfig, elastic_launch\ndef train(): pass\n"
+    error = str(fails(four, f"{source}elastic_launch(LaunchConfig(1, 1, 2), train)()"))
+    assert "call `train(...)` directly, without notebook_launcher." in error
+
+
+def test_an_awaiting_cell_leaves_the_event_loop_as_it_was(four):
+    four.run("import asyncio\nawait asyncio.sleep(0)\n")
+    four.run("loop = asyncio.get_event_loop_policy().get_event_loop()")
+
+
+def test_a_name_that_went_with_a_rank_or_that_few_ranks_have(four):
+    four.run("early = 1")
+    fails(four, "import os\nlate = 2\nif rank == 1: os._exit(0)\ndist.barrier()", RankLost)
+    for name in ("early", "late"):
+        said = str(fails(four, f"{name}\ndist.barrier()"))
+        assert f"rank 1 is a new process since `{name}` was defined: run the cell" in said
+    four.run("early = late = 3")
+    four.run("del early")
+    assert "new process" not in str(fails(four, "early"))
+    four.run("few = 1", only=[0, 2])
+    assert "Only ranks 0, 2 defined `few` in an earlier cell." in str(fails(four, "few"))
+
+
 def test_out_of_memory_is_an_ordinary_exception(four):
     error = fails(four, "if rank == 0: torch.empty(1 << 60)\ndist.barrier()")
     assert str(error).startswith("rank 0 of 4 failed first: RuntimeError")

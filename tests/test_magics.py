@@ -145,6 +145,30 @@ def test_an_ordinary_cell_is_told_what_only_ranks_have(shell, capsys, source):
     shell.user_ns.pop("dist", None)
 
 
+def test_an_ordinary_cell_is_told_of_names_that_the_ranks_have(cell, shell, capsys):
+    cell("2", "def of_ranks(): return 1")
+    capsys.readouterr()
+    assert not shell.run_cell("of_ranks()").success
+    said = capsys.readouterr().err
+    assert (
+        "Only the ranks have of_ranks: begin the cell with `%%ranks 2`" in said and "--pull of_ranks" in said
+    )
+
+
+def test_figures_are_shown_where_they_were_drawn_and_only_there(cell, shell, monkeypatch):
+    """Open figures at the end of a cell, also of one that fails; a figure that is the value is not shown here again."""
+    plot = "import matplotlib; matplotlib.use('module://matplotlib_inline.backend_inline')\n"
+    plot += "import matplotlib.pyplot as plt\nfig, ax = plt.subplots(); ax.plot([1, 2])\n"
+    with pytest.raises(RankError) as caught:
+        cell("1", f"{plot}1 / 0")
+    assert ["image/png" in d.data for d in caught.value.run.ranks[0].displays] == [True]
+    assert len(cell("1", f"{plot}print('end')").ranks[0].displays) == 1
+    figure = cell("1", f"{plot}fig").values[0]
+    import matplotlib.pyplot as plt
+
+    assert type(figure).__name__ == "Figure" and plt.get_fignums() == []
+
+
 def test_parts_answer_to_words_of_the_magic(shell, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "findings", lambda: [doctor.Finding("works", "all of it.")])
     shell.run_line_magic("ranks", "doctor")

@@ -750,6 +750,17 @@ def test_an_updated_display_stays_in_its_place(two):
     assert shown.data["text/plain"] == "'new'" and shown.stdout_offset == 0
 
 
+def test_a_bar_of_each_rank_stands_there_once(two):
+    run = two.run("from tqdm import tqdm\nfor _ in tqdm(range(2), position=rank): pass")
+    assert [r.stderr.count("2/2") for r in run.ranks] == [1, 1] and "\x1b" not in run.ranks[1].stderr
+
+
+def test_ranks_that_a_script_has_silenced_are_heard_in_the_next_cell(two):
+    run = two.run("import os, sys\nif rank: sys.stdout = open(os.devnull, 'w')\nprint(rank)")
+    assert [r.stdout for r in run.ranks] == ["0\n", ""]
+    assert [r.stdout for r in two.run("print(rank)").ranks] == ["0\n", "1\n"]
+
+
 def test_many_displays_keep_the_newest(two):
     run = two.run(
         "from IPython.display import display, Markdown\nfor i in range(1000): display(Markdown(str(i)))",

@@ -124,9 +124,7 @@ class SpawnError(RuntimeError):
 
 
 def of_cell_elsewhere(name: str, *, named: bool = True) -> SpawnError:
-    """The error for what a cell defined under `name`, where a process that a rank has started needs it; or it has no
-    name of its own any more.
-    """
+    """The error for what a cell defined as `name`, where another process needs it; or it has no such name now."""
     if not named:
         why = (
             "a lambda, or a function in a function, has no name by which another process finds it: use `def` at the "
@@ -236,6 +234,12 @@ def _where(filename: str, lineno: int) -> str:
     return f'File "{filename}", line {lineno}'
 
 
+_FILES = (
+    "The ranks share their files: another rank may have made or removed this just before. Let rank 0 do it "
+    "(`if rank == 0:`), and the others wait in dist.barrier()."
+)
+
+
 def rank_error(run: Run) -> RankError:
     """The error for a cell in which at least one rank raised, the earliest failure first."""
     first = run.failed[0]
@@ -254,7 +258,19 @@ def rank_error(run: Run) -> RankError:
         lines += ["", frames]
     lines += _causes(first.error)
     lines += [f"\n{note}" for note in first.error.notes]
+    kind = first.error.type
+    if kind.startswith(("FileExists", "FileNotFound")) and not all(r.error and r.error.type == kind for r in run.ran):
+        lines.append(f"\n{_FILES}")
     return RankError("\n".join(lines), run)
+
+
+def missing_names(run: Run) -> dict[str, list[int]]:
+    """Names for want of which ranks failed, and those ranks."""
+    found: dict[str, list[int]] = {}
+    for r in run.failed:
+        if r.error and r.error.type == "NameError" and (name := re.match(r"name '(\w+)' is not", r.error.message)):
+            found.setdefault(name[1], []).append(r.rank)
+    return found
 
 
 def _causes(failure: RankFailure, indent: str = "") -> list[str]:

@@ -28,7 +28,7 @@ from .draw import page
 from .engine import devices, launch, world
 from .results import Run
 
-_OS = ("<frozen os>", os.__file__)  # how Python calls the file of its module `os`
+_OS = "<frozen os>"  # how Python calls the file of its module `os`
 
 _AUTORELOAD = (
     "autoreload does not reach the ranks: after you edit a module, `%ranks restart` starts ranks that import it anew."
@@ -139,10 +139,7 @@ class RankMagics(Magics):
         return ranks
 
     def _keep(self, run: Run, options: Any) -> Run:
-        """Give the notebook the names that it asked for; the run that is the cell's value, which Out keeps.
-
-        Pulled values are held by their names alone, so that `del name` frees them.
-        """
+        """Give the notebook the names it asked for; the run for Out, without what was pulled: `del name` frees it."""
         for name, values in run.pulled.items():
             self.shell.user_ns[name] = list(values)
         if options.out:
@@ -157,7 +154,8 @@ class RankMagics(Magics):
         word, *more = line.split() or [""]
         alive = [w for w in self.worlds.values() if w.alive]
         if word == "":
-            print("\n".join(map(_row, alive)) or "No ranks are alive. A `%%ranks 4` cell starts four.")
+            rows = [f"{_count(w.world_size)} on {w.device} ({w.backend}), pids {str(w.pids)[1:-1]}" for w in alive]
+            print("\n".join(rows) or "No ranks are alive. A `%%ranks 4` cell starts four.")
             return None
         if f"%ranks {word}" in extensions.TABLE:
             return extensions.find(f"%ranks {word}")(more)
@@ -184,6 +182,17 @@ class RankMagics(Magics):
             if ranks.alive:
                 ranks.stop()
         self.worlds.clear()
+
+    def tell_where_names_are(self, result: Any) -> None:
+        """Below the error of an ordinary cell that uses what only ranks have."""
+        error = result.error_in_exec
+        name = error.name if isinstance(error, NameError) else None
+        theirs = [w.world_size for w in self.worlds.values() if w.alive and name in w.names]
+        if name in ("rank", "world_size", "device", "dist") or "Default process group has not been" in str(error):
+            print("Only ranks have that: put `%%ranks 4` on the first line of the cell.", file=sys.stderr)
+        elif theirs:
+            here = f"or define {name} here, too (`--pull {name}` in the line of a rank cell fetches its values)."
+            print(f"Only the ranks have {name}: begin the cell with `%%ranks {theirs[-1]}`, {here}", file=sys.stderr)
 
     @context_matcher(identifier="rankcell")
     def match(self, context: Any) -> SimpleMatcherResult:
@@ -220,32 +229,23 @@ def _tell(ranks: world.Ranks) -> None:
 
 
 def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
-    """What to do where a rank failed for want of something that the notebook has, or named a rank of another group."""
+    """What to do where a rank failed for want of something that the notebook has."""
     failures = [r.error for r in run.failed if r.error is not None]
-    said = [(f.type, f.message) for f in failures]
-    missing = [re.fullmatch(r"name '(\w+)' is not defined.*", text) for kind, text in said if kind == "NameError"]
     # raised in os.environ itself, not in a dictionary of the learner's with such a key
     unset = [
-        f.message.strip("'") for f in failures if f.type == "KeyError" and f.frames and f.frames[-1].filename in _OS
+        f.message.strip("'") for f in failures if f.type == "KeyError" and f.frames and f.frames[-1].filename == _OS
     ]
     hints = [
         f"The notebook has os.environ[{name!r}], set after the ranks began: `%ranks restart`, or set it there, too."
         for name in dict.fromkeys(unset)
         if name in os.environ
     ]
-    if any(kind == "ValueError" and "is not part of group" in text for kind, text in said):
-        hints.append("`src` and `dst` are ranks of the world; `group_src` and `group_dst` count within the group.")
-    for name in dict.fromkeys(m[1] for m in missing if m and m[1] in notebook):
+    for name in (n for n in errors.missing_names(run) if n in notebook):
         if isinstance(notebook[name], types.ModuleType):
             hints.append(f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too.")
         else:
             hints.append(f"The notebook has {name}: `--push {name}` in the `%%ranks` line copies it to the ranks.")
     return hints
-
-
-def _row(ranks: world.Ranks) -> str:
-    """What `%ranks` shows of a world: its processes."""
-    return f"{_count(ranks.world_size)} on {ranks.device} ({ranks.backend}), pids {', '.join(map(str, ranks.pids))}"
 
 
 class _Live:
@@ -286,20 +286,12 @@ def _misplaced(line: str) -> None:
     )
 
 
-def _tell_where_ranks_are(result: Any) -> None:
-    """Below the error of an ordinary cell that uses what only ranks have."""
-    error = result.error_in_exec
-    of_ranks = isinstance(error, NameError) and error.name in ("rank", "world_size", "device", "dist")
-    if of_ranks or "Default process group has not been initialized" in str(error):
-        print("Only ranks have that: put `%%ranks 4` on the first line of the cell.", file=sys.stderr)
-
-
 def load(shell: Any) -> RankMagics:
     """Register the magics, the display of a Run and the completion with an IPython shell."""
     magics = RankMagics(shell)
     shell.register_magics(magics)
     shell.register_magic_function(_misplaced, "line", "%ranks")
-    shell.events.register("post_run_cell", _tell_where_ranks_are)
+    shell.events.register("post_run_cell", magics.tell_where_names_are)
     formatters = shell.display_formatter.formatters
     formatters["text/plain"].for_type(Run, lambda run, p, cycle: p.text(page.as_text(run)))
     formatters["text/html"].for_type(Run, page.as_html)
@@ -317,7 +309,7 @@ def load(shell: Any) -> RankMagics:
 def unload(shell: Any, magics: RankMagics) -> None:
     """Stop the worlds and take the completion away."""
     magics.stop()
-    shell.events.unregister("post_run_cell", _tell_where_ranks_are)
+    shell.events.unregister("post_run_cell", magics.tell_where_names_are)
     del shell.object_inspect_mime
     shell.Completer.custom_matchers.remove(magics.match)
     for kind, name in (("cell", "ranks"), ("line", "ranks"), ("line", "%ranks")):
@@ -340,8 +332,6 @@ def _inspect(shell: Any, name: str, *args: Any, **more: Any) -> Any:
 
 
 def _import_torch() -> None:
-    """Only while no cell runs: two threads that import parts of torch at once may each hold a lock that the other one
-    needs, and Python then raises in one of them.
-    """
+    """Only while no cell runs: of two threads that import parts of torch at once, Python may raise in one."""
     with contextlib.suppress(Exception):  # whoever needs it meets the error
         import torch.multiprocessing  # noqa: F401

@@ -144,7 +144,8 @@ class Cell:
                 states.append(State(rank, "lost", counts=before, why=part.lost.message))
             elif part.done is not None:
                 left, error = part.done.state, part.done.result.error
-                phase, why = ("error", str(error)) if error else ("finished", "")
+                ended = left.exit and f"ended the cell with {left.exit}"
+                phase, why = ("error", str(error)) if error else ("finished", ended)
                 state = State(rank, phase, counts=left.counts, calls=left.calls, why=why)
                 if left.threads and status is None:
                     state = replace(state, other_threads=True)  # it did not answer: nobody knows
@@ -171,10 +172,7 @@ class Cell:
         return "\n".join([headline, *rows])
 
     def _free(self, *, wanted: bool) -> None:
-        """Get every rank out of the cell; one that does not react is ended.
-
-        `wanted`: the learner asked for it, or the time is up. Otherwise the ranks are known to wait in vain.
-        """
+        """Get every rank out of the cell, or end it; `wanted` by the learner or a limit, or known to wait in vain."""
         workers, received = self._workers, self._workers.received
         about = "interrupt" if wanted else "free"
         running = [rank for rank, r in received.items() if not r.over]
@@ -232,6 +230,14 @@ class Cell:
         )
         replaced = all(self._workers.host.reachable(rank) for rank in lost)
         error = what_went_wrong(run, cause, unmatched, self._task.pull, replaced=replaced)
+        for name, ranks in errors.missing_names(run).items():
+            new = [rank for rank in ranks if name in self._workers.gone[rank]]
+            have = [rank for rank, names in self._workers.names.items() if name in names]
+            if error and new:
+                are = "is a new process" if len(new) == 1 else "are new processes"
+                error.add(f"{name_ranks(new)} {are} since `{name}` was defined: run the cell that defines it again.")
+            elif error and have:
+                error.add(f"Only {name_ranks(have)} defined `{name}` in an earlier cell.")
         return Ending(run, error, states, lost, broken, left)
 
     def _unmatched(self, states: Mapping[int, RankState]) -> str | None:

@@ -28,10 +28,7 @@ _NONCE = 32  # bytes
 
 
 class Channel:
-    """One end of a two-way message channel. `send` and `receive` wait; `post` and `poll` never do.
-
-    Several threads may send: their messages do not mix. An end either sends or posts, never both.
-    """
+    """One end of a two-way message channel, for any thread: `send` and `receive` wait, or `post` and `poll` do not."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -51,10 +48,7 @@ class Channel:
                 self.socket.sendall(part)
 
     def post(self, message: Any) -> None:
-        """Send one message as far as the other end takes it now; `push` sends the rest.
-
-        Raises OSError when the other end is gone.
-        """
+        """Send one message as far as the other end takes it; `push` sends the rest. OSError: that end is gone."""
         parts = _parts(message)
         self._unsent += map(memoryview, parts)
         self.unsent += sum(map(len, parts))

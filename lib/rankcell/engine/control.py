@@ -140,9 +140,7 @@ def _waits_for_a_thread(frame: Any) -> bool:
 
 
 def _frames() -> dict[int, Any]:
-    """Where every other thread stands. Our own frame is not among them: it would hold itself, and with it the
-    frames of the main thread and all tensors in them, until the garbage collector comes.
-    """
+    """Where every other thread stands. Our own frame would hold itself, and with it all tensors of a cell."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     return frames

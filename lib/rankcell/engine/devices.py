@@ -110,10 +110,7 @@ def look(gpus: int | None = None, *, mps: bool = True) -> Machine:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The NCCL that this process has loaded, (2, 30, 7); empty if torch has none.
-
-    `torch.cuda.nccl.version()` names the one that torch was built with, and another can have been installed since.
-    """
+    """The NCCL that is loaded, (2, 30, 7), which may be newer than torch's own says; empty if torch has none."""
     import torch
 
     if not torch.distributed.is_nccl_available():

@@ -151,9 +151,7 @@ def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int])
 
 
 def _by_size(states: Mapping[int, State], rank: int) -> dict[int, int]:
-    """How many collectives a rank has called in groups of each size in which it is: alike groups do alike work. It may
-    be in a group that only others have used so far.
-    """
+    """How many collectives a rank has called in groups of each size that it is in: alike groups do alike work."""
     counts = states[rank].counts or {}
     found: dict[int, int] = {}
     for key in {k for s in states.values() for k in s.counts or {}}:

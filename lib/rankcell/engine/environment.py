@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.launcher.api as launcher
 import torch.multiprocessing as mp
 
 from .. import source
@@ -47,17 +48,24 @@ def enter(config: StartRank) -> None:
 
     def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(fn, "__module__", None) == "__main__":
-            name = getattr(fn, "__name__", "main")
-            raise SpawnError(
-                f"mp.spawn starts processes of its own, and they cannot find `{name}`, which a cell defined. This "
-                f"cell runs on several ranks already: call `{name}(rank, ...)` directly, without mp.spawn."
-            )
+            raise _runs_already("mp.spawn", fn)
         return spawn(fn, *args, **kwargs)
 
-    mp.spawn = spawn_or_explain
+    def launch(self: Any, *_: Any) -> NoReturn:
+        raise _runs_already("notebook_launcher", getattr(self._entrypoint, "launcher", self._entrypoint))
+
+    mp.spawn, launcher.elastic_launch.__call__ = spawn_or_explain, launch  # type: ignore[method-assign]
     ForkingPickler.reducer_override = _name_of_a_cell  # type: ignore[method-assign]
     # a worker of a DataLoader is a fork of the rank: it has the names that the cells have defined
     mp.set_start_method("fork", force=True)
+
+
+def _runs_already(what: str, function: Any) -> SpawnError:
+    name = getattr(function, "__qualname__", "main")
+    return SpawnError(
+        f"{what} starts processes of its own, with ranks of their own. This cell runs on several ranks already: call "
+        f"`{name}(...)` directly, without {what}."
+    )
 
 
 def _name_of_a_cell(_: Any, value: Any) -> Any:
@@ -87,6 +95,12 @@ def _print_bars() -> None:
         bars.tqdm = bars.tqdm_notebook = tqdm.tqdm
         bars.trange = bars.tnrange = tqdm.trange
         sys.modules["tqdm.notebook"] = tqdm.notebook = bars
+        made = tqdm.tqdm.__init__
+
+        def begin(bar: Any, *args: Any, position: Any = None, **how: Any) -> None:
+            made(bar, *args, **how)  # the position is often the rank, but each rank's bars are shown apart
+
+        tqdm.tqdm.__init__ = begin
 
 
 def _no_keyboard(said: str, *_: Any, **__: Any) -> NoReturn:

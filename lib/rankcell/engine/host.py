@@ -11,10 +11,7 @@ from .messages import HostEvent, StartRank
 
 
 class Host(ABC):
-    """Starts ranks, hands messages to them, says what came from them, ends them.
-
-    What is not abstract is so on one machine.
-    """
+    """Starts ranks, hands messages to them, says what came from them, ends them. What is not abstract: one machine."""
 
     choice: devices.Choice
     ranks: Sequence[int]  # those that are processes

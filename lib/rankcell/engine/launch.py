@@ -104,10 +104,7 @@ def end(process: BaseProcess) -> None:
 
 
 def make_folder() -> str:
-    """A new folder that only this user can enter, so that nobody else can take part in the ranks' rendezvous.
-
-    It is gone when this process is, in whatever way that ends.
-    """
+    """A new folder that only this user can enter: the ranks meet in it. It is gone when this process is."""
     return tempfile.mkdtemp(prefix="world-", dir=_parent_folder())
 
 

@@ -50,9 +50,7 @@ class Signature(NamedTuple):
 
 
 def difference(mine: bytes, theirs: bytes, ranks: Sequence[int], rank: int, peer: int) -> tuple[str, str]:
-    """What does not match between two packed signatures of `rank` and `peer`, in words, "" if they match; and
-    the text of the peer's call. `ranks` are those of the group.
-    """
+    """What does not match between two packed signatures of a group, in words, "" if they match; and the peer's call."""
     a, b = Signature(*marshal.loads(mine)), Signature(*marshal.loads(theirs))
     return _problem(a, b, ranks, rank, peer), b.text
 

@@ -93,6 +93,7 @@ class RankState:
     calls: int = 0
     broken: bool = False  # a connection was closed, although the rank may have caught the error
     group: str = ""  # the default process group that the rank is in at the end, "" if it has left it
+    exit: str = ""  # "sys.exit() line 3", where that ended the cell without an error
     open: int = 0  # operations that are not over
     threads: bool = False  # a thread of the learner's is still there, at work or waiting
     names: tuple[str, ...] = ()
@@ -101,9 +102,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Done:
-    """The rank has finished with a task. In `result` the value is packed, and what was printed and shown is missing,
-    as it comes by itself.
-    """
+    """The rank has finished with a task. What it printed and showed is missing in `result`: that comes by itself."""
 
     cell: str
     result: RankResult

@@ -26,10 +26,7 @@ _LIBRARY = (_TORCH, *(f"/rankcell/{part}/" for part in _OURS), "<frozen")
 
 
 class Operation:
-    """One communication of this rank, from its call to its end. Becomes an `Event` when the cell ends.
-
-    Its attributes have the names of those of `Event` and `Wait`, which are views of it (`Event.seq` is `nth`).
-    """
+    """One communication of this rank, from call to end; its names are as in `Event` and `Wait` (`seq`: `nth`)."""
 
     # Most of these keep their default: writing thirty attributes for each call cost more than the rest.
     group: str = ""

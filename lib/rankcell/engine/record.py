@@ -60,9 +60,7 @@ class Recorder(Observer):
         self.matcher.table = table
 
     def begin(self, cell: str, *, began: float, values: bool) -> None:
-        """Forget the last cell and record the one called `cell`, with times since `began`, the same moment of
-        the machine's clock for all ranks.
-        """
+        """Forget the last cell and record the one called `cell`, with times since `began`."""
         with self._lock:
             self._sweep()
             self.begin_observing(began)
@@ -202,9 +200,7 @@ class Recorder(Observer):
                 self.close(o)
 
     def status(self) -> tuple[tuple[Wait, ...], dict[Any, int]]:
-        """What this rank waits for, and how often it has come to each operation: the device, where calls
-        only enqueue.
-        """
+        """What this rank waits for, and how often it has come to each operation (or its device has)."""
         pending = [o for o in list(self.open.values()) if not o.finished]
         reached = dict(self.counts)
         if not self.enqueues:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import sysconfig
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +20,23 @@ MAX_MESSAGE = 20_000  # characters of an exception's text
 MAX_CAUSES, MAX_DEPTH = 8, 5  # exceptions behind an exception that are told, and how far behind
 MAX_FRAMES = 40  # of a traceback; the recursion in between is counted
 _ENGINE = str(Path(__file__).parent)
+_NOT_OURS = (f"{sysconfig.get_path('stdlib')}/", "/site-packages/", "/rankcell/")  # in paths of files
 
 BDB_NOTE = (
     "A rank has no keyboard, so the debugger cannot ask. Print what you want to see, end the cell with it, or call the "
     "code in an ordinary cell."
 )
+_EXIT = "sys.exit() ended the cell on this rank. The rank itself lives on, with its names."
+_ARGV = " If argparse called it: a rank has no command line, so write `parse_args(['--name', 'value'])`."
+_NOTES = {  # by a part of the exception: what to do
+    "BdbQuit": BDB_NOTE,
+    "is not part of group": "`src`, `dst` are ranks of the world, `group_src` and `group_dst` count within the group.",
+    "asyncio.run() cannot be called": "The cell has an `await`, so a loop runs already: write `await main()`.",
+}
 
 
 def failure(error: BaseException, *, at: float = 0.0, call: Call | None = None, depth: int = 0) -> RankFailure:
-    """Why a rank did not finish: `error` as text, with its frames and what is behind it.
-
-    Never raises, whatever the learner's exception does when it is looked at.
-    """
+    """Why a rank did not finish: `error` as text, its frames and causes. Never raises, whatever the exception does."""
     try:
         return _failure(error, at=at, call=call, depth=depth)
     except BaseException:  # noqa: BLE001 - its class, or what is behind it, is as odd as that
@@ -44,17 +50,19 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]}... ({len(message) - MAX_MESSAGE:,} more characters)"
     if isinstance(error, SystemExit):
-        notes.append("sys.exit() ended the cell on this rank. The rank itself lives on, with its names.")
+        notes.append(_EXIT + _ARGV * (error.code == 2))
         message = "" if error.code is None else _safely(lambda: str(error.code), "")
-    if type(error).__name__ == "BdbQuit":
-        notes.append(BDB_NOTE)
+    kind, frames = type(error).__name__, _frames(error)
+    notes += [note for text, note in _NOTES.items() if text in f"{kind}: {message}"]
+    if "_launcher(" in str(frames) and kind != "SpawnError":  # those of accelerate
+        notes.append("This cell runs on several ranks already: call the function itself, without a launcher.")
     mismatch = error.details if isinstance(error, MismatchError) else None
     told = isinstance(error, SpawnError)  # what is behind it is a traceback of the other process
     causes = tuple(_causes(error, depth)) if depth < MAX_DEPTH and not told else ()
     return RankFailure(
-        type(error).__name__,
+        kind,
         message,
-        _frames(error),
+        frames,
         at,
         causes=causes,
         notes=tuple(notes),
@@ -73,10 +81,7 @@ _ADDRESS = re.compile(r" <[\w.]+ object at 0x[0-9a-f]+>")  # differs from rank t
 
 
 def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
-    """What torch says of closed connections and groups, without addresses and in a learner's words.
-
-    `renewed`: the process groups of earlier cells were closed.
-    """
+    """What torch says of closed connections and groups in a learner's words; those of earlier cells if `renewed`."""
     # what torch handled meanwhile is the same once more, in the words of its backend
     causes = tuple((h, c) for h, c in found.causes if not (_CLOSED.search(c.message) or _STALE.search(c.message)))
     if found.type == "KeyboardInterrupt":  # it came when the connection was closed already
@@ -115,8 +120,8 @@ def _frames(error: BaseException) -> tuple[Frame, ...]:
         entries = entries[: MAX_FRAMES // 2] + entries[-MAX_FRAMES // 2 :]
     stack = _safely(lambda: traceback.StackSummary.extract(iter(entries), lookup_lines=True), [])
     frames = [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in stack]
-    # the learner's own frames; torch's below them say little and change with its version
-    own = [f for f in frames if "/site-packages/" not in f.filename and "/rankcell/" not in f.filename]
+    # the learner's own frames; those of torch and Python below them say little and change with the version
+    own = [f for f in frames if not any(part in f.filename for part in _NOT_OURS)]
     if left_out > 0 and len(own) > 1:
         own.insert(len(own) // 2, Frame("", 0, f"... {left_out:,} more calls ..."))
     return tuple(own or frames[-1:])
@@ -155,6 +160,9 @@ class _ValuePickler(cloudpickle.Pickler):
             if value.untyped_storage().nbytes() != value.numel() * value.element_size():
                 value = value.clone()  # a slice must not carry the whole tensor along
             return value.__reduce_ex__(4)
+        if type(value).__module__ == "matplotlib.figure":  # it has been shown: the notebook is not to show it once more
+            made = value.__reduce_ex__(4)
+            return (*made[:2], {k: v for k, v in made[2].items() if k != "_restore_to_pylab"})
         return super().reducer_override(value)
 
 

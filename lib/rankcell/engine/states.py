@@ -34,9 +34,7 @@ class State:
 
     @property
     def standing(self) -> tuple[tuple[Wait, ...], ...]:
-        """The operations that this rank stands in, a tuple for each of its threads; empty if it can still do
-        something by itself. A thread is stuck if it is in one of them for ever.
-        """
+        """The operations that this rank stands in, a tuple for each of its threads; empty while one can still go on."""
         mine = tuple(w for w in self.waits if w.thread == 0 and w.waiting)
         if not mine and self.blocked_in_torch:
             mine = tuple(w for w in self.waits if w.thread == 0)

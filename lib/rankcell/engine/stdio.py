@@ -63,7 +63,8 @@ class Stdio:
             self._open(self._out.written, self._err.written)
         for name, ours in (("stdout", self._stdout), ("stderr", self._stderr)):
             stream = getattr(sys, name, None)
-            if stream is None or not hasattr(stream, "write") or getattr(stream, "closed", False):
+            silenced = getattr(stream, "name", "") == os.devnull  # as scripts do on all ranks but 0
+            if silenced or not hasattr(stream, "write") or getattr(stream, "closed", False):
                 setattr(sys, name, ours)
         self.flush()
         self._out_began, self._err_began = self._out.written, self._err.written

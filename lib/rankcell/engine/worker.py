@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 
 from ..errors import GroupError
-from ..results import Connection, Display, NotSent, RankFailure, RankResult
+from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
 from ..source import split
 from . import control, current, environment, listen, record, report, shell, system
 from .channel import Channel
@@ -61,6 +61,7 @@ class Rank:
         self.main_thread = threading.get_ident()
         self._pid = os.getpid()
         self._notes: list[str] = []
+        self._exit = ""  # what ended the cell early, without an error
         environment.enter(config)
         self._process = environment.Process()
         self._process.restore(self._on_interrupt)
@@ -130,6 +131,7 @@ class Rank:
                 pulled = {name: self._names.pull(name) for name in task.pull}
             finally:
                 self._leave_if_a_fork()
+                self.shell.events.trigger("post_execute")  # shows figures that are open, as in a notebook
                 self.running = False
         except BaseException as error:  # noqa: BLE001 - reported to the notebook, which raises it
             self.running = False
@@ -157,7 +159,7 @@ class Rank:
         recorder = self.recorder
         return RankState(
             pulled, dict(recorder.counts), recorder.total, recorder.broken, self.groups.name,
-            open=sum(not o.finished for o in list(recorder.open.values())),
+            exit=self._exit, open=sum(not o.finished for o in list(recorder.open.values())),
             threads=control.threads(recorder, {self.main_thread, self.control.thread.ident}, busy=False),
             names=tuple(n for n in self.names if not n.startswith("_")), notes=tuple(dict.fromkeys(self._notes)),
         )  # fmt: skip
@@ -168,12 +170,19 @@ class Rank:
         for item in pushed.values():
             self._names.lend(item)
         self.names.update(pushed)
-        if task.call:
-            function, args, kwargs = cloudpickle.loads(task.call)
-            self._names.lend(function)
-            value = function(*args, **kwargs)
-        else:
-            value = _execute(task.source, task.filename, self.names)
+        self._exit, value = "", None
+        try:
+            if task.call:
+                function, args, kwargs = cloudpickle.loads(task.call)
+                self._names.lend(function)
+                value = function(*args, **kwargs)
+            else:
+                value = _execute(task.source, task.filename, self.names)
+        except SystemExit as error:
+            if error.code:
+                raise
+            at = at_line(report.failure(error).line)  # of a script that is through
+            self._exit = f"sys.exit(){' in ' * bool(at)}{at}"
         self._synchronize()
         return value, clock() - start
 
@@ -232,7 +241,8 @@ def _execute(source: str, filename: str, names: dict[str, Any]) -> Any:
     if last is not None:
         parts.append(compile(last, filename, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
     if any(code.co_flags & inspect.CO_COROUTINE for code in parts):
-        return asyncio.run(_awaited(parts, names))
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # leaves `get_event_loop` as it was
+            return runner.run(_awaited(parts, names))
     return [eval(code, names) for code in parts][-1]
 
 

@@ -31,6 +31,8 @@ class Workers:
         self.received = {rank: Received(runs=False) for rank in range(world_size)}
         self.counts: dict[int, Mapping[Any, int]] = {}  # what each rank had called when it was last heard
         self.can_reset_counts = False  # with the next cell of all ranks
+        self.names: dict[int, set[str]] = {}  # that each rank has
+        self.gone = {rank: set[str]() for rank in range(world_size)}  # ... had before it was started anew
         self.with_threads: set[int] = set()  # ranks on which a thread of a cell is still there
         self.began = time.monotonic()  # the current cell
         self._cell = ""  # its name
@@ -53,6 +55,8 @@ class Workers:
         """Remember in what state a cell has left its ranks."""
         for rank, state in states.items():
             self.counts[rank] = state.counts
+            self.names[rank] = set(state.names)
+            self.gone[rank] -= self.names[rank]
             (self.with_threads.add if state.threads else self.with_threads.discard)(rank)
         self.can_reset_counts = len(states) == len(self.host.ranks) and _can_reset(states)
 
@@ -115,9 +119,7 @@ class Workers:
         self.start_all()
 
     def repair(self, lost: Sequence[int]) -> str:
-        """Replace the `lost` ranks, and have all ranks join a new process group. The others keep their names; if that
-        cannot be, a sentence says so.
-        """
+        """Replace the `lost` ranks, and have all join a new process group; a sentence if all had to be started anew."""
         self.generation += 1
         try:
             if lost:
@@ -134,7 +136,9 @@ class Workers:
 
     def _start(self, ranks: Sequence[int]) -> None:
         choice, orders = self.host.choice, []
+        known = set[str]().union(*self.names.values())  # of a rank that was lost in the cell that defined a name, too
         for rank in ranks:
+            self.gone[rank] |= known
             self.received[rank] = Received(runs=False)
             self._joined[rank] = -1
             local_rank, per_node, node = self.host.place_of(rank)
@@ -178,9 +182,7 @@ def under_way(counts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
 
 
 def _can_reset(states: Mapping[int, messages.RankState]) -> bool:
-    """Whether counters have grown many, and a reset changes nothing: all that was sent has come, nothing is under way.
-    Collectives are known to match (`Cell._unmatched`).
-    """
+    """Whether counters have grown many, all that was sent has come, and nothing is open: a reset changes nothing."""
     if any(state.open or state.threads for state in states.values()):
         return False
     many = any(len(state.counts) > MANY_COUNTS for state in states.values())

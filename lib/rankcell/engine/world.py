@@ -273,9 +273,9 @@ def _notes(ending: Ending) -> list[str]:
     """What the learner should know of a cell, although nothing failed."""
     notes: dict[str, list[int]] = {}
     for rank, state in ending.states.items():
-        for note in state.notes:
+        for note in (*state.notes, state.exit and f"{state.exit} ended the cell. The rank lives on, with its names."):
             notes.setdefault(note, []).append(rank)
-    found = [f"On {name_ranks(ranks)}: {note}" for note, ranks in notes.items()]
+    found = [f"On {name_ranks(ranks)}: {note}" for note, ranks in notes.items() if note]
     if ending.left:
         found.append(
             f"The cell destroyed the process group on {name_ranks(ending.left)}: all ranks have joined a new one, "

@@ -31,10 +31,7 @@ def behind(cells: Iterable[tuple[str, str | None]]) -> list[list[str]]:
 
 
 def _steps(source: str) -> Iterator[tuple[set[str], set[str]]]:
-    """The names that each statement of a cell reads, functions' bodies included, and those that it binds.
-
-    Names on the ranks begin with %: the notebook may have others that read alike.
-    """
+    """The names that each statement of a cell reads, in functions too, and those it binds; a rank's begin with %."""
     first, _, body = source.lstrip("\n").partition("\n")
     ranks = first.startswith("%%ranks")
     mark = "%" if ranks else ""
