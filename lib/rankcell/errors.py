@@ -234,12 +234,6 @@ def _where(filename: str, lineno: int) -> str:
     return f'File "{filename}", line {lineno}'
 
 
-_FILES = (
-    "The ranks share their files: another rank may have made or removed this just before. Let rank 0 do it "
-    "(`if rank == 0:`), and the others wait in dist.barrier()."
-)
-
-
 def rank_error(run: Run) -> RankError:
     """The error for a cell in which at least one rank raised, the earliest failure first."""
     first = run.failed[0]
@@ -260,7 +254,10 @@ def rank_error(run: Run) -> RankError:
     lines += [f"\n{note}" for note in first.error.notes]
     kind = first.error.type
     if kind.startswith(("FileExists", "FileNotFound")) and not all(r.error and r.error.type == kind for r in run.ran):
-        lines.append(f"\n{_FILES}")
+        lines.append(
+            "\nThe ranks share their files: another rank may have made or removed this just before. Let rank 0 do it "
+            "(`if rank == 0:`), and the others wait in dist.barrier()."
+        )
     return RankError("\n".join(lines), run)
 
 

@@ -1,7 +1,6 @@
 """Inside a rank: the thread that answers the notebook while the main thread runs or waits.
 
-It says what the rank is doing, and on demand it frees the main thread from an operation that can never finish.
-Nothing that the learner's objects do may end it: a rank that does not answer cannot be diagnosed.
+It says what the rank is doing, and on demand it frees the main thread. Nothing of the learner's may end it.
 """
 
 import inspect

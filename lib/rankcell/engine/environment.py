@@ -48,7 +48,7 @@ def enter(config: StartRank) -> None:
 
     def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(fn, "__module__", None) == "__main__":
-            raise _runs_already("mp.spawn", fn)
+            raise _runs_already("mp.spawn", fn, "rank, ...")
         return spawn(fn, *args, **kwargs)
 
     def launch(self: Any, *_: Any) -> NoReturn:
@@ -60,19 +60,17 @@ def enter(config: StartRank) -> None:
     mp.set_start_method("fork", force=True)
 
 
-def _runs_already(what: str, function: Any) -> SpawnError:
+def _runs_already(what: str, function: Any, args: str = "...") -> SpawnError:
     name = getattr(function, "__qualname__", "main")
     return SpawnError(
         f"{what} starts processes of its own, with ranks of their own. This cell runs on several ranks already: call "
-        f"`{name}(...)` directly, without {what}."
+        f"`{name}({args})` directly, without {what}."
     )
 
 
 def _name_of_a_cell(_: Any, value: Any) -> Any:
-    """How a function or class of a cell is pickled for a process that the rank has started: by its name.
-
-    Raises:
-        SpawnError: the process is no fork, and has no such name; or nothing of a cell has this name now.
+    """How a function or class of a cell is pickled for a process that the rank has started: by its name. SpawnError:
+    the process is no fork, and has no such name; or nothing of a cell has this name now.
     """
     if not isinstance(value, (type, types.FunctionType)) or value.__module__ != "__main__":
         return NotImplemented
@@ -95,7 +93,7 @@ def _print_bars() -> None:
         bars.tqdm = bars.tqdm_notebook = tqdm.tqdm
         bars.trange = bars.tnrange = tqdm.trange
         sys.modules["tqdm.notebook"] = tqdm.notebook = bars
-        made = tqdm.tqdm.__init__
+        made: Any = tqdm.tqdm.__init__
 
         def begin(bar: Any, *args: Any, position: Any = None, **how: Any) -> None:
             made(bar, *args, **how)  # the position is often the rank, but each rank's bars are shown apart

@@ -138,11 +138,8 @@ class _Descriptor:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What `multiprocessing` looks at when it starts a process is not the learner's, and stays as the learner has it.
-
-    A new process would run the notebook's main module once more, which in a script without
-    `if __name__ == "__main__"` starts ranks; it wants to know the current folder, which may be removed; and it settles
-    the default start method.
+    """What `multiprocessing` looks at is not the learner's meanwhile: the main module, which a new process would run
+    once more; the current folder, which may be removed; and the default start method.
     """
     main, method = sys.modules["__main__"], multiprocessing.get_start_method(allow_none=True)
     removed = None if system.current_folder() else os.open(".", os.O_RDONLY)

@@ -1,8 +1,7 @@
 """What the notebook and its ranks say to each other: typed, frozen, without torch.
 
-The notebook's side never needs torch to read what a rank sent, and a reader can follow a cell from one side
-to the other by these names: `Task` goes out, `Shown` comes while it runs, `Done` ends it. Values and pulled
-names travel inside as pickles of their own, so that one that fails spoils nothing else.
+A reader can follow a cell from one side to the other by these names: `Task` goes out, `Shown` comes while it runs,
+`Done` ends it. Values and pulled names travel inside as pickles of their own: one that fails spoils nothing else.
 """
 
 from collections.abc import Mapping
@@ -114,9 +113,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Question:
-    """Something that the control thread answers while the main thread runs or waits.
-
-    `about` is "status", "interrupt" (the learner wants to stop), "free" (nobody will ever answer) or "complete".
+    """Something that the control thread answers while the main thread runs or waits: "status", "interrupt" (the
+    learner wants to stop), "free" (nobody will ever answer) or "complete".
     """
 
     number: int

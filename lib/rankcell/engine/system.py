@@ -151,9 +151,8 @@ def wants_a_core() -> bool:
 
 
 def keep_alive(sock: socket.socket, *, reads_always: bool) -> None:
-    """Have the kernel notice within about 4 s that the machine at the other end of `sock` is gone.
-
-    `reads_always`: the other end never stops reading, so that bytes which nobody takes mean that it is gone.
+    """Have the kernel notice within about 4 s that the machine at the other end of `sock` is gone. `reads_always`: the
+    other end never stops reading, so that bytes which nobody takes mean that it is gone.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
