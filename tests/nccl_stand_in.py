@@ -407,7 +407,9 @@ def register():
             over = Item(None, [], 0)
             over.done.set()
             work = Work(over, list(tensors))
-            if "RANKCELL_STAND_IN_2" not in os.environ:  # nccl gives none; that of torch 2.15 one that is over
+            if (
+                "RANKCELL_STAND_IN_2" not in os.environ
+            ):  # nccl gives none; that of torch 2.15 one that is over
                 without_work.add(id(work))
             return work.boxed()
         comm.meet(peer)
