@@ -116,7 +116,7 @@ make student    # copies without solutions</pre>{elsewhere}</details>
 """
 ELSEWHERE = """
 <p>Or on a machine of somebody else. <b>None of these has been tried.</b> {links}.</p>
-<p>Colab and Kaggle open the notebook alone. Run this in a new first cell there:</p>
+<p>Colab and Kaggle open the notebook alone. Run this in a new first cell there, then restart the kernel:</p>
 <pre tabindex="0">%pip install -q git+{repository}</pre>"""
 PLACES = {
     "Binder": "https://mybinder.org/v2/gh/{name}/main?labpath={path}",  # takes binder/requirements.txt

@@ -140,6 +140,7 @@ def test_student_copy_has_tasks_and_no_solution(path):
     ours = LOADED[path.stem]
     copy = notebooks.student_copy(ours, path.name)
     assert "rankcell" not in copy.metadata
+    assert sum(cell.source.count("%load_ext rankcell.teaching\n") for cell in copy.cells) == 1
     for cell, theirs in zip(ours.cells, copy.cells, strict=True):
         assert not theirs.get("outputs") and not theirs.get("execution_count")
         if "solution" not in exercises.tags(cell):

@@ -32,11 +32,12 @@ def test_headings_exercises_and_prose_after_code_begin_slides():
         code("# Exercise 1: do it", "solution"),
         code("check.that(True, 'right')"),
         code("after = 1"),
+        new_code_cell("check.that(True, 'folded')", metadata={"jupyter": {"source_hidden": True}}),
     ]
     assert types(*cells) == [
         *("slide", "skip", "subslide", "slide", "-"),
         *("subslide", "subslide", "-"),
-        *("subslide", "skip", "skip", "-"),
+        *("subslide", "skip", "skip", "-", "skip"),
     ]
 
 

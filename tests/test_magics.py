@@ -46,13 +46,30 @@ def test_completion_inside_a_rank_cell(cell, shell):
     assert "dist" not in shell.user_ns
 
 
+def test_autoreload_is_told_once_of_ranks_that_live_already_too(cell, shell, capsys):
+    cell("2", "x = 1")
+    assert "autoreload" not in capsys.readouterr().out
+    shell.run_line_magic("load_ext", "autoreload")
+    cell("2", "x")
+    assert "autoreload does not reach the ranks: after you edit" in capsys.readouterr().out
+    cell("2", "x")
+    assert "autoreload" not in capsys.readouterr().out
+    shell.run_line_magic("unload_ext", "autoreload")
+
+
+def test_a_figure_of_a_rank_is_not_shown_again_below(cell):
+    """matplotlib's backend for notebooks shows what is open when a cell ends, and a figure that arrives is open."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    own = pyplot.figure().number
+    assert len(cell("2", "import matplotlib.pyplot as plt\nplt.figure()").values) == 2
+    assert pyplot.get_fignums() == [own]
+    pyplot.close(own)
+
+
 def test_the_line_magic_lists_stops_and_restarts(cell, shell, capsys):
     cell("2", "x = 1")
-    shell.run_line_magic("load_ext", "autoreload")
     cell("1", "rank")
-    said = capsys.readouterr().out
-    assert "1 rank talks over gloo" in said and "autoreload does not reach the ranks: after you edit" in said
-    shell.run_line_magic("unload_ext", "autoreload")
+    assert "1 rank talks over gloo" in capsys.readouterr().out
     shell.run_line_magic("ranks", "")
     shown = capsys.readouterr().out
     assert "2 ranks on cpu (gloo)" in shown and "pids" in shown

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import tomllib
 
 import pytest
 import torch.distributed as dist
@@ -90,6 +91,13 @@ def test_links_start_a_lesson_of_a_repository_on_github():
     assert "None of these has been tried" in shown and "git clone https://github.com/us/course.git" in shown
     for elsewhere in ("", "https://example.org/us/course"):
         assert "href" not in landing.run_it(elsewhere, "05_bandwidth")
+
+
+def test_binder_gets_a_python_that_the_course_takes():
+    """Its own is 3.10, and in a folder `binder` it reads no pyproject.toml."""
+    wanted = tomllib.loads((course.ROOT / "pyproject.toml").read_text("utf-8"))["project"]["requires-python"]
+    given = (course.ROOT / "binder" / "runtime.txt").read_text("utf-8").strip()
+    assert wanted == f">={given.removeprefix('python-')}"
 
 
 def test_figures_get_captions_and_sliders_what_their_pictures_share():

@@ -80,7 +80,8 @@ def slide_types(cells: Sequence[NotebookNode]) -> list[str]:
     """What each cell is in a deck, by rule, in nbconvert's words.
 
     A heading of the first two levels begins a slide, one of the third, and an exercise, a slide below it. So does what
-    no longer fits, and prose after code. Left out: the set-up, solutions, and the checks right behind them.
+    no longer fits, and prose after code. Left out: the set-up, solutions, the checks right behind them, and what the
+    notebook folds away.
     """
     types: list[str] = []
     filled, after_solution, first_code = 0.0, False, True
@@ -88,7 +89,8 @@ def slide_types(cells: Sequence[NotebookNode]) -> list[str]:
         tags = cell.metadata.get("tags", [])
         lines = lines_of(cell)
         if cell.cell_type == "code":
-            left_out = "solution" in tags or after_solution or first_code or not cell.source.strip()
+            folded = cell.metadata.get("jupyter", {}).get("source_hidden", False)
+            left_out = "solution" in tags or after_solution or folded or first_code or not cell.source.strip()
             after_solution, first_code = "solution" in tags, False
             kind = "skip" if left_out else "-" if filled + lines <= ROOM else "subslide"
         else:
@@ -208,7 +210,8 @@ def print_page(page: Path, to: Path) -> None:
             f"--user-data-dir={profile}",
         ]
         command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-        command += ["--no-pdf-header-footer", f"--print-to-pdf={to}", page.resolve().as_uri()]
+        command += ["--no-pdf-header-footer", "--generate-pdf-document-outline"]  # bookmarks
+        command += [f"--print-to-pdf={to}", page.resolve().as_uri()]
         result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if result.returncode or not to.exists():
         raise HandoutError(f"Chromium did not print {page.name}:\n{result.stderr[-2000:]}")

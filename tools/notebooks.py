@@ -329,10 +329,11 @@ def student_copy(notebook: NotebookNode, name: str) -> NotebookNode:
         if "raises-exception" not in tags(copy.cells[place]):
             metadata["tags"] = [*tags(copy.cells[place]), "raises-exception"]
             metadata["rankcell"] = {"builds_on": texts}
-    for cell in copy.cells:  # ticks, and short errors below an exercise that is open
-        if cell.cell_type == "code":
-            load = r"(?m)^%load_ext rankcell$"
-            cell.source = re.sub(load, "%load_ext rankcell\n%load_ext rankcell.teaching", cell.source)
+    for cell in code_cells(copy):  # ticks, and short errors below an exercise that is open
+        load = r"(?m)^(%load_ext rankcell[.\w]*)$"  # of lesson 23: rankcell.cluster.slurm
+        cell.source, found = re.subn(load, r"\1\n%load_ext rankcell.teaching", cell.source, count=1)
+        if found:
+            break
     return copy
 
 

@@ -35,12 +35,11 @@ def findings() -> list[Finding]:
     """What this machine means for rank cells: problems first, then notes, then what works."""
     said = _ask_torch()
     shm, dev = Path("/dev/shm"), Path("/dev")
+    device_files = [*dev.glob("nvidia[0-9]*"), *dev.glob("dxg")]  # dxg: WSL2
     found = [
         *of_torch(said),
         *of_room(system.available_cores(), *local.room()),
-        *of_gpus(
-            said, os.environ.get("CUDA_VISIBLE_DEVICES"), any([*dev.glob("nvidia[0-9]*"), *dev.glob("dxg")])
-        ),  # dxg: WSL2
+        *of_gpus(said, os.environ.get("CUDA_VISIBLE_DEVICES"), bool(device_files)),
         *of_network(system.interface_problem(os.environ.get("GLOO_SOCKET_IFNAME"))),
         *of_shared_memory(shutil.disk_usage(shm).free if shm.is_dir() else None),
     ]
@@ -121,11 +120,9 @@ def report(found: Sequence[Finding]) -> str:
     """What was found, as text of at most 120 columns."""
     lines = [f"rankcell doctor on {socket.gethostname()}"]
     for finding in found:
-        said = [(f"  {finding.kind:<8} ", finding.text)]
-        said += [(" " * 11 + "-> ", finding.do)] if finding.do else []
-        for head, text in said:
-            indent = " " * len(head)
-            lines += textwrap.wrap(head + text, 120, subsequent_indent=indent, break_on_hyphens=False)
+        for head, text in ((f"  {finding.kind:<8} ", finding.text), (" " * 11 + "-> ", finding.do)):
+            below = textwrap.wrap(head + text, 120, subsequent_indent=" " * len(head), break_on_hyphens=False)
+            lines += below if text else []
     return "\n".join(lines)
 
 

@@ -33,6 +33,11 @@ _OS = "<frozen os>"  # how Python calls the file of its module `os`
 _AUTORELOAD = (
     "autoreload does not reach the ranks: after you edit a module, `%ranks restart` starts ranks that import it anew."
 )
+# Where the kernel has ended nobody takes the line of its last second away; the page itself says so then.
+_ENDED = (
+    "<style>@keyframes rankcell-ended{to{font-size:1em}}</style><span style='font-size:0;"
+    "animation:rankcell-ended 0s 9s forwards'> (no news for 9 s: has the kernel ended?)</span>"
+)
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 
 
@@ -46,6 +51,7 @@ class RankMagics(Magics):
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
         self._started = False  # a world; the first one waits for torch, and tells of one that was not tried
+        self._told = False  # that autoreload does not reach the ranks
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Any:
@@ -74,7 +80,10 @@ class RankMagics(Magics):
         text = self._translated(cell)
         number = len(names.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
         live = _Live()
-        ranks = self._world(options, live)
+        ranks, figures = self._world(options, live), _open_figures()
+        if not self._told and any(name.endswith("autoreload") for name in self.shell.extension_manager.loaded):
+            self._told = True
+            ranks.notes.append(_AUTORELOAD)
         try:
             run = ranks.run(
                 text,
@@ -95,6 +104,9 @@ class RankMagics(Magics):
             for hint in _hints(error.run, names):
                 error.add(hint)
             raise
+        finally:  # a figure that came from a rank stands under its rank; matplotlib would show it again
+            for number in _open_figures() - figures:
+                sys.modules["matplotlib.pyplot"].close(number)
         live.end()
         _tell(ranks)
         return self._keep(run, options)
@@ -129,13 +141,10 @@ class RankMagics(Magics):
             raise errors.OptionError(str(error)) from None
         finally:
             live.end()
-        talk = "rank talks" if size == 1 else "ranks talk"
-        ranks.notes.append(f"{size} {talk} over {ranks.device_note}.")
+        ranks.notes.append(f"{_count(size)} talk{'s' * (size == 1)} over {ranks.device_note}.")
         if not self._started and (said := versions.untried(version("torch"))):
             ranks.notes.append(said)
         self._started = True
-        if any(name.endswith("autoreload") for name in self.shell.extension_manager.loaded):
-            ranks.notes.append(_AUTORELOAD)
         return ranks
 
     def _keep(self, run: Run, options: Any) -> Run:
@@ -161,8 +170,7 @@ class RankMagics(Magics):
             return extensions.find(f"%ranks {word}")(more)
         if word == "stop":
             self.stop()
-            worlds = "world" if len(alive) == 1 else "worlds"
-            print(f"Stopped {len(alive)} {worlds}. The next %%ranks cell starts new ranks.")
+            print(f"Stopped {len(alive)} world{'s' * (len(alive) != 1)}. The next %%ranks cell starts new ranks.")
         elif word == "restart":
             for ranks in alive:
                 ranks.restart()
@@ -209,9 +217,8 @@ class RankMagics(Magics):
             known = [name for w in worlds[-1:] for name in w.complete(word)]
         elif head:
             known = dict.fromkeys((*source.LENT, *(name for w in worlds for name in w.names)))
-        prefix = len(word) - len(context.token)
-        found = [SimpleCompletion(text=name[prefix:]) for name in known if name.startswith(word)]
-        return SimpleMatcherResult(completions=found)
+        known = [name[len(word) - len(context.token) :] for name in known if name.startswith(word)]
+        return SimpleMatcherResult(completions=[SimpleCompletion(text=name) for name in known])
 
 
 # `%%ranks?` shows the options, too
@@ -220,6 +227,12 @@ RankMagics.ranks.__doc__ = f"{inspect.cleandoc(RankMagics.ranks.__doc__ or '')}\
 
 def _count(world_size: int) -> str:
     return f"{world_size} rank{'s' * (world_size != 1)}"
+
+
+def _open_figures() -> set[int]:
+    """The numbers of the figures that are open in the notebook."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    return set(pyplot.get_fignums()) if pyplot else set()
 
 
 def _tell(ranks: world.Ranks) -> None:
@@ -269,7 +282,7 @@ class _Live:
         if self.shown:
             clear_output(wait=True)
         self.shown = True
-        line = f'<div style="font-size:0.85em;opacity:0.75">{doing}</div>'
+        line = f'<div style="font-size:0.85em;opacity:0.75">{doing}{_ENDED * doing.startswith("running")}</div>'
         display({"text/html": html + line, "text/plain": f"{text}{doing}"}, raw=True)
 
     def end(self) -> None:

@@ -51,7 +51,7 @@ window.courseExplorers = (() => {
     const names = Object.keys(RINGS), best = names.reduce((a, b) => (at(b, size) < at(a, size) ? b : a));
     const says = `${ranks} ranks, ${bytes(size)}: ` + names.map((n) => `${n} ${seconds(at(n, size))}`).join(", ") +
       `. The fastest is the ${best}.`;
-    const left = 74, top = 12, width = 680, height = 340, right = 20, bottom = 44;
+    const left = 74, top = 12, width = 680, height = 340, right = 28, bottom = 44;
     const sizes = range(25).map((k) => 2 ** (6 + k)), times = names.flatMap((n) => sizes.map((s) => at(n, s)));
     const lo = Math.floor(Math.log10(Math.min(...times))), hi = Math.ceil(Math.log10(Math.max(...times)));
     const px = (s) => left + ((width - left - right) * (Math.log2(s) - 6)) / 24;

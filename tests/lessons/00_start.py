@@ -14,6 +14,12 @@ x
 x = torch.tensor([rank + 1.0], device=device)
 dist.all_reduce(x)
 
+# wrong: ex1-solution: keeps what the sum returns | a collective works in place, and returns None
+# %%ranks 4 -o run
+x = torch.tensor([rank + 1.0], device=device)
+x = dist.all_reduce(x)
+x
+
 # wrong: ex1-solution: leaves the sum on rank 0 | numbers differ
 # %%ranks 4 -o run
 x = torch.tensor([rank + 1.0], device=device)

@@ -41,25 +41,17 @@ def as_html(run: Run) -> str:
     rows = []
     for group in groups(run):
         pieces = [text for kind, piece in _pieces(group[0]) if (text := _as_html(kind, piece))]
-        name, state = html.escape(_heading(group)), html.escape(_state(group[0]))
-        if pieces:
-            said = f'<div style="{_NAME}">{name}</div>{"".join(pieces)}'
-        else:
-            said = f'<span style="{_NAME}">{name}</span>: <span style="{_NAME}">{state}</span>'
-        rows.append(f'<div style="{_MARK}{_colour(group)}">{said}</div>')
+        tag, name = "div" if pieces else "span", html.escape(_heading(group))
+        said = "".join(pieces) or f': <span style="{_NAME}">{html.escape(_state(group[0]))}</span>'
+        rows.append(f'<div style="{_MARK}{_colour(group)}"><{tag} style="{_NAME}">{name}</{tag}>{said}</div>')
     rows += [f'<div style="{_NAME}">{html.escape(text)}</div>' for text in _dropped(run)]
     return f'<div class="rankcell-run">{"".join(rows)}</div>'
 
 
 def _dropped(run: Run) -> list[str]:
     """How many of its oldest events a long run has not kept, one line per group of ranks that dropped as many."""
-    found: dict[int, list[int]] = {}
-    for result in run.ran:
-        if result.dropped:
-            found.setdefault(result.dropped, []).append(result.rank)
-    return [
-        f"{name_ranks(ranks)}: a long run; its {count:,} oldest events are not kept" for count, ranks in found.items()
-    ]
+    ranks = {count: [r.rank for r in run.ran if r.dropped == count] for count in (r.dropped for r in run.ran) if count}
+    return [f"{name_ranks(of)}: a long run; its {n:,} oldest events are not kept" for n, of in ranks.items()]
 
 
 def groups(run: Run) -> list[list[RankResult]]:
@@ -110,11 +102,10 @@ def shorten(text: str) -> str:
     if len(lines) > HEAD + TAIL + 5:
         left_out = len(lines) - HEAD - TAIL
         lines = [*lines[:HEAD], f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...", *lines[-TAIL:]]
-    lines = [
+    return "\n".join(
         line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}... ({len(line) - MAX_LINE:,} more characters)"
         for line in lines
-    ]
-    return "\n".join(lines)
+    )
 
 
 def _heading(group: Sequence[RankResult]) -> str:
@@ -173,20 +164,16 @@ def _as_text(piece: str | Display) -> str:
 def _as_html(kind: str, piece: str | Display) -> str:
     if isinstance(piece, Display):
         return _rich(piece.data)
-    colour = ";color:#b3261e" if kind == "err" else ""
-    text = html.escape(_ANSI.sub("", piece.rstrip("\n")))
-    return f'<pre style="{_PRE}{colour}">{text}</pre>' if piece else ""
+    quiet = ";opacity:0.75" if kind == "err" else ""  # progress bars and logs go there, too: no alarm
+    return f'<pre style="{_PRE}{quiet}">{html.escape(_ANSI.sub("", piece.rstrip(chr(10))))}</pre>' if piece else ""
 
 
 def _rich(data: Mapping[str, Any]) -> str:
     if "text/html" in data:
         return str(data["text/html"])
-    if "image/svg+xml" in data:
-        uri = base64.b64encode(str(data["image/svg+xml"]).encode()).decode()
-        return f'<img alt="figure" src="data:image/svg+xml;base64,{uri}" style="max-width:100%">'
-    for kind in ("image/png", "image/jpeg"):
+    for kind in ("image/svg+xml", "image/png", "image/jpeg"):
         if kind in data:
-            raw = data[kind]
+            raw = data[kind].encode() if kind == "image/svg+xml" else data[kind]
             text = base64.b64encode(raw).decode() if isinstance(raw, bytes) else str(raw).replace("\n", "")
             alt = html.escape(str(data.get("text/plain", "figure")))
             return f'<img alt="{alt}" src="data:{kind};base64,{text}" style="max-width:100%">'

@@ -56,6 +56,8 @@ def _steps(source: str) -> Iterator[tuple[set[str], set[str]]]:
             inner += scope.get_children()
             reads |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
         filled = {n.value.id for n in ast.walk(node) if _fills(n, node) and isinstance(n.value, ast.Name)} & made
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):  # `fill(found)`
+            filled |= {n.id for n in node.value.args if isinstance(n, ast.Name)} & made
         made |= {s.get_name() for s in table.get_symbols() if s.is_assigned()}
         binds = filled | {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
         yield {mark + name for name in reads}, {mark + name for name in binds}
