@@ -12,12 +12,24 @@ import numpy as np
 
 from ..errors import UserFacingError
 from ..results import Run, name_ranks, name_some
-from . import layouts
-from .blame import first_wrong, right_elsewhere
+from . import clues, layouts
+from .blame import between, first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
-from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
-from .wording import BEFORE, bias_words, partial_words, said, times_words
+from .reference import (
+    NOT_FINITE,
+    ROUNDING,
+    SLACK,
+    TOLERANCE,
+    Fit,
+    Piece,
+    Reference,
+    Traced,
+    matrix_of,
+    matrix_of_calls,
+    typical,
+)
+from .wording import BEFORE, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -49,9 +61,11 @@ def compare(
     first, blamed = None, first_wrong(rows)
     if blamed is not None:
         row, used_as_whole = blamed
+        row = replace(row, clue=row.clue or between(row, rows))
         holders = {*judge.holders.get(row.name, ()), *right_elsewhere(row, rows)}
         all_ranks = {rank for pairs in ranks.values() for rank, _ in pairs}
-        begins = row == next((r for r in rows if r.kind == "output" and r.step == row.step), None)
+        alike = (r for r in rows if r.kind == row.kind and r.step == row.step and r.status != "skipped")
+        begins = row.key == next(r.key for r in alike)
         first = said(row, used_as_whole=used_as_whole, begins=begins, holders=holders, mesh=mesh or {}, ranks=all_ranks)
     known = {name for kind, name, *_ in dense if kind == "parameter"}
     strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
@@ -62,6 +76,7 @@ def compare(
 
 _Key = tuple[str, str, int, int]  # kind, name, step, part
 _OfRanks = dict[_Key, list[tuple[int, Traced]]]
+_Tried = Sequence[tuple[Piece, Fit | None]]
 
 
 def _dense(one: Any) -> dict[_Key, list[Traced]]:
@@ -112,6 +127,7 @@ class Judge:
         self.seen = layouts.SeenPlaces()
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
         self.multiples: dict[int, dict[float, None]] = {}  # step -> those of the gradients that travel back
+        self.by_size = 1.0  # how many times the tensor its pieces are, if all rows are as often on the ranks
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
         self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
@@ -128,7 +144,7 @@ class Judge:
         self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
         sizes: dict[str, list[float]] = {}
         for (kind, *_), es in dense.items():
-            sizes.setdefault(kind, []).append(typical(_matrix(es)))
+            sizes.setdefault(kind, []).append(typical(matrix_of_calls(es)))
         self.floors = {kind: 0.01 * float(np.median(values)) for kind, values in sizes.items()}
 
     def rows(self) -> list[Row]:
@@ -167,7 +183,7 @@ class Judge:
             says = f"the dropout acts {here} and not {there}: `train()` or `eval()`?"
             return row.found("none", f"a dropout acts {here} only", says=says)
         if masked and self.has_dropout:
-            return _dropped_out(row, masked)
+            return clues.dropped_out(row, masked)
         if self.has_dropout and kind != "parameter":
             return row.found("skipped", "not compared: a dropout is on")
         lacking = sorted(set(self.holders.get(name, ())) - set(ranks)) if kind in FINAL else []
@@ -179,7 +195,9 @@ class Judge:
             return row.found("skipped", "not compared: its gradient is noise")
         # the tensor of one process, all calls one below the other
         floor = 0.0 if kind == "parameter" else self.floors[kind]
-        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, name if kind in FINAL else "")
+        reference = Reference(
+            matrix_of_calls(entries), self.tolerance, floor, entries[0].shape, name if kind in FINAL else ""
+        )
         pieces = [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in pairs]
         if kind == "parameter" and step:
             reference, pieces = self._update(key, reference, pieces)
@@ -187,6 +205,7 @@ class Judge:
             return row.found("skipped", "a number: not compared")
         if reference.n * reference.f == 1 and not reference.is_noise:
             return _number(row, reference, pieces)
+        self.by_size = reference.multiple_by_size(pieces)
         fits = [self._place(key, p, reference) for p in pieces]
         if kind == "parameter" and step == 0:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
@@ -209,13 +228,13 @@ class Judge:
         old = self.dense.get(earlier)
         if not old or any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
             return reference, list(pieces)
-        was = _matrix(old)
+        was = matrix_of_calls(old)
         change = reference.matrix - was
         rounding = ROUNDING.get(old[0].dtype, 0.0) * typical(was) / self.tolerance
         slack = None
         gradient = self.dense.get(("grad", name, step - 1, 0))
         if gradient:  # Adam makes a whole step of the smallest one
-            size = np.abs(_matrix(gradient))
+            size = np.abs(matrix_of_calls(gradient))
             noise = (1.0 if self.in_16_bits else TINY) * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
         changed = replace(reference, matrix=change, floor=rounding, slack=slack)
@@ -233,7 +252,7 @@ class Judge:
                 for kind, n, s, _ in self.dense
                 if kind == "grad" and s == step and ending and ending in (n, n.partition(".")[2])
             )
-        return typical(_matrix(gradient)) < (1.0 if self.in_16_bits else NOISE) * self.floors["grad"]
+        return typical(matrix_of_calls(gradient)) < (1.0 if self.in_16_bits else NOISE) * self.floors["grad"]
 
     def _is_lost_in_16_bits(self, name: str, step: int, pieces: Sequence[Piece]) -> bool:
         """Whether a gradient is noise in one process, and little more than that on the ranks, which round elsewhere."""
@@ -251,7 +270,7 @@ class Judge:
                 self.forward[place] = piece, reference
             return fit
         usual = self.multiples.setdefault(step, {self.world_size: None})
-        for k in () if fit is not None else reversed(usual):
+        for k in () if fit is not None else (*reversed(usual), self.by_size):
             # rows that were taken for others, which looked like them on the way forward
             if fit := layouts.place(replace(piece, matrix=piece.matrix / k), reference, self.seen):
                 fit = replace(fit, factor=fit.factor * k)
@@ -290,7 +309,7 @@ class Judge:
         key: _Key,
         reference: Reference,
         shape: tuple[int, ...],
-        tried: Sequence[tuple[Piece, Fit | None]],
+        tried: _Tried,
     ) -> Row:
         lost = [p for p, fit in tried if fit is None and not self._is_of_a_stage(p, key)]
         placed = [(p, fit) for p, fit in tried if fit is not None]
@@ -300,10 +319,9 @@ class Judge:
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
             ranks = tuple(sorted({p.rank for p in lost}))
-            bias = self.dense.get(("parameter", f"{row.name}.bias", row.step, 0), ()) if row.kind == "output" else ()
-            times = {layouts.times_of_bias(p, reference, matrix_of(bias[0])) for p in lost} if bias else {1}
-            says = bias_words(times.pop()) if len(times) == 1 else ""
-            return row.found("none", _nowhere(row, reference, lost), ranks=ranks, says=says)
+            of_weight = self.holders.get(f"{row.name}.weight", {})
+            says, clue = clues.told(row, reference, shape, tried, self.dense, of_weight, self.seen)
+            return row.found("none", _nowhere(row, reference, lost), ranks=ranks, says=says, clue=clue)
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = [fit.factor for _, fit in placed]
@@ -398,21 +416,6 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
     return row.found("none", "another number")
 
 
-def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
-    """Where a dropout is on: the same zeros where ranks were given the same, others where not."""
-    for i, (rank, e) in enumerate(masked):
-        for other, o in masked[:i]:
-            if e.call != o.call or (e.dropped == o.dropped) == (e.mask == o.mask):
-                continue
-            if e.dropped == o.dropped:
-                says = "drops other numbers on each rank, though all were given the same: the ranks part"
-                return row.found("none", "masks differ", ranks=(other, rank), says=says)
-            if e.shape == o.shape:
-                says = "the same dropout mask on ranks that hold different parts: seed it by rank"
-                return row.found("none", "the same mask", ranks=(other, rank), says=says)
-    return row.found("skipped", "dropout")
-
-
 def _are_near(pieces: Sequence[Piece], reference: Reference) -> bool:
     """Whether each piece is about the reference, or a shard of about its size."""
     size = typical(reference.matrix)
@@ -442,9 +445,3 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
         return f"other numbers ({share:.0%} off)"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
     return off_by if row.kind == "parameter" else f"{off_by}, as if rounded"
-
-
-def _matrix(entries: Sequence[Traced]) -> np.ndarray:
-    """The tensors of all calls, one below the other, as far as their widths agree."""
-    matrices = [matrix_of(e) for e in entries]
-    return np.concatenate([m for m in matrices if m.shape[1] == matrices[0].shape[1]])
