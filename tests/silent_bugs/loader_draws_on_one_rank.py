@@ -1,4 +1,4 @@
-"""Only the first rank makes a loader, whose iterator draws from torch's own generator: its dropout differs from then on.
+"""Only the first rank makes a loader, whose iterator draws from torch's own generator: its dropout differs after that.
 
 source: https://github.com/NVIDIA/Megatron-LM/pull/206
 mesh: tp 4
