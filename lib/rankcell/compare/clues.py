@@ -4,6 +4,7 @@ one process, what is in it besides, whose weights these are, who drops what. Whi
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from .layouts import SeenPlaces
 from .reference import Fit, Map, Piece, Reference, Traced, matrix_of, matrix_of_calls
 from .wording import bias_words, times_words
 
+Tried = Sequence[tuple[Piece, Fit | None]]
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
 
@@ -48,39 +50,27 @@ class Held:
         return np.where(small, np.nan, np.where(fits, k, np.inf))
 
 
-def told(
-    row: Row,
-    reference: Reference,
-    shape: tuple[int, ...],
-    tried: Sequence[tuple[Piece, Fit | None]],
-    dense: Mapping[tuple[str, str, int, int], Sequence[Traced]],
-    of_weight: Mapping[int, Fit | None],
-    seen: SeenPlaces,
-) -> tuple[str, str]:
-    """What says all, and what says more, of a tensor that fits nowhere on some ranks. `of_weight` is where each has the
-    weight of the layer whose output it is.
-    """
-    of_kind = {n: es for (k, n, s, _), es in dense.items() if (k, s) == (row.kind, row.step) and n != row.name}
+def told(judge: Any, row: Row, reference: Reference, shape: tuple[int, ...], tried: Tried) -> tuple[str, str]:
+    """What says all, and what says more, of a tensor that fits nowhere on some ranks. `shape` is the dense one's."""
+    dense = {n: es for (k, n, s, _), es in judge.dense.items() if (k, s) == (row.kind, row.step) and n != row.name}
     if row.kind in FINAL:
-        weights = {} if row.step or row.kind == "grad" else {n: matrix_of(es[0]) for n, es in of_kind.items()}
+        weights = {} if row.step or row.kind == "grad" else {n: matrix_of(es[0]) for n, es in dense.items()}
         return "", _of_weights([p for p, fit in tried if fit is None], reference, weights) if weights else ""
-    outputs = {rank: fit.rows for rank, fit in of_weight.items() if fit is not None}
-    held = _where_held(tried, reference, seen, outputs)
+    of_weight = judge.holders.get(f"{row.name}.weight", {})
+    held = _where_held(tried, reference, judge.seen, {rank: fit.rows for rank, fit in of_weight.items() if fit})
     if row.kind == "grad_output":
         experts = f"{row.name.rpartition('.')[0]}.experts".removeprefix(".")
-        if any(n.startswith(experts) for n in of_kind) and not row.name.startswith(experts):
+        if any(n.startswith(experts) for n in dense) and not row.name.startswith(experts):
             return "", "does a loss of the router's own, such as that for balance, count as in one process?"
         return "", _of_rows(row.kind, held, shape, None)
-    biases = dense.get(("parameter", f"{row.name}.bias", row.step, 0))
+    biases = judge.dense.get(("parameter", f"{row.name}.bias", row.step, 0))
     bias = matrix_of(biases[0]).T if biases else None
-    others = {n: m for n, es in of_kind.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
+    others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
     says = _besides(held, bias, others)
     return says, "" if says else _of_rows(row.kind, held, shape, bias)
 
 
-def _where_held(
-    tried: Sequence[tuple[Piece, Fit | None]], reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]
-) -> list[Held]:
+def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]) -> list[Held]:
     """Each piece with the place that it has or should have; none at all if one has no place. `outputs` are the columns
     of a layer's output by rank, as its weights tell them.
     """

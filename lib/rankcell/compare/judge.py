@@ -16,19 +16,8 @@ from . import clues, layouts
 from .blame import between, first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
-from .reference import (
-    NOT_FINITE,
-    ROUNDING,
-    SLACK,
-    TOLERANCE,
-    Fit,
-    Piece,
-    Reference,
-    Traced,
-    matrix_of,
-    matrix_of_calls,
-    typical,
-)
+from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
+from .reference import matrix_of_calls as _matrix
 from .wording import BEFORE, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
@@ -76,7 +65,6 @@ def compare(
 
 _Key = tuple[str, str, int, int]  # kind, name, step, part
 _OfRanks = dict[_Key, list[tuple[int, Traced]]]
-_Tried = Sequence[tuple[Piece, Fit | None]]
 
 
 def _dense(one: Any) -> dict[_Key, list[Traced]]:
@@ -144,7 +132,7 @@ class Judge:
         self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
         sizes: dict[str, list[float]] = {}
         for (kind, *_), es in dense.items():
-            sizes.setdefault(kind, []).append(typical(matrix_of_calls(es)))
+            sizes.setdefault(kind, []).append(typical(_matrix(es)))
         self.floors = {kind: 0.01 * float(np.median(values)) for kind, values in sizes.items()}
 
     def rows(self) -> list[Row]:
@@ -195,9 +183,7 @@ class Judge:
             return row.found("skipped", "not compared: its gradient is noise")
         # the tensor of one process, all calls one below the other
         floor = 0.0 if kind == "parameter" else self.floors[kind]
-        reference = Reference(
-            matrix_of_calls(entries), self.tolerance, floor, entries[0].shape, name if kind in FINAL else ""
-        )
+        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, name if kind in FINAL else "")
         pieces = [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in pairs]
         if kind == "parameter" and step:
             reference, pieces = self._update(key, reference, pieces)
@@ -228,13 +214,13 @@ class Judge:
         old = self.dense.get(earlier)
         if not old or any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
             return reference, list(pieces)
-        was = matrix_of_calls(old)
+        was = _matrix(old)
         change = reference.matrix - was
         rounding = ROUNDING.get(old[0].dtype, 0.0) * typical(was) / self.tolerance
         slack = None
         gradient = self.dense.get(("grad", name, step - 1, 0))
         if gradient:  # Adam makes a whole step of the smallest one
-            size = np.abs(matrix_of_calls(gradient))
+            size = np.abs(_matrix(gradient))
             noise = (1.0 if self.in_16_bits else TINY) * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
         changed = replace(reference, matrix=change, floor=rounding, slack=slack)
@@ -252,7 +238,7 @@ class Judge:
                 for kind, n, s, _ in self.dense
                 if kind == "grad" and s == step and ending and ending in (n, n.partition(".")[2])
             )
-        return typical(matrix_of_calls(gradient)) < (1.0 if self.in_16_bits else NOISE) * self.floors["grad"]
+        return typical(_matrix(gradient)) < (1.0 if self.in_16_bits else NOISE) * self.floors["grad"]
 
     def _is_lost_in_16_bits(self, name: str, step: int, pieces: Sequence[Piece]) -> bool:
         """Whether a gradient is noise in one process, and little more than that on the ranks, which round elsewhere."""
@@ -309,7 +295,7 @@ class Judge:
         key: _Key,
         reference: Reference,
         shape: tuple[int, ...],
-        tried: _Tried,
+        tried: clues.Tried,
     ) -> Row:
         lost = [p for p, fit in tried if fit is None and not self._is_of_a_stage(p, key)]
         placed = [(p, fit) for p, fit in tried if fit is not None]
@@ -319,8 +305,7 @@ class Judge:
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
             ranks = tuple(sorted({p.rank for p in lost}))
-            of_weight = self.holders.get(f"{row.name}.weight", {})
-            says, clue = clues.told(row, reference, shape, tried, self.dense, of_weight, self.seen)
+            says, clue = clues.told(self, row, reference, shape, tried)
             return row.found("none", _nowhere(row, reference, lost), ranks=ranks, says=says, clue=clue)
         if not placed:
             return row.found("skipped", "of a stage: not compared")
