@@ -3,18 +3,18 @@ one process, what is in it besides, whose weights these are, who drops what. Whi
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..results import name_ranks, name_some
-from .comparison import FINAL, Row
+from .blame import between
+from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Fit, Map, Piece, Reference, Traced, matrix_of, matrix_of_calls
 from .wording import bias_words, times_words
 
-Tried = Sequence[tuple[Piece, Fit | None]]
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
 
@@ -50,27 +50,48 @@ class Held:
         return np.where(small, np.nan, np.where(fits, k, np.inf))
 
 
-def told(judge: Any, row: Row, reference: Reference, shape: tuple[int, ...], tried: Tried) -> tuple[str, str]:
-    """What says all, and what says more, of a tensor that fits nowhere on some ranks. `shape` is the dense one's."""
+def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) -> tuple[Row, bool]:
+    """The row to blame with what is told of it; where it is a sum that may be used as whole, the first wrong one behind
+    it, if that is the whole sum and something else.
+    """
+    at = next(i for i, r in enumerate(rows) if r.key == row.key)
+    behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
+    wrong = next(behind, row) if used_as_whole else row
+    if wrong.status != "none" or wrong.says:
+        return row, used_as_whole
+    says, clue = _told(judge, wrong)
+    if used_as_whole:
+        return (replace(wrong, says=says), False) if says else (row, True)
+    return replace(row, says=says, clue=clue or between(row, rows)), False
+
+
+def _told(judge: Any, row: Row) -> tuple[str, str]:
+    """What says all, and what says more, of a tensor that fits nowhere on some ranks; the judge has seen all."""
+    is_update = row.kind == "grad" or (row.kind == "parameter" and row.step)
+    if is_update or (lost := judge.lost(row)) is None:
+        return "", ""
+    reference, tried = lost
     dense = {n: es for (k, n, s, _), es in judge.dense.items() if (k, s) == (row.kind, row.step) and n != row.name}
-    if row.kind in FINAL:
-        weights = {} if row.step or row.kind == "grad" else {n: matrix_of(es[0]) for n, es in dense.items()}
-        return "", _of_weights([p for p, fit in tried if fit is None], reference, weights) if weights else ""
+    if row.kind == "parameter":
+        weights = {n: matrix_of(es[0]) for n, es in dense.items()}
+        return "", _of_weights([p for p, fit in tried if fit is None], reference, weights)
     of_weight = judge.holders.get(f"{row.name}.weight", {})
     held = _where_held(tried, reference, judge.seen, {rank: fit.rows for rank, fit in of_weight.items() if fit})
     if row.kind == "grad_output":
         experts = f"{row.name.rpartition('.')[0]}.experts".removeprefix(".")
         if any(n.startswith(experts) for n in dense) and not row.name.startswith(experts):
             return "", "does a loss of the router's own, such as that for balance, count as in one process?"
-        return "", _of_rows(row.kind, held, shape, None)
+        return "", _of_rows(row.kind, held, None)
     biases = judge.dense.get(("parameter", f"{row.name}.bias", row.step, 0))
     bias = matrix_of(biases[0]).T if biases else None
     others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
     says = _besides(held, bias, others)
-    return says, "" if says else _of_rows(row.kind, held, shape, bias)
+    return says, "" if says else _of_rows(row.kind, held, bias)
 
 
-def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]) -> list[Held]:
+def _where_held(
+    tried: Sequence[tuple[Piece, Fit | None]], reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]
+) -> list[Held]:
     """Each piece with the place that it has or should have; none at all if one has no place. `outputs` are the columns
     of a layer's output by rank, as its weights tell them.
     """
@@ -88,13 +109,13 @@ def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: M
     return found
 
 
-def _of_rows(kind: str, held: Sequence[Held], shape: tuple[int, ...], bias: np.ndarray | None) -> str:
-    """Where an output or its gradient is wrong, or how; "" if nothing can be told. `shape` is the dense one's."""
+def _of_rows(kind: str, held: Sequence[Held], bias: np.ndarray | None) -> str:
+    """Where an output or its gradient is wrong, or how; "" if nothing can be told."""
     lost = [h for h in held if not h.factor]
     each = [np.full(h.piece.n, h.factor) if h.factor else h.multiples() for h in held]
-    told = np.concatenate([*each, np.ones(1)])
+    told = np.sort(np.concatenate([*each, np.ones(1)]))
     told = told[np.isfinite(told)]
-    near = (np.abs(told[:, None] - told) <= CLOSE * np.abs(told[:, None])).sum(1)
+    near = np.searchsorted(told, told + CLOSE * np.abs(told)) - np.searchsorted(told, told - CLOSE * np.abs(told))
     usual = float(told[near.argmax()]) if kind == "grad_output" and told[near.argmax()] else 1.0
     for share, nearly in ((0.0, ""), (ROUNDED, "nearly ")) if lost else ():
         k = np.concatenate([h.multiples(bias, share) for h in lost]) / usual
@@ -108,17 +129,18 @@ def _of_rows(kind: str, held: Sequence[Held], shape: tuple[int, ...], bias: np.n
         np.isnan(k) | (np.abs(k - usual) <= CLOSE * abs(usual)) | bool(h.factor)
         for h, k in zip(held, each, strict=True)
     ]
-    return _where(kind, held, right, shape)
+    return _where(kind, held, right)
 
 
-def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray], shape: tuple[int, ...]) -> str:
+def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray]) -> str:
     """At which positions, or in which samples, rows are right and wrong."""
     good, bad = (
         {int(r) for h, ok in zip(held, right, strict=True) for r in h.rows[ok == sign]} for sign in (True, False)
     )
     if not good or not bad:
         return ""
-    length = shape[-2] if len(shape) > 2 else 1
+    reference = held[0].reference
+    length = reference.shape[-2] if len(reference.shape) > 2 and np.prod(reference.shape[:-1]) == reference.n else 1
     well, badly = {r % length for r in good}, {r % length for r in bad}
     if not well & badly:
         words = f"right at {_named('position', well)}, wrong at {_named('position', badly)}"

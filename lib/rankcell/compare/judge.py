@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import UserFacingError
 from ..results import Run, name_ranks, name_some
 from . import clues, layouts
-from .blame import between, first_wrong, right_elsewhere
+from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
@@ -49,8 +49,7 @@ def compare(
         )
     first, blamed = None, first_wrong(rows)
     if blamed is not None:
-        row, used_as_whole = blamed
-        row = replace(row, clue=row.clue or between(row, rows))
+        row, used_as_whole = clues.explained(judge, rows, *blamed)
         holders = {*judge.holders.get(row.name, ()), *right_elsewhere(row, rows)}
         all_ranks = {rank for pairs in ranks.values() for rank, _ in pairs}
         alike = (r for r in rows if r.kind == row.kind and r.step == row.step and r.status != "skipped")
@@ -181,10 +180,7 @@ class Judge:
             return _alike(row, pairs, self.holders.get(name, {}), self.tolerance)
         if kind == "parameter" and step and self._is_noise(name, step - 1):
             return row.found("skipped", "not compared: its gradient is noise")
-        # the tensor of one process, all calls one below the other
-        floor = 0.0 if kind == "parameter" else self.floors[kind]
-        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, name if kind in FINAL else "")
-        pieces = [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in pairs]
+        reference, pieces = self._pieces(key)
         if kind == "parameter" and step:
             reference, pieces = self._update(key, reference, pieces)
         if kind not in FINAL and reference.n * reference.f > 1 and all(p.n * p.f == 1 for p in pieces):
@@ -205,6 +201,23 @@ class Judge:
         if lacking and found.status == "fits":
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
         return found
+
+    def _pieces(self, key: _Key) -> tuple[Reference, list[Piece]]:
+        """The tensor of one process, all calls one below the other, and what the ranks have of it."""
+        kind, name, *_ = key
+        floor, space = 0.0 if kind == "parameter" else self.floors[kind], name if kind in FINAL else ""
+        reference = Reference(_matrix(self.dense[key]), self.tolerance, floor, self.dense[key][0].shape, space)
+        return reference, [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in self.ranks[key]]
+
+    def lost(self, row: Row) -> tuple[Reference, list[tuple[Piece, Fit | None]]] | None:
+        """The tensor of a row in one process, and what the ranks have of it, if some of that fits nowhere."""
+        for key in self.ranks:
+            if key[:3] == (row.kind, row.name, row.step) and key in self.dense:
+                reference, pieces = self._pieces(key)
+                tried = [(p, self._place(key, p, reference)) for p in pieces]
+                if any(fit is None for _, fit in tried):
+                    return reference, tried
+        return None
 
     def _update(self, key: _Key, reference: Reference, pieces: Sequence[Piece]) -> tuple[Reference, list[Piece]]:
         """By how much a step changed a parameter, in one process and on the ranks: little beside the parameter."""
@@ -295,7 +308,7 @@ class Judge:
         key: _Key,
         reference: Reference,
         shape: tuple[int, ...],
-        tried: clues.Tried,
+        tried: Sequence[tuple[Piece, Fit | None]],
     ) -> Row:
         lost = [p for p, fit in tried if fit is None and not self._is_of_a_stage(p, key)]
         placed = [(p, fit) for p, fit in tried if fit is not None]
@@ -305,8 +318,7 @@ class Judge:
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
             ranks = tuple(sorted({p.rank for p in lost}))
-            says, clue = clues.told(self, row, reference, shape, tried)
-            return row.found("none", _nowhere(row, reference, lost), ranks=ranks, says=says, clue=clue)
+            return row.found("none", _nowhere(row, reference, lost), ranks=ranks)
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = [fit.factor for _, fit in placed]
