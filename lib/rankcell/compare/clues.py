@@ -76,7 +76,9 @@ def _told(judge: Any, row: Row) -> tuple[str, str]:
         weights = {n: matrix_of(es[0]) for n, es in dense.items()}
         return "", _of_weights([p for p, fit in tried if fit is None], reference, weights)
     of_weight = judge.holders.get(f"{row.name}.weight", {})
-    held = _where_held(tried, reference, judge.seen, {rank: fit.rows for rank, fit in of_weight.items() if fit})
+    held = _where_held(
+        tried, reference, judge.seen, {rank: fit.rows for rank, fit in of_weight.items() if fit and fit.sure}
+    )
     if row.kind == "grad_output":
         experts = f"{row.name.rpartition('.')[0]}.experts".removeprefix(".")
         if any(n.startswith(experts) for n in dense) and not row.name.startswith(experts):

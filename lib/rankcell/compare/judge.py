@@ -314,7 +314,7 @@ class Judge:
         placed = [(p, fit) for p, fit in tried if fit is not None]
         pieces = [p for p, _ in tried]
         if lost:
-            total = self._sum(pieces, reference) if row.kind != "parameter" else None
+            total = layouts.sums(pieces, reference, self.seen, self.mesh) if row.kind != "parameter" else None
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
             ranks = tuple(sorted({p.rank for p in lost}))
@@ -357,17 +357,6 @@ class Judge:
                     self.stages.add((name, piece.rank))
                     return True
         return False
-
-    def _sum(self, pieces: Sequence[Piece], reference: Reference) -> layouts.Sum | None:
-        """How all pieces are parts of sums; None if one is not."""
-        left, found = list(pieces), None
-        while left:
-            total = layouts.partial(left, reference, self.seen, self.mesh)
-            if total is None or (found is not None and abs(total.factor - found.factor) > 1e-3):
-                return None
-            found = found or total
-            left = [p for p in left if p.rank not in total.ranks] if total.axes else []
-        return found
 
 
 def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:

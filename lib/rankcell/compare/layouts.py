@@ -179,6 +179,18 @@ def partial(
     return None
 
 
+def sums(pieces: Sequence[Piece], reference: Reference, seen: SeenPlaces, mesh: Mapping[str, int] | None) -> Sum | None:
+    """How all pieces are parts of sums; None if one is not."""
+    left, found = list(pieces), None
+    while left:
+        total = partial(left, reference, seen, mesh)
+        if total is None or (found is not None and abs(total.factor - found.factor) > 1e-3):
+            return None
+        found = found or total
+        left = [p for p in left if p.rank not in total.ranks] if total.axes else []
+    return found
+
+
 def _is_among(wanted: Map | None, maps: Iterator[Map | None]) -> bool:
     return any(m is wanted or (m is not None and wanted is not None and np.array_equal(m, wanted)) for m in maps)
 
