@@ -12,7 +12,7 @@ from ..results import name_ranks, name_some
 from .blame import between
 from .comparison import Row
 from .layouts import SeenPlaces
-from .reference import Fit, Map, Piece, Reference, Traced, matrix_of, matrix_of_calls
+from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls
 from .wording import bias_words, times_words
 
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
@@ -91,9 +91,7 @@ def _told(judge: Any, row: Row) -> tuple[str, str]:
     return says, "" if says else _of_rows(row.kind, held, bias)
 
 
-def _where_held(
-    tried: Sequence[tuple[Piece, Fit | None]], reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]
-) -> list[Held]:
+def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]) -> list[Held]:
     """Each piece with the place that it has or should have; none at all if one has no place. `outputs` are the columns
     of a layer's output by rank, as its weights tell them.
     """

@@ -16,7 +16,7 @@ from . import clues, layouts
 from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
-from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
+from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
 from .wording import BEFORE, partial_words, said, times_words
 
@@ -209,7 +209,7 @@ class Judge:
         reference = Reference(_matrix(self.dense[key]), self.tolerance, floor, self.dense[key][0].shape, space)
         return reference, [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in self.ranks[key]]
 
-    def lost(self, row: Row) -> tuple[Reference, list[tuple[Piece, Fit | None]]] | None:
+    def lost(self, row: Row) -> tuple[Reference, Tried] | None:
         """The tensor of a row in one process, and what the ranks have of it, if some of that fits nowhere."""
         for key in self.ranks:
             if key[:3] == (row.kind, row.name, row.step) and key in self.dense:
@@ -302,14 +302,7 @@ class Judge:
             self.where[key] = replace(fit, factor=1.0)
         return fit
 
-    def _judged(
-        self,
-        row: Row,
-        key: _Key,
-        reference: Reference,
-        shape: tuple[int, ...],
-        tried: Sequence[tuple[Piece, Fit | None]],
-    ) -> Row:
+    def _judged(self, row: Row, key: _Key, reference: Reference, shape: tuple[int, ...], tried: Tried) -> Row:
         lost = [p for p, fit in tried if fit is None and not self._is_of_a_stage(p, key)]
         placed = [(p, fit) for p, fit in tried if fit is not None]
         pieces = [p for p, _ in tried]

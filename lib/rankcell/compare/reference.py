@@ -119,6 +119,9 @@ class Fit:
     flat: Map | None = None
 
 
+Tried = Sequence[tuple[Piece, Fit | None]]  # pieces, and where they were found
+
+
 @dataclass
 class Reference(_Sizes):
     """The tensor of one process. `floor` is the size below which a number is noise.
