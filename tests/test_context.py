@@ -15,12 +15,10 @@ from rankcell.parallel.context import ContextParallel, positions, share_of_mean,
 pytestmark = pytest.mark.slow
 
 
-def dense_attention(query, key, value, documents=None):
+def dense_attention(query, key, value):
     """Written out, with all scores at once."""
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-    if documents is not None:
-        scores = scores.masked_fill(documents[:, None, :, None] != documents[:, None, None, :], -math.inf)
     return scores.softmax(-1) @ value
 
 
@@ -32,11 +30,6 @@ def whole(length=16, heads=4, dtype=torch.float64):
 
 def a_group(size):
     return None if size == 4 else [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
-
-
-DOCUMENTS = torch.tensor(
-    [[0] * 3 + [1] * 6 + [2] * 1 + [0] * 2 + [-1] * 4, [5] * 9 + [7] * 7]  # the 0 comes back; -1 is padding
-)
 
 
 def test_layouts_share_positions_and_the_triangle():
@@ -56,24 +49,19 @@ def test_layouts_share_positions_and_the_triangle():
 # Attention over ranks
 
 
-def largest_difference(size, scale=1.0, documents=None):
-    """Of outputs and gradients to the dense ones, by both methods and layouts; of documents knows one method only."""
+def largest_difference(size, scale=1.0):
+    """Of outputs and gradients to the dense ones, in both layouts."""
     group, worst = a_group(size), 0.0
     take = lambda t, layout: split(t.detach(), size, dim=2, layout=layout)[dist.get_rank(group)]
     tensors = [scale * t for t in whole()]
     *inputs, grad = (t.requires_grad_() for t in tensors)
-    output = dense_attention(*inputs, documents)
+    output = dense_attention(*inputs)
     dense = [output, *torch.autograd.grad(output, inputs, grad)]
     for layout in ("contiguous", "zigzag"):
-        how = {"layout": layout, "process_group": group}
-        if documents is not None:
-            how["documents"] = split(documents, size, layout=layout)[dist.get_rank(group)]
-        methods = (context.all_to_all_attention, context.ring_attention)
-        for attend in methods if documents is None else methods[:1]:
-            *mine, own = (take(t, layout).requires_grad_() for t in tensors)
-            out = attend(*mine, **how)
-            for got, expected in zip([out, *torch.autograd.grad(out, mine, own)], dense, strict=True):
-                worst = max(worst, (got - take(expected, layout)).abs().max().item())
+        *mine, own = (take(t, layout).requires_grad_() for t in tensors)
+        out = context.ring_attention(*mine, layout=layout, process_group=group)
+        for got, expected in zip([out, *torch.autograd.grad(out, mine, own)], dense, strict=True):
+            worst = max(worst, (got - take(expected, layout)).abs().max().item())
     return worst
 
 
@@ -81,7 +69,7 @@ def largest_difference(size, scale=1.0, documents=None):
     ("size", "atol", "how"),
     [
         (2, 1e-12, {}),
-        (4, 1e-12, {"documents": DOCUMENTS}),
+        (4, 1e-12, {}),
         (4, 1e-8, {"scale": 30.0}),  # far beyond what exp can take
     ],
 )
@@ -100,43 +88,29 @@ def test_one_rank_sends_nothing(four):
     assert not [e for e in four.run(run).events if e.op in ("send", "recv")]
 
 
-@pytest.mark.parametrize(("method", "messages"), [("ring", 3 + 3 + 4), ("all_to_all", 4)])
-def test_bytes_by_formula(four, method, messages):
-    def step(method):
+def test_keys_and_values_go_round_once_forward_and_their_gradients_home(four):
+    def step():
         tensors = whole(64, dtype=torch.float32)
         *inputs, grad = (split(t, 4, dim=2)[dist.get_rank()].requires_grad_() for t in tensors)
-        out = getattr(context, f"{method}_attention")(*inputs)
+        out = context.ring_attention(*inputs)
         torch.autograd.grad(out, inputs, grad)
         return inputs[0].nbytes
 
-    run = four.run(step, args=(method,))
-    formula = sum(context.bytes_sent(method, run.values[0], 4).values())
+    run = four.run(step)
     for r in run.ranks:
-        sent = [e for e in r.events if e.op in ("send", "all_to_all")]
-        # the ring sends to the next rank only; of an all-to-all a quarter stays
-        assert method != "ring" or {e.peer for e in sent} == {(r.rank + 1) % 4}
-        assert sum(e.nbytes for e in sent) * (1 if method == "ring" else 3 / 4) == formula
-        assert len(sent) == messages
+        sent = [e for e in r.events if e.op == "send"]
+        assert {e.peer for e in sent} == {(r.rank + 1) % 4}
+        assert [e.nbytes for e in sent] == [2 * run.values[0]] * (3 + 3 + 4)
     for row in run.wire or ():
-        assert formula <= sum(row) < formula + 2500
-
-
-def test_formulas():
-    assert context.bytes_sent("ring", 100, 4) == {"forward": 600, "backward": 1400}
-    assert context.bytes_sent("all_to_all", 100, 4) == {"forward": 300, "backward": 300}
-    for method in ("ring", "all_to_all"):
-        assert set(context.bytes_sent(method, 100, 1).values()) == {0}
+        assert 20 * run.values[0] <= sum(row) < 20 * run.values[0] + 2500
 
 
 # A model
 
 
-NUMBERS = torch.tensor([[0] * 7 + [1] * 9] * 3 + [[0] * 4 + [1] * 9 + [-1] * 3])  # documents of the batch
-
-
-def train(kv_heads=None, packed=False, size=1, **options):
+def train(kv_heads=None, size=1, **options):
     """Losses, first gradients and last weights of a GPT, or a Llama, on its own or over ranks, of which each pair may
-    have its own rows ("dp"). Packed with documents, the padding counts for nothing in the loss.
+    have its own rows ("dp").
     """
     with_dp = options.pop("dp", False)
     group = a_group(size) if size > 1 else None
@@ -147,13 +121,10 @@ def train(kv_heads=None, packed=False, size=1, **options):
     cut = lambda t: t if size == 1 else model.split(t.chunk(2)[dist.get_rank() // 2] if with_dp else t)
     losses, first = [], None
     for step in range(3):
-        x, y, documents = (
-            cut(t) for t in (*models.batch(torch.arange(400) * 7919 % 29, step, size=4, length=16), NUMBERS)
-        )
+        x, y = (cut(t) for t in models.batch(torch.arange(400) * 7919 % 29, step, size=4, length=16))
         optimizer.zero_grad()
-        logits = model(x, documents if packed else None)
+        logits = model(x)
         each = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-        each = each[documents.flatten() >= 0] if packed else each
         if size == 1:
             loss = each.mean()
         elif with_dp:  # shares of all ranks' tokens, and the sum of their gradients
@@ -175,11 +146,10 @@ def train(kv_heads=None, packed=False, size=1, **options):
     ("how", "options"),
     [
         ({}, {"size": 4}),
-        ({}, {"size": 2, "method": "all_to_all", "layout": "contiguous"}),
-        ({"packed": True}, {"size": 4, "method": "all_to_all"}),
+        ({}, {"size": 2, "layout": "contiguous"}),
         ({"kv_heads": 1}, {"size": 4, "layout": "contiguous"}),
         ({"kv_heads": 2}, {"size": 2}),
-        ({"kv_heads": 2}, {"size": 4, "method": "all_to_all"}),
+        ({"kv_heads": 2}, {"size": 4}),
         ({}, {"size": 2, "dp": True}),
     ],
 )

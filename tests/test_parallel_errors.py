@@ -67,16 +67,12 @@ layout needs on 4 ranks. Pad it to 16.
 split(ones(2, 10), 4, layout="contiguous") -> 10 positions cannot be cut into 4 equal pieces, as the contiguous
 positions(0, 0, 4, layout="contiguous") -> A sequence of 0 positions cannot be cut into 4 equal pieces, as the \
 contiguous layout needs on 4 ranks. Pad it to 4.
-context.all_to_all_attention(heads, heads, heads, layout="contiguous") -> 3 heads cannot be shared by 4 \
-ranks, and the all-to-all shares heads. Use ring_attention, or another number of ranks.
 ring_attention(heads, heads[:, :2], heads) -> Query, key and value need one shape, (batch, heads, length / W, d_head); \
 they have (1, 3, 3, 2), (1, 2, 3, 2),
-ring_attention(z, z, z, documents=ones(1, 2)) -> The ring knows no documents in a sequence. Use the all-to-all.
+ring_attention(z, z, z, documents=ones(1, 2)) -> The ring knows no documents in a sequence. Give one document in each.
 ContextParallel(gpt(), layout="spiral").split(tokens) -> There is no layout 'spiral'. Choose one of contiguous, zigzag.
-ContextParallel(gpt(), method="star") -> There is no method 'star'. Choose one of ring, all_to_all.
 ContextParallel(gpt())(tokens) -> 16 tokens on all ranks are more than the context of 8.
 ContextParallel(gpt(dropout=0.1)) -> No rank holds all weights of attention. Build the model with dropout=0.
-context.bytes_sent("star", 1, 1) -> There is no method 'star'. Choose ring or all_to_all.
 
 pipe(plan=schedules.gpipe(2, 4)) -> The schedule is for 2 ranks, and the process group has 4. Make one of them fit the
 pipe(split_gpt(gpt(), 4)[:3]) -> The schedule has 4 stages, and 3 modules came.

@@ -10,6 +10,7 @@ A file is a bug. Its docstring says what is wrong, and in lines `name: value`
              have `*`, and `the model` is the model itself
     loss     what the loss of the broken training does: falls (if this is left out), stays, or is that of a policy,
              which says nothing
+    says     a part of the verdict; left out if the tensor says enough
     side     where: start (weights before the first step), forward, backward (up to the gradients as the optimizer
              finds them) or update
 
@@ -165,6 +166,7 @@ def test_a_bug_is_found_and_named(four, bug):
     verdict = bug.verdict(run)
     assert not verdict.ok, f"{bug.path.stem}: not found"
     assert bug.is_first(verdict.first), f"wanted {bug.fields['first']}, and it says\n{verdict}"
+    assert bug.fields.get("says", "").lower() in verdict.text.lower()
     if bug in WATCHED:
         losses = [mean([v for v in at if v is not None]) for at in zip(*run.values, strict=True)]
         assert all(map(math.isfinite, losses))

@@ -261,11 +261,7 @@ swaps = [sum(e.op == "all_to_all" for e in r.events) for r in trained.ranks]
 assert len(set(swaps)) == 1 and swaps[0] % 32 == 0 and swaps[0], "our all-to-alls were in the model"
 
 # after: bytes-sent
-from rankcell.parallel import context
-
 check.close_to([*counted.values()], [*formula.values()], name="counted and formula")
-sums = [sum(context.bytes_sent(method, 1, 4).values()) for method in ("ring", "all_to_all")]
-assert sums == [20, 6], "in units of B"
 
 # after: to-hide
 assert (round(2 * 989e12 / 450e9), round(2 * 989e12 / 50e9)) == (4396, 39560), "positions per rank"

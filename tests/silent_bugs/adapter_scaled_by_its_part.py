@@ -5,6 +5,7 @@ source: https://github.com/predibase/lorax/pull/324
 mesh: tp 4
 first: up output
 side: forward
+says: what is too much in it is 3 times what `up.lora_b` gives
 """
 
 # %% one process

@@ -5,6 +5,7 @@ source: https://github.com/NVIDIA/Megatron-LM/issues/513
 mesh: pp 4
 first: blocks.1.* parameter
 side: start
+says: these are the weights of blocks.2.attention.query.weight
 """
 
 # %% one process

@@ -75,3 +75,31 @@ def through(stage, ranks, tokens, targets, loss=cross_entropy):
     if me > 0:
         dist.send(given.grad, ranks[me - 1])
     return None if value is None else value.item()
+
+
+class Swap(torch.autograd.Function):
+    """An all-to-all that cuts one dim into parts for the ranks, and joins along another; and its way back."""
+
+    @staticmethod
+    def forward(ctx, x, cut, join):
+        ctx.how = join, cut
+        sent = torch.stack(x.chunk(dist.get_world_size(), cut))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        return torch.cat(received.unbind(), join)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Swap.apply(grad, *ctx.how), None, None
+
+
+def by_heads(query, key, value, documents=None):
+    """Causal attention of blocks of positions, `(batch, heads, positions, d_head)`: each rank computes some heads."""
+    query, key, value = (Swap.apply(t, 1, 2) for t in (query, key, value))
+    seen = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool).tril()
+    if documents is not None:
+        parts = [torch.empty_like(documents) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, documents.contiguous())
+        numbers = torch.cat(parts, 1)
+        seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    return Swap.apply(F.scaled_dot_product_attention(query, key, value, attn_mask=seen), 2, 1)

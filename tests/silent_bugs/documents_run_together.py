@@ -16,7 +16,7 @@ step = training(model, adam(model), lambda: cross_entropy(model(x, documents=doc
 from rankcell.parallel.context import ContextParallel
 
 documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]]).expand(8, -1)
-model = ContextParallel(gpt(), method="all_to_all", layout="zigzag")
+model = ContextParallel(gpt(), layout="contiguous")
 optimizer = adam(model)
 
 
@@ -26,6 +26,7 @@ def prepare(module, args, kwargs):
 
 
 for block in model.module.blocks:
+    block.attention.attend = by_heads
     block.attention.register_forward_pre_hook(prepare, with_kwargs=True)
 
 

@@ -5,6 +5,7 @@ source: https://github.com/deepseek-ai/DeepSeek-V3/issues/298
 mesh: tp 4
 first: token_embedding output
 side: forward
+says: 60 of 64 rows are right
 """
 
 # %% one process

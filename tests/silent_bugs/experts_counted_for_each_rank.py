@@ -5,6 +5,7 @@ source: https://github.com/pytorch/pytorch/issues/160285
 mesh: ep 4
 first: layer.experts.*.down.* grad
 side: backward
+says: on rank 3: a sum over ep where a mean is meant
 """
 
 # %% one process

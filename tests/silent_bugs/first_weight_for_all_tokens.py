@@ -5,6 +5,7 @@ source: https://github.com/linkedin/Liger-Kernel/pull/1298
 mesh: dp 4
 first: norm grad_output
 side: backward
+says: do all of them count alike?
 """
 
 # %% one process

@@ -4,6 +4,7 @@ source: https://github.com/NVIDIA/Megatron-LM/issues/1464
 mesh: cp 4
 first: blocks.1.attention.key grad_output | blocks.1.attention.value grad_output
 side: backward
+says: does what later positions send back arrive?
 """
 
 # %% ranks

@@ -4,6 +4,7 @@ source: https://github.com/axonn-ai/yalis/pull/36
 mesh: tp 4
 first: norm output
 side: forward
+says: its rows are multiples
 """
 
 # %% one process

@@ -5,6 +5,7 @@ nowhere, or the partial sums just before it that somebody took for whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..results import name_some
 from .comparison import FINAL, Row
 from .wording import REORDERED, is_weighted
 
@@ -32,17 +33,41 @@ def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
         gaps = _right_before(row, rows, "patchy")
         if row.kind == "output" and sums is gaps is None and (order := _reordered_for(row, rows)):
             return order, False
+        sums = sums or _sum_missing_behind(row, rows)
         return sums or gaps or _other_multiple_before(row, rows) or row, sums is not None
     return (wrong[0], False) if wrong else None
 
 
 def right_elsewhere(row: Row, rows: Sequence[Row]) -> set[int]:
-    """Ranks whose gradients are right, as those of another stage, where most of this row's ranks are wrong."""
-    grads = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step]
-    here = [r.status == "fits" for r in grads if set(r.ranks) & set(row.ranks)]
-    if 2 * sum(here) > len(here):
-        return set()
-    return {rank for r in grads if r.status == "fits" for rank in r.ranks}
+    """Ranks where most gradients are right, as those of another stage, where most of this row's ranks are wrong."""
+    grads = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status != "skipped"]
+    ranks = {rank: [r.status == "fits" for r in grads if rank in r.ranks] for r in grads for rank in r.ranks}
+    right = {rank for rank, fits in ranks.items() if 2 * sum(fits) > len(fits)}
+    return right if right.isdisjoint(row.ranks) else set()
+
+
+def _sum_missing_behind(row: Row, rows: Sequence[Row]) -> Row | None:
+    """Where gradients that travel back first were partial sums of what all ranks hold whole, if no parameter behind it
+    has its gradient summed, `row` among them.
+    """
+    rows = [r for r in rows if r.step == row.step]
+    whole = {r.name for r in rows if r.kind == "output" and r.layout == "the same on all"}
+    sums = [r for r in rows if r.kind == "grad_output" and r.layout.startswith("partial over") and r.name in whole]
+    behind = [r for r in rows if r.kind == "grad" and r.name.rpartition(".")[0] in {s.name for s in sums}]
+    return sums[0] if row in behind and all(r.status in ("partial", "skipped") for r in behind) else None
+
+
+def between(row: Row, rows: Sequence[Row]) -> str:
+    """Which weights have wrong gradients, and which right ones, in the module whose gradient came back before a wrong
+    one: where they are used without calling their own modules.
+    """
+    at = next((i for i, r in enumerate(rows) if r.key == row.key), 0)
+    before = [r for r in rows[:at] if r.kind == row.kind == "grad_output" and r.step == row.step]
+    called = {r.name for r in rows if r.kind == "output"}
+    grads = [r for r in rows if r.kind == "grad" and r.step == row.step and r.name.rpartition(".")[0] not in called]
+    inside = [r for r in grads if before and r.name.startswith(f"{before[-1].name}.")]
+    wrong, right = (name_some([r.name for r in inside if r.status == status]) for status in ("none", "fits"))
+    return f"the gradients of {wrong} are wrong, too, and those of {right} are right" if wrong and right else ""
 
 
 def _is_right(row: Row, updated: Mapping[tuple[str, int], bool]) -> bool:

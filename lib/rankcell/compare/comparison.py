@@ -22,7 +22,7 @@ class Row:
     `kind` is "output", "grad_output", "grad" or "parameter"; `status` is "fits", "scaled", "partial", "none",
     "missing", "batch" (a number of which each rank has its part), "uncovered" (rows of the batch are on no rank, or on
     more ranks than others), "patchy" (many single rows seem to be on no rank) or "skipped" (nothing to compare).
-    `ranks` are those that hold it; of a tensor that is wrong, those where it is.
+    `ranks` are those that hold it; of a tensor that is wrong, those where it is. `clue` is what tells more of it.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Row:
     factor: float = 1.0
     axes: tuple[str, ...] = ()
     says: str = ""
+    clue: str = ""
 
     def found(self, status: str, layout: str, **more: Any) -> "Row":
         """This row, once it is known how the ranks hold the tensor."""

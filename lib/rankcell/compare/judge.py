@@ -12,12 +12,13 @@ import numpy as np
 
 from ..errors import UserFacingError
 from ..results import Run, name_ranks, name_some
-from . import layouts
+from . import clues, layouts
 from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import covered
-from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
-from .wording import BEFORE, bias_words, partial_words, said, times_words
+from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
+from .reference import matrix_of_calls as _matrix
+from .wording import BEFORE, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -48,10 +49,11 @@ def compare(
         )
     first, blamed = None, first_wrong(rows)
     if blamed is not None:
-        row, used_as_whole = blamed
+        row, used_as_whole = clues.explained(judge, rows, *blamed)
         holders = {*judge.holders.get(row.name, ()), *right_elsewhere(row, rows)}
         all_ranks = {rank for pairs in ranks.values() for rank, _ in pairs}
-        begins = row == next((r for r in rows if r.kind == "output" and r.step == row.step), None)
+        alike = (r for r in rows if r.kind == row.kind and r.step == row.step and r.status != "skipped")
+        begins = row.key == next(r.key for r in alike)
         first = said(row, used_as_whole=used_as_whole, begins=begins, holders=holders, mesh=mesh or {}, ranks=all_ranks)
     known = {name for kind, name, *_ in dense if kind == "parameter"}
     strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
@@ -112,6 +114,7 @@ class Judge:
         self.seen = layouts.SeenPlaces()
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
         self.multiples: dict[int, dict[float, None]] = {}  # step -> those of the gradients that travel back
+        self.by_size = 1.0  # how many times the tensor its pieces are, if all rows are as often on the ranks
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
         self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
@@ -167,7 +170,7 @@ class Judge:
             says = f"the dropout acts {here} and not {there}: `train()` or `eval()`?"
             return row.found("none", f"a dropout acts {here} only", says=says)
         if masked and self.has_dropout:
-            return _dropped_out(row, masked)
+            return clues.dropped_out(row, masked)
         if self.has_dropout and kind != "parameter":
             return row.found("skipped", "not compared: a dropout is on")
         lacking = sorted(set(self.holders.get(name, ())) - set(ranks)) if kind in FINAL else []
@@ -177,16 +180,14 @@ class Judge:
             return _alike(row, pairs, self.holders.get(name, {}), self.tolerance)
         if kind == "parameter" and step and self._is_noise(name, step - 1):
             return row.found("skipped", "not compared: its gradient is noise")
-        # the tensor of one process, all calls one below the other
-        floor = 0.0 if kind == "parameter" else self.floors[kind]
-        reference = Reference(_matrix(entries), self.tolerance, floor, entries[0].shape, name if kind in FINAL else "")
-        pieces = [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in pairs]
+        reference, pieces = self._pieces(key)
         if kind == "parameter" and step:
             reference, pieces = self._update(key, reference, pieces)
         if kind not in FINAL and reference.n * reference.f > 1 and all(p.n * p.f == 1 for p in pieces):
             return row.found("skipped", "a number: not compared")
         if reference.n * reference.f == 1 and not reference.is_noise:
             return _number(row, reference, pieces)
+        self.by_size = reference.multiple_by_size(pieces)
         fits = [self._place(key, p, reference) for p in pieces]
         if kind == "parameter" and step == 0:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
@@ -200,6 +201,23 @@ class Judge:
         if lacking and found.status == "fits":
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
         return found
+
+    def _pieces(self, key: _Key) -> tuple[Reference, list[Piece]]:
+        """The tensor of one process, all calls one below the other, and what the ranks have of it."""
+        kind, name, *_ = key
+        floor, space = 0.0 if kind == "parameter" else self.floors[kind], name if kind in FINAL else ""
+        reference = Reference(_matrix(self.dense[key]), self.tolerance, floor, self.dense[key][0].shape, space)
+        return reference, [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in self.ranks[key]]
+
+    def lost(self, row: Row) -> tuple[Reference, Tried] | None:
+        """The tensor of a row in one process, and what the ranks have of it, if some of that fits nowhere."""
+        for key in self.ranks:
+            if key[:3] == (row.kind, row.name, row.step) and key in self.dense:
+                reference, pieces = self._pieces(key)
+                tried = [(p, self._place(key, p, reference)) for p in pieces]
+                if any(fit is None for _, fit in tried):
+                    return reference, tried
+        return None
 
     def _update(self, key: _Key, reference: Reference, pieces: Sequence[Piece]) -> tuple[Reference, list[Piece]]:
         """By how much a step changed a parameter, in one process and on the ranks: little beside the parameter."""
@@ -251,7 +269,7 @@ class Judge:
                 self.forward[place] = piece, reference
             return fit
         usual = self.multiples.setdefault(step, {self.world_size: None})
-        for k in () if fit is not None else reversed(usual):
+        for k in () if fit is not None else (*reversed(usual), self.by_size):
             # rows that were taken for others, which looked like them on the way forward
             if fit := layouts.place(replace(piece, matrix=piece.matrix / k), reference, self.seen):
                 fit = replace(fit, factor=fit.factor * k)
@@ -284,26 +302,16 @@ class Judge:
             self.where[key] = replace(fit, factor=1.0)
         return fit
 
-    def _judged(
-        self,
-        row: Row,
-        key: _Key,
-        reference: Reference,
-        shape: tuple[int, ...],
-        tried: Sequence[tuple[Piece, Fit | None]],
-    ) -> Row:
+    def _judged(self, row: Row, key: _Key, reference: Reference, shape: tuple[int, ...], tried: Tried) -> Row:
         lost = [p for p, fit in tried if fit is None and not self._is_of_a_stage(p, key)]
         placed = [(p, fit) for p, fit in tried if fit is not None]
         pieces = [p for p, _ in tried]
         if lost:
-            total = self._sum(pieces, reference) if row.kind != "parameter" else None
+            total = layouts.sums(pieces, reference, self.seen, self.mesh) if row.kind != "parameter" else None
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
             ranks = tuple(sorted({p.rank for p in lost}))
-            bias = self.dense.get(("parameter", f"{row.name}.bias", row.step, 0), ()) if row.kind == "output" else ()
-            times = {layouts.times_of_bias(p, reference, matrix_of(bias[0])) for p in lost} if bias else {1}
-            says = bias_words(times.pop()) if len(times) == 1 else ""
-            return row.found("none", _nowhere(row, reference, lost), ranks=ranks, says=says)
+            return row.found("none", _nowhere(row, reference, lost), ranks=ranks)
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = [fit.factor for _, fit in placed]
@@ -342,17 +350,6 @@ class Judge:
                     self.stages.add((name, piece.rank))
                     return True
         return False
-
-    def _sum(self, pieces: Sequence[Piece], reference: Reference) -> layouts.Sum | None:
-        """How all pieces are parts of sums; None if one is not."""
-        left, found = list(pieces), None
-        while left:
-            total = layouts.partial(left, reference, self.seen, self.mesh)
-            if total is None or (found is not None and abs(total.factor - found.factor) > 1e-3):
-                return None
-            found = found or total
-            left = [p for p in left if p.rank not in total.ranks] if total.axes else []
-        return found
 
 
 def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:
@@ -398,21 +395,6 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
     return row.found("none", "another number")
 
 
-def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
-    """Where a dropout is on: the same zeros where ranks were given the same, others where not."""
-    for i, (rank, e) in enumerate(masked):
-        for other, o in masked[:i]:
-            if e.call != o.call or (e.dropped == o.dropped) == (e.mask == o.mask):
-                continue
-            if e.dropped == o.dropped:
-                says = "drops other numbers on each rank, though all were given the same: the ranks part"
-                return row.found("none", "masks differ", ranks=(other, rank), says=says)
-            if e.shape == o.shape:
-                says = "the same dropout mask on ranks that hold different parts: seed it by rank"
-                return row.found("none", "the same mask", ranks=(other, rank), says=says)
-    return row.found("skipped", "dropout")
-
-
 def _are_near(pieces: Sequence[Piece], reference: Reference) -> bool:
     """Whether each piece is about the reference, or a shard of about its size."""
     size = typical(reference.matrix)
@@ -442,9 +424,3 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
         return f"other numbers ({share:.0%} off)"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
     return off_by if row.kind == "parameter" else f"{off_by}, as if rounded"
-
-
-def _matrix(entries: Sequence[Traced]) -> np.ndarray:
-    """The tensors of all calls, one below the other, as far as their widths agree."""
-    matrices = [matrix_of(e) for e in entries]
-    return np.concatenate([m for m in matrices if m.shape[1] == matrices[0].shape[1]])

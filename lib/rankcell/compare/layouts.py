@@ -10,7 +10,7 @@ from itertools import combinations, product
 
 import numpy as np
 
-from .reference import SLACK, Fit, Map, Piece, Reference, typical
+from .reference import SLACK, Fit, Map, Piece, Reference
 
 WINDOW = 16  # numbers of a flat piece that are looked for together
 
@@ -72,6 +72,7 @@ def place(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | None:
 def _located(piece: Piece, reference: Reference, seen: SeenPlaces) -> Iterator[tuple[Map | None, Map | None, bool]]:
     """Rows and columns that a piece has by its numbers alone, and whether no others would do."""
     if piece.f == reference.f:
+        yield from ((rows, None, True) for rows in _blocks(piece, reference))
         if located := reference.locate_rows(piece, None):
             yield located[0], None, located[1]
         return
@@ -83,6 +84,23 @@ def _located(piece: Piece, reference: Reference, seen: SeenPlaces) -> Iterator[t
             block = np.arange(start, start + piece.f)
             if located := reference.locate_rows(piece, block):
                 yield located[0], block, located[1]
+
+
+def _blocks(piece: Piece, reference: Reference) -> list[Map]:
+    """The rows of the block of one dim that a piece is, or of its two half blocks in a zigzag, where no other would do:
+    all of them tell repeated tokens apart.
+    """
+    whole, mine = reference.shape[:-1], piece.shape[:-1]
+    cut = [d for d, (a, b) in enumerate(zip(whole, mine, strict=False)) if a != b]
+    if len(mine) != len(whole) or len(cut) != 1 or np.prod(whole) != reference.n or whole[cut[0]] % mine[cut[0]]:
+        return []
+    places, count = np.arange(reference.n).reshape(whole), whole[cut[0]] // mine[cut[0]]
+    blocks = np.split(places, count, cut[0])
+    if mine[cut[0]] % 2 == 0:
+        halves = np.split(places, 2 * count, cut[0])
+        blocks += [np.concatenate([halves[i], halves[-1 - i]], cut[0]) for i in range(count)]
+    found = [b.reshape(-1) for b in blocks if reference.factor(piece.matrix, b.reshape(-1), None) == 1.0]
+    return found if len(found) == 1 else []
 
 
 def place_flat(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | None:
@@ -161,6 +179,18 @@ def partial(
     return None
 
 
+def sums(pieces: Sequence[Piece], reference: Reference, seen: SeenPlaces, mesh: Mapping[str, int] | None) -> Sum | None:
+    """How all pieces are parts of sums; None if one is not."""
+    left, found = list(pieces), None
+    while left:
+        total = partial(left, reference, seen, mesh)
+        if total is None or (found is not None and abs(total.factor - found.factor) > 1e-3):
+            return None
+        found = found or total
+        left = [p for p in left if p.rank not in total.ranks] if total.axes else []
+    return found
+
+
 def _is_among(wanted: Map | None, maps: Iterator[Map | None]) -> bool:
     return any(m is wanted or (m is not None and wanted is not None and np.array_equal(m, wanted)) for m in maps)
 
@@ -177,15 +207,3 @@ def _groups(pieces: Sequence[Piece], mesh: Mapping[str, int] | None) -> Iterator
             if len({p.rank for p in group}) > 1:
                 yield group, tuple(names[i] for i in chosen)
     yield list(pieces), ()
-
-
-def times_of_bias(piece: Piece, reference: Reference, bias: np.ndarray) -> int:
-    """How often the bias of a layer is in its output; once if another number does not explain the output."""
-    bias = bias.ravel()
-    if piece.matrix.shape != reference.matrix.shape or reference.f != bias.size or not bias.any():
-        return 1
-    with np.errstate(all="ignore"):
-        off = piece.matrix - reference.matrix
-        more = np.round((off @ bias).mean() / (bias @ bias))
-        fits = np.abs(off - more * bias).max() <= SLACK * reference.tolerance * typical(piece.matrix)
-    return int(1 + more) if fits else 1

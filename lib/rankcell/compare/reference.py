@@ -2,6 +2,7 @@
 the reference, and which factor k, is the piece k times that part of it?
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -64,6 +65,12 @@ def matrix_of(entry: Traced) -> np.ndarray:
     return value if np.isfinite(value).all() else np.nan_to_num(value, True, *NOT_FINITE)
 
 
+def matrix_of_calls(entries: Sequence[Traced]) -> np.ndarray:
+    """The tensors of all calls, one below the other, as far as their widths agree."""
+    matrices = [matrix_of(e) for e in entries]
+    return np.concatenate([m for m in matrices if m.shape[1] == matrices[0].shape[1]])
+
+
 @cache
 def _weights(n: int) -> np.ndarray:
     """`(n, 2)` random numbers: the products of rows with them tell rows apart."""
@@ -112,6 +119,9 @@ class Fit:
     flat: Map | None = None
 
 
+Tried = Sequence[tuple[Piece, Fit | None]]  # pieces, and where they were found
+
+
 @dataclass
 class Reference(_Sizes):
     """The tensor of one process. `floor` is the size below which a number is noise.
@@ -136,6 +146,11 @@ class Reference(_Sizes):
         """Whether there is nothing in it to compare."""
         return typical(self.matrix) <= self.tolerance * self.floor
 
+    def multiple_by_size(self, pieces: Sequence[Piece]) -> float:
+        """How many times it the pieces are by their sizes, if each row is on as many ranks as every other."""
+        sizes = [typical(p.matrix) ** 2 * p.matrix.size for p in pieces]
+        return (sum(sizes) / sum(p.matrix.size for p in pieces)) ** 0.5 / self.scale or 1.0
+
     def _part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray | None]:
         """The part with these rows and columns (None: all), and its slack."""
         if rows is None and columns is None:
@@ -143,7 +158,7 @@ class Reference(_Sizes):
         chosen = np.ix_(np.arange(self.n) if rows is None else rows, np.arange(self.f) if columns is None else columns)
         return self.matrix[chosen], None if self.slack is None else self.slack[chosen]
 
-    def _limits(self, part: np.ndarray, slack: np.ndarray | None) -> np.ndarray:
+    def limits(self, part: np.ndarray, slack: np.ndarray | None = None) -> np.ndarray:
         """By how much the rows of a part may be off."""
         limits = SLACK * self.tolerance * np.maximum(_norms(part), self.scale * part.shape[1] ** 0.5)
         return limits if slack is None else limits + SLACK * _norms(slack)
@@ -168,8 +183,8 @@ class Reference(_Sizes):
         if abs(k - 1) < SLACK * self.tolerance or self.is_noise:
             k = 1.0
         off, grown = matrix - k * part, max(1.0, abs(k))
-        fits = (_norms(off) <= grown * self._limits(part, slack)).all()
-        fits &= (_norms(off.T) <= grown * self._limits(part.T, None if slack is None else slack.T)).all()
+        fits = (_norms(off) <= grown * self.limits(part, slack)).all()
+        fits &= (_norms(off.T) <= grown * self.limits(part.T, None if slack is None else slack.T)).all()
         return k if fits and abs(k) >= 1e-6 else None
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
@@ -177,7 +192,7 @@ class Reference(_Sizes):
         rank.
         """
         part, slack = self._part(rows, columns)
-        limits = self._limits(part, slack)
+        limits = self.limits(part, slack)
         if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
             return False
         off = matrix - part
@@ -186,12 +201,12 @@ class Reference(_Sizes):
     def locate_rows(self, piece: Piece, columns: Map | None) -> tuple[Map, bool] | None:
         """The rows of the reference that a piece with these columns has, and whether no others would do."""
         part, slack = self._part(None, columns)
-        return _nearest(piece.matrix, part, self._limits(part, slack))
+        return _nearest(piece.matrix, part, self.limits(part, slack))
 
     def locate_columns(self, piece: Piece, rows: Map | None) -> tuple[Map, bool] | None:
         """The columns of the reference that a piece with these rows has."""
         part, slack = self._part(rows, None)
-        return _nearest(piece.matrix.T, part.T, self._limits(part.T, None if slack is None else slack.T))
+        return _nearest(piece.matrix.T, part.T, self.limits(part.T, None if slack is None else slack.T))
 
 
 def _nearest(rows: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:

@@ -22,13 +22,13 @@ def said(
     when = f"{'after' if row.kind == 'parameter' else 'in'} step {step}" if step > 1 else ""
     where = ", ".join(filter(None, (f"line {row.line}" if row.line else "", when)))
     where = f" ({where})" if where else ""
-    what = row.says or _sentence(row, used_as_whole, sorted(set(holders) - set(row.ranks)), mesh, len(ranks))
-    if begins and row.status == "none" and not row.says:
-        what += ", or at what it is given: nothing is computed before it, and its weights are right"
+    what = row.says or _sentence(row, used_as_whole, sorted(set(holders) - set(row.ranks)), mesh, len(ranks), begins)
     return replace(row, says=f"`{row.title}`{where}: {what}")
 
 
-def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[str, int], world_size: int) -> str:
+def _sentence(
+    row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[str, int], world_size: int, begins: bool
+) -> str:
     who = name_ranks(row.ranks) if row.ranks else "no rank"
     over = f"over {' and '.join(row.axes)}" if row.axes else f"over {who}"
     if used_as_whole and row.kind == "output":
@@ -58,7 +58,8 @@ def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[st
         have = "has" if len(row.ranks) == 1 else "have"
         return f"{who} {have} the parameter and no gradient, and one process has one"
     if row.kind == "parameter" and row.step == 0:
-        return f"{who}: other weights than one process has, before anything is computed"
+        more = f": {row.clue}" if row.clue else ""
+        return f"{who}: other weights than one process has, before anything is computed{more}"
     if row.kind == "parameter" and row.layout == BEFORE:
         than = f"than {name_ranks(others)}" if others else "than one process after its step"
         return f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
@@ -69,9 +70,13 @@ def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[st
     if row.kind == "grad":
         return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout})"
     side = "forward" if row.kind == "output" else "backward"
-    return (
-        f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), and all before it does: look at the {side} here"
-    )
+    look = f"and all before it does: look at the {side} here"
+    if begins and row.kind == "output":
+        look += ", or at what it is given: nothing is computed before it, and its weights are right"
+    elif begins:
+        look = "and the forward is right: look at the loss, this gradient is the first that comes back from it"
+    more = f". {row.clue[0].upper()}{row.clue[1:]}" if row.clue else ""
+    return f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), {look}{more}"
 
 
 def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: int) -> str:

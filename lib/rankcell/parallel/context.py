@@ -1,8 +1,7 @@
 """Context parallelism: causal attention over a sequence of which every rank holds a part, and a model on it.
 
-`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online softmax;
-`all_to_all_attention` swaps a split by positions for a split by heads. Both take and return tensors of one rank's
-positions. `ContextParallel` is a GPT or Llama that attends so.
+`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online softmax; it
+takes and returns tensors of one rank's positions. `ContextParallel` is a GPT or Llama that attends so.
 
 The ring has no fused kernel and sends blocks to ranks that will not look at them. All ranks need equally many
 positions, and must start from equal parameters.
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from .. import models
 from ..models import repeat_heads, rotate
@@ -223,80 +221,11 @@ def ring_attention(
     "contiguous" the last one the most.
     """
     if documents is not None:
-        raise ValueError("The ring knows no documents in a sequence. Use the all-to-all.")
+        raise ValueError("The ring knows no documents in a sequence. Give one document in each.")
     _check_shapes(query, key, value)
     ring = _Ring(process_group, layout)
     _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
     return _RingAttention.apply(query, key, value, ring)
-
-
-class _Swap(torch.autograd.Function):
-    """An all-to-all that cuts one dim into W parts, one for each rank, and joins along another; and its way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.how = cut, join, group
-        send = torch.stack(x.chunk(dist.get_world_size(group), cut))  # (W, ...): part r is for rank r
-        received = torch.empty_like(send)
-        dist.all_to_all_single(received, send, group=group)
-        return torch.cat(received.unbind(), join)  # part r came from rank r
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cut, join, group = ctx.how
-        return _Swap.apply(grad, join, cut, group), None, None, None
-
-
-def all_to_all_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    layout: str = "zigzag",
-    documents: Tensor | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """The same result as `ring_attention`, by two all-to-alls: each rank computes W-th of the heads in full.
-
-    With `documents`, `(batch, length / W)`, only positions with the same number see each other. From
-    https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses, 2023).
-    """
-    _check_shapes(query, key, value)
-    process_group = process_group or dist.group.WORLD
-    _, world_size = _place(process_group)
-    n_heads, length = query.shape[-3], query.shape[-2] * world_size
-    _count(length, world_size, layout)
-    if n_heads % world_size:
-        raise ValueError(
-            f"{n_heads} heads cannot be shared by {world_size} ranks, and the all-to-all shares heads. Use "
-            f"ring_attention, or another number of ranks."
-        )
-    order = torch.cat([positions(length, r, world_size, layout=layout) for r in range(world_size)])
-    order, together = order.to(query.device), torch.stack([query, key, value])  # one all-to-all for the three
-    whole = _Swap.apply(together, -3, -2, process_group)  # my heads, all positions
-    query, key, value = whole.index_select(-2, order.argsort()).unbind()
-    seen = None
-    if documents is not None:
-        of_ranks = [torch.empty_like(documents) for _ in range(world_size)]
-        dist.all_gather(of_ranks, documents.contiguous(), group=process_group)
-        numbers = torch.cat(of_ranks, -1).index_select(-1, order.argsort())  # (..., length)
-        seen = (numbers[..., :, None] == numbers[..., None, :])[..., None, :, :].tril()
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=seen is None)
-    return _Swap.apply(output.index_select(-2, order), -2, -3, process_group)
-
-
-def bytes_sent(method: str, block: int, world_size: int) -> dict[str, float]:
-    """Bytes that each rank sends in one attention, "forward" and "backward", if nothing is sent in vain.
-
-    `block` is the bytes of one rank's queries: `bytes_sent("ring", 100, 4) == {"forward": 600, "backward": 1400}`
-    """
-    if method == "ring":  # K and V: W - 1 steps. Backward: again, and their gradients W steps
-        steps, home = world_size - 1, world_size * (world_size > 1)
-        return {"forward": 2 * block * steps, "backward": 2 * block * (steps + home)}
-    if method == "all_to_all":  # Q, K, V and the output, all but the part that stays
-        return dict.fromkeys(("forward", "backward"), 4 * block * (world_size - 1) / world_size)
-    raise ValueError(f"There is no method {method!r}. Choose ring or all_to_all.")
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -330,8 +259,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], *, process_group: dist.Pro
 class ContextAttention(nn.Module):
     """The layers of a dense attention (`query`, `key`, `value`, `output`), attending over all ranks.
 
-    `(batch, length / W, d_model)` -> the same shape. `attend` is `ring_attention` or `all_to_all_attention` with its
-    options filled in; `positions` gives the positions of a rank that holds so many, for an attention that rotates.
+    `(batch, length / W, d_model)` -> the same shape. `attend` is `ring_attention` with its options filled in, or the
+    like; `positions` gives the positions of a rank that holds so many, for an attention that rotates.
     """
 
     def __init__(
@@ -367,26 +296,17 @@ class ContextParallel(nn.Module):
         optimizer.step()
 
     Everything but attention treats each position on its own, so only attention communicates in the forward. The
-    attentions in `module.blocks` are replaced, their layers are kept. `method` is "ring" or "all_to_all", `layout`
-    "zigzag" or "contiguous".
+    attentions in `module.blocks` are replaced, their layers are kept. `layout` is "zigzag" or "contiguous".
     """
 
     def __init__(
-        self,
-        module: models.Decoder,
-        *,
-        method: str = "ring",
-        layout: str = "zigzag",
-        process_group: dist.ProcessGroup | None = None,
+        self, module: models.Decoder, *, layout: str = "zigzag", process_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
-        methods = {"ring": ring_attention, "all_to_all": all_to_all_attention}
-        if method not in methods:
-            raise ValueError(f"There is no method {method!r}. Choose one of ring, all_to_all.")
         self.module, self.layout = module, layout
         self.process_group = process_group or dist.group.WORLD
         self.rank, self.world_size = _place(self.process_group)
-        attend = partial(methods[method], layout=layout, process_group=self.process_group)
+        attend = partial(ring_attention, layout=layout, process_group=self.process_group)
         for block in module.blocks:
             block.attention = ContextAttention(block.attention, attend, self.positions)
 

@@ -1,0 +1,216 @@
+"""What tells one wrong tensor from another: at which positions it is wrong, whether its rows are multiples of those of
+one process, what is in it besides, whose weights these are, who drops what. Which one is to blame says `blame`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..results import name_ranks, name_some
+from .blame import between
+from .comparison import Row
+from .layouts import SeenPlaces
+from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls
+from .wording import bias_words, times_words
+
+CLOSE = 0.01  # multiples that differ by less, as a share, are one
+ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
+
+
+@dataclass(frozen=True)
+class Held:
+    """A piece, and where it lies in the reference, or should. `factor` is 0 where it fits nowhere."""
+
+    piece: Piece
+    reference: Reference
+    rows: Map
+    columns: Map
+    factor: float = 0.0
+
+    def part(self, matrix: np.ndarray) -> np.ndarray:
+        """The part of a matrix like the reference, or of one row, that is at these rows and columns."""
+        return matrix[np.ix_(self.rows if len(matrix) > 1 else np.zeros_like(self.rows), self.columns)]
+
+    def multiples(self, bias: np.ndarray | None = None, share: float = 0.0) -> np.ndarray:
+        """How many times that of the reference each row is, `(n,)`: infinity if no multiple, NaN if too small to tell.
+
+        `bias` is what a layer has added; `share` of its size a row may be off by.
+        """
+        part, matrix = self.part(self.reference.matrix), self.piece.matrix
+        limits = self.reference.limits(part)
+        if bias is not None:
+            part, matrix = part - self.part(bias), matrix - self.part(bias)
+        size = np.linalg.norm(matrix, axis=1)
+        power = np.maximum(np.einsum("ij,ij->i", part, part), 1e-300)
+        k = np.einsum("ij,ij->i", matrix, part) / power
+        fits = np.linalg.norm(matrix - k[:, None] * part, axis=1) <= limits * np.maximum(1, np.abs(k)) + share * size
+        small = np.maximum(power**0.5, size / 2) <= limits / CLOSE
+        return np.where(small, np.nan, np.where(fits, k, np.inf))
+
+
+def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) -> tuple[Row, bool]:
+    """The row to blame with what is told of it; where it is a sum that may be used as whole, the first wrong one behind
+    it, if that is the whole sum and something else.
+    """
+    at = next(i for i, r in enumerate(rows) if r.key == row.key)
+    behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
+    wrong = next(behind, row) if used_as_whole else row
+    if wrong.status != "none" or wrong.says:
+        return row, used_as_whole
+    says, clue = _told(judge, wrong)
+    if used_as_whole:
+        return (replace(wrong, says=says), False) if says else (row, True)
+    return replace(row, says=says, clue=clue or between(row, rows)), False
+
+
+def _told(judge: Any, row: Row) -> tuple[str, str]:
+    """What says all, and what says more, of a tensor that fits nowhere on some ranks; the judge has seen all."""
+    is_update = row.kind == "grad" or (row.kind == "parameter" and row.step)
+    if is_update or (lost := judge.lost(row)) is None:
+        return "", ""
+    reference, tried = lost
+    dense = {n: es for (k, n, s, _), es in judge.dense.items() if (k, s) == (row.kind, row.step) and n != row.name}
+    if row.kind == "parameter":
+        weights = {n: matrix_of(es[0]) for n, es in dense.items()}
+        return "", _of_weights([p for p, fit in tried if fit is None], reference, weights)
+    of_weight = judge.holders.get(f"{row.name}.weight", {})
+    held = _where_held(
+        tried, reference, judge.seen, {rank: fit.rows for rank, fit in of_weight.items() if fit and fit.sure}
+    )
+    if row.kind == "grad_output":
+        experts = f"{row.name.rpartition('.')[0]}.experts".removeprefix(".")
+        if any(n.startswith(experts) for n in dense) and not row.name.startswith(experts):
+            return "", "does a loss of the router's own, such as that for balance, count as in one process?"
+        return "", _of_rows(row.kind, held, None)
+    biases = judge.dense.get(("parameter", f"{row.name}.bias", row.step, 0))
+    bias = matrix_of(biases[0]).T if biases else None
+    others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
+    says = _besides(held, bias, others)
+    return says, "" if says else _of_rows(row.kind, held, bias)
+
+
+def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]) -> list[Held]:
+    """Each piece with the place that it has or should have; none at all if one has no place. `outputs` are the columns
+    of a layer's output by rank, as its weights tell them.
+    """
+    found: list[Held] = []
+    for piece, fit in tried:
+        own, maps = outputs.get(piece.rank), [(fit.rows, fit.columns)] if fit else [*seen.both(piece, reference)]
+        if fit is None and own is not None and len(own) == piece.f:
+            maps = [(rows, own) for rows in seen.rows(piece, reference)]
+        whole = np.arange(reference.n), np.arange(reference.f)
+        if not maps:
+            return []
+        places = ((whole[0] if r is None else r, whole[1] if c is None else c) for r, c in maps)
+        held = (Held(piece, reference, r, c, fit.factor if fit else 0.0) for r, c in places)
+        found.append(max(held, key=lambda h: np.isfinite(h.multiples()).sum()))
+    return found
+
+
+def _of_rows(kind: str, held: Sequence[Held], bias: np.ndarray | None) -> str:
+    """Where an output or its gradient is wrong, or how; "" if nothing can be told."""
+    lost = [h for h in held if not h.factor]
+    each = [np.full(h.piece.n, h.factor) if h.factor else h.multiples() for h in held]
+    told = np.sort(np.concatenate([*each, np.ones(1)]))
+    told = told[np.isfinite(told)]
+    near = np.searchsorted(told, told + CLOSE * np.abs(told)) - np.searchsorted(told, told - CLOSE * np.abs(told))
+    usual = float(told[near.argmax()]) if kind == "grad_output" and told[near.argmax()] else 1.0
+    for share, nearly in ((0.0, ""), (ROUNDED, "nearly ")) if lost else ():
+        k = np.concatenate([h.multiples(bias, share) for h in lost]) / usual
+        k = k[~np.isnan(k)]
+        wrong = k[np.abs(k - 1) > CLOSE]
+        if len(wrong) and np.isfinite(k).all() and np.abs(wrong).max() > CLOSE and np.ptp([*k, 1]) > share:
+            question = "a scale, a mean or a norm of its own?" if kind == "output" else "do all of them count alike?"
+            low, high = times_words(float(k.min())), times_words(float(k.max()))
+            return f"its rows are {nearly}multiples, {low} to {high}, of those of one process: {question}"
+    right = [
+        np.isnan(k) | (np.abs(k - usual) <= CLOSE * abs(usual)) | bool(h.factor)
+        for h, k in zip(held, each, strict=True)
+    ]
+    return _where(kind, held, right)
+
+
+def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray]) -> str:
+    """At which positions, or in which samples, rows are right and wrong."""
+    good, bad = (
+        {int(r) for h, ok in zip(held, right, strict=True) for r in h.rows[ok == sign]} for sign in (True, False)
+    )
+    if not good or not bad:
+        return ""
+    reference = held[0].reference
+    length = reference.shape[-2] if len(reference.shape) > 2 and np.prod(reference.shape[:-1]) == reference.n else 1
+    well, badly = {r % length for r in good}, {r % length for r in bad}
+    if not well & badly:
+        words = f"right at {_named('position', well)}, wrong at {_named('position', badly)}"
+        if kind == "output" and max(well) < min(badly):
+            return f"{words}: is what comes from earlier positions right (their places, a mask, how blocks are merged)?"
+        back = kind == "grad_output" and min(well) > max(badly)
+        return f"{words}: does what later positions send back arrive?" if back else words
+    well, badly = {r // length for r in good}, {r // length for r in bad}
+    if not well & badly and length > 1:
+        return f"right in {_named('sample', well)}, wrong in {_named('sample', badly)}"
+    some = len(good - bad)
+    return f"{some} of {len(good | bad)} rows are right" if 8 * some >= len(good | bad) else ""
+
+
+def _named(word: str, numbers: Iterable[int]) -> str:
+    return name_ranks([*numbers]).replace("rank", word)
+
+
+def _besides(held: Sequence[Held], bias: np.ndarray | None, others: Mapping[str, np.ndarray]) -> str:
+    """What is in these pieces too often, or is missing: the bias, or one of the other outputs."""
+    lost = [h for h in held if not h.factor]
+    for name, other in [("", bias), *others.items()] if lost else ():
+        of_pieces = {_times_of(other, h) for h in lost} if other is not None else {0.0}
+        times = of_pieces.pop()
+        if of_pieces or not times:
+            continue
+        if not name:
+            return bias_words(round(1 + times)) if times == round(times) else ""
+        much = "too much in it is" if times > 0 else "missing in it is"
+        how = "what" if abs(times) == 1 else f"{times_words(abs(times))} what"
+        return f"what is {much} {how} `{name}` gives: does every rank add it, or is it scaled by another number?"
+    return ""
+
+
+def _times_of(other: np.ndarray, held: Held) -> float:
+    """How many times the other tensor is in a piece besides what should be; 0 if that does not explain the piece."""
+    off, more = held.piece.matrix - held.part(held.reference.matrix), held.part(other)
+    times = round(float((off * more).sum()) / max(float((more**2).sum()), 1e-300) * 60) / 60
+    limits = 4 * held.reference.limits(held.piece.matrix)
+    return times if (np.linalg.norm(off - times * more, axis=1) <= limits).all() else 0.0
+
+
+def _of_weights(lost: Sequence[Piece], reference: Reference, weights: Mapping[str, np.ndarray]) -> str:
+    """Whose weights these are instead, of the others, or what happened to them; "" if nothing can be told."""
+    first = lost[0].matrix
+    alike = all(np.array_equal(p.matrix, first) for p in lost)
+    if alike and len(lost) > 1 and first.size < reference.matrix.size:
+        return "they hold the same numbers, where each should have its own part: were they drawn from one seed?"
+    theirs = [n for n, w in weights.items() if np.array_equal(w, first)]
+    if alike and theirs and first.std() > 0:
+        return f"these are the weights of {name_some(theirs)}"
+    if first.std() > 0 and all(np.isin(p.matrix, reference.matrix).all() for p in lost):
+        return "the same numbers in other places: transposed, interleaved or cut otherwise?"
+    return ""
+
+
+def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
+    """Where a dropout is on: the same zeros where ranks were given the same, others where not."""
+    alike: dict[tuple[int, str], dict[bytes, list[int]]] = {}  # call, what was given -> masks -> their ranks
+    for i, (rank, e) in enumerate(masked):
+        alike.setdefault((e.call, e.dropped), {}).setdefault(e.mask, []).append(rank)
+        for other, o in masked[:i]:
+            if (e.call, e.mask, e.shape) == (o.call, o.mask, o.shape) and e.dropped != o.dropped:
+                says = "the same dropout mask on ranks that hold different parts: seed it by rank"
+                return row.found("none", "the same mask", ranks=(other, rank), says=says)
+    for masks in alike.values():
+        if len(masks) > 1:
+            *_, most, few = sorted(masks.values(), key=len, reverse=True)
+            says = (
+                f"drops other numbers on {name_ranks(few)} than on {name_ranks(most)}, though all were given the same"
+            )
+            return row.found("none", "masks differ", ranks=tuple(few), says=f"{says}: the ranks part")
+    return row.found("skipped", "dropout")
