@@ -10,8 +10,7 @@ from ..results import name_ranks
 SHOWN = 12  # rows of the table that is shown
 FINAL = ("grad", "parameter")  # what counts in a training
 KINDS = {"output": "output", "grad_output": "gradient of the output", "grad": "gradient", "parameter": "weights"}
-
-
+KINDS |= {"buffer": "buffer"}
 PLURALS = KINDS | {"output": "outputs", "grad_output": "gradients of the output", "grad": "gradients"}
 
 
@@ -22,7 +21,7 @@ class Row:
     `kind` is "output", "grad_output", "grad" or "parameter"; `status` is "fits", "scaled", "partial", "none",
     "missing", "batch" (a number of which each rank has its part), "uncovered" (rows of the batch are on no rank, or on
     more ranks than others), "patchy" (many single rows seem to be on no rank) or "skipped" (nothing to compare).
-    `ranks` are those that hold it; of a tensor that is wrong, those where it is.
+    `ranks` are those that hold it; of a tensor that is wrong, those where it is. `clue` is what tells more of it.
     """
 
     name: str
@@ -35,6 +34,7 @@ class Row:
     factor: float = 1.0
     axes: tuple[str, ...] = ()
     says: str = ""
+    clue: str = ""
 
     def found(self, status: str, layout: str, **more: Any) -> "Row":
         """This row, once it is known how the ranks hold the tensor."""

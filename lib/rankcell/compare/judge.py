@@ -13,16 +13,16 @@ import numpy as np
 from ..errors import UserFacingError
 from ..results import Run, name_ranks, name_some
 from . import layouts
+from .beside import Beside
 from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
-from .coverage import covered
+from .coverage import ROUNDED, are_near, covered, weighted_words
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
 from .wording import BEFORE, bias_words, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
 FACTORS = 10.0  # times the tolerance: multiples that differ by less are the same
-ROUNDED = 0.02  # a tensor that is off by less than this share looks like one that was rounded
 
 
 class NothingToCompare(UserFacingError, ValueError):
@@ -47,6 +47,8 @@ def compare(
             f"which is which with names={{'the ranks' name': 'the dense name'}}."
         )
     first, blamed = None, first_wrong(rows)
+    beside = Beside(() if judge.has_dropout else getattr(one, "beside", ()), ranks, SLACK * judge.tolerance)
+    rows, blamed = beside.told(rows, blamed, judge.holders)
     if blamed is not None:
         row, used_as_whole = blamed
         holders = {*judge.holders.get(row.name, ()), *right_elsewhere(row, rows)}
@@ -186,7 +188,7 @@ class Judge:
         if kind not in FINAL and reference.n * reference.f > 1 and all(p.n * p.f == 1 for p in pieces):
             return row.found("skipped", "a number: not compared")
         if reference.n * reference.f == 1 and not reference.is_noise:
-            return _number(row, reference, pieces)
+            return _number(row, reference, pieces, self.forward)
         fits = [self._place(key, p, reference) for p in pieces]
         if kind == "parameter" and step == 0:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
@@ -195,7 +197,7 @@ class Judge:
         if kind == "grad" and found.status != "fits" and self._is_lost_in_16_bits(name, step, pieces):
             return row.found("skipped", "not compared: noise")
         is_start = kind == "parameter" and step == 0 and found.status == "none"
-        if is_start and _are_near(pieces, reference) and self._is_noise(name, 0):
+        if is_start and are_near(pieces, reference) and self._is_noise(name, 0):
             return row.found("skipped", "not compared: its gradient is noise")  # of which earlier steps made something
         if lacking and found.status == "fits":
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
@@ -384,8 +386,9 @@ def _alike(row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, 
     return row.found("skipped", "not compared: a dropout is on")
 
 
-def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
+def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Mapping[Any, tuple[Piece, Any]]) -> Row:
     """A single number, such as a loss: the same everywhere, or a sum or mean of what the ranks have."""
+    rows = {place[3]: p.n for place, (p, _) in forward.items() if place[1] == row.step}  # of a rank, last seen
     wanted = float(reference.matrix[0, 0])
     values = [float(p.matrix.sum()) for p in pieces]
     limit = SLACK * reference.tolerance * max(abs(wanted), reference.scale)
@@ -395,6 +398,8 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
         return row.found("batch", "parts of a sum")
     if abs(sum(values) / len(values) - wanted) <= limit:
         return row.found("batch", "the mean of the ranks'")
+    if says := weighted_words(values, [rows.get(p.rank, 0) for p in pieces], wanted, limit):
+        return row.found("none", "means over own samples", says=says)
     return row.found("none", "another number")
 
 
@@ -411,17 +416,6 @@ def _dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
                 says = "the same dropout mask on ranks that hold different parts: seed it by rank"
                 return row.found("none", "the same mask", ranks=(other, rank), says=says)
     return row.found("skipped", "dropout")
-
-
-def _are_near(pieces: Sequence[Piece], reference: Reference) -> bool:
-    """Whether each piece is about the reference, or a shard of about its size."""
-    size = typical(reference.matrix)
-    return all(
-        typical(p.matrix - reference.matrix) <= ROUNDED * size
-        if p.matrix.shape == reference.matrix.shape
-        else typical(p.matrix) <= 2 * size
-        for p in pieces
-    )
 
 
 def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:

@@ -38,7 +38,7 @@ class Traced:
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the tensor."""
-        return tuple(self.value.shape)
+        return tuple(getattr(self.value, "shape", ()))
 
     @property
     def mask(self) -> bytes:

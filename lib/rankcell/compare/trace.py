@@ -35,7 +35,8 @@ class TraceTooLarge(Exception):
 
 
 class Trace:
-    """Everything that `model` computes while the block runs; `entries` afterwards.
+    """Everything that `model` computes while the block runs: `entries` afterwards, and buffers and what optimizers go
+    by in `beside`.
 
     Args:
         model: a module; several, in a list or a dictionary; or what holds its stages, such as a `Pipeline`.
@@ -48,6 +49,7 @@ class Trace:
 
     def __init__(self, model: Any, *, on_rank: bool = False) -> None:
         self.entries: list[Traced] = []
+        self.beside: list[Traced] = []
         self._on_rank = on_rank
         self._places = [place for part in _modules(model) for place in _walk(part, "", set())]
         if not self._places:
@@ -90,7 +92,7 @@ class Trace:
         elif self._next_forward is not None:
             self._next_forward.remove()
         if kind is None and not self._steps:
-            self._gradients(0)
+            self._gradients(0, {})
             self._parameters(1, only_if_changed=True)
 
     def _await_gradients(self, module: nn.Module) -> None:
@@ -136,7 +138,7 @@ class Trace:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._inside += 1
         if self._inside == 1:
-            self._gradients(self._steps[id(optimizer)])
+            self._gradients(self._steps[id(optimizer)], self._optimized(optimizer))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._inside -= 1
@@ -157,20 +159,41 @@ class Trace:
             self.entries = [e for e in self.entries if not (e.kind == "parameter" and e.step == step)]
             self._parameters(step)
 
-    def _gradients(self, step: int) -> None:
+    def _optimized(self, optimizer: Any) -> dict[int, Tensor]:
+        """Note what the optimizer goes by. By parameter, its copy of it, if it steps on copies ("master weights")."""
+        ours = {id(owned): (_joined(n, p), owned) for n, module in self._places for p, owned in _own(module)}
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [(name, p) for name, p in ours.values() if p.requires_grad]
+        copies: dict[int, Tensor] = {}
+        if len(theirs) == len(trained) and not any(id(p) in ours for p in theirs):
+            pairs = [*zip(trained, theirs, strict=True)]
+            if all(_is_copy(p, other) for (_, p), other in pairs):
+                copies = {id(p): other for (_, p), other in pairs}
+                ours = {id(other): named for named, other in pairs}
+        step = self._steps[id(optimizer)]
+        for group in optimizer.param_groups:
+            for p in (p for p in group["params"] if id(p) in ours):
+                values = {key: _value(v) for key, v in (group | (optimizer.state.get(p) or {})).items()}
+                # a state that began right goes on from gradients, which are compared: it is kept once
+                known = {k: v for k, v in values.items() if v is not None and (v.size <= 2 or not step)}
+                self._put(self.beside, Traced(ours[id(p)][0], "optimizer", step, known, type(optimizer).__name__))
+        return copies
+
+    def _gradients(self, step: int, copies: dict[int, Tensor]) -> None:
         """Note the gradients as they are now, unless another optimizer has stepped with them."""
         if any(e.kind == "grad" and e.step == step for e in self.entries):
             return
         noted = [
-            (self._arrived.get((id(module), parameter), 1 << 60), _joined(name, parameter), owned.grad)
+            (self._arrived.get((id(module), parameter), 1 << 60), _joined(name, parameter), gradient)
             for name, module in self._places
             for parameter, owned in _own(module)
-            if owned.grad is not None
+            if (gradient := copies.get(id(owned), owned).grad) is not None
         ]
         for _, name, gradient in sorted(noted, key=lambda n: n[0]):
             self._keep(self._made("grad", gradient, name, step))
 
     def _parameters(self, step: int, *, only_if_changed: bool = False) -> None:
+        self._buffers(step)
         before = {e.name: e for e in self.entries if e.kind == "parameter"}
         seen: dict[int, Traced] = {}
         made: list[Traced] = []
@@ -188,10 +211,20 @@ class Trace:
             return
         self._keep(*made)
 
+    def _buffers(self, step: int) -> None:
+        for place, module in self._places:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
+                    self._put(self.beside, Traced(_joined(place, key), "buffer", step, to_numpy(local_part(buffer))))
+
     def _keep(self, *made: Traced) -> None:
+        self._put(self.entries, *made)
+
+    def _put(self, among: list[Traced], *made: Traced) -> None:
         for entry in made:
-            self._nbytes += entry.value.nbytes
-            self.entries.append(entry)
+            among.append(entry)
+            values = entry.value.values() if isinstance(entry.value, dict) else (entry.value,)
+            self._nbytes += sum(value.nbytes for value in values)
         if self._nbytes > LIMIT:
             raise TraceTooLarge(
                 f"trace keeps the tensors whole, and they take more than {LIMIT >> 20} MiB. Trace a smaller batch, a "
@@ -221,7 +254,7 @@ def _on_rank(recorder: Any, model: Any) -> Iterator[Trace]:
         with trace:
             yield trace
     finally:
-        recorder.trace += tuple(trace.entries)
+        recorder.trace += (*trace.entries, *trace.beside)
 
 
 def _dropped(module: nn.Module, given: Any) -> str:
@@ -230,6 +263,20 @@ def _dropped(module: nn.Module, given: Any) -> str:
     probability: Any = getattr(module, "p", 0)
     is_on = "Dropout" in type(module).__name__ and module.training and probability
     return hashlib.sha256(to_numpy(local_part(tensors[0])).tobytes()).hexdigest()[:16] if is_on and tensors else ""
+
+
+def _is_copy(parameter: Tensor, other: Tensor) -> bool:
+    """Whether an optimizer's tensor is this parameter, perhaps with more bits."""
+    ours, theirs = local_part(parameter), local_part(other)
+    return ours.shape == theirs.shape and torch.equal(ours, theirs.to(ours))
+
+
+def _value(value: Any) -> np.ndarray | None:
+    """A number, some of them or a tensor that an optimizer goes by; None for anything else."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return to_numpy(local_part(value))
+    numbers = value if isinstance(value, tuple) else (value,)
+    return np.array(value, float) if all(isinstance(n, int | float) for n in numbers) else None
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -46,7 +46,7 @@ def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[st
             return f"partial {over}: its gradients are never summed"
         return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged"
     if row.status == "scaled" and row.kind == "parameter":
-        return f"{who}: the gradient is right, and the update is {row.layout}: {UPDATES}"
+        return f"{who}: the gradient is right, and the update is {row.layout}: {row.clue or UPDATES}"
     if row.status == "scaled":
         return _scaled(row, others, mesh, world_size)
     if row.status == "missing" and row.kind == "grad_output":
@@ -63,7 +63,7 @@ def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[st
         than = f"than {name_ranks(others)}" if others else "than one process after its step"
         return f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
     if row.kind == "parameter":
-        return f"{who}: the gradient is right, and the update is not ({row.layout}): {UPDATES}"
+        return f"{who}: the gradient is right, and the update is not ({row.layout}): {row.clue or UPDATES}"
     if row.kind == "grad" and row.layout.endswith("rounded"):
         return f"{who}: {row.layout}: is it sent or added up in 16 bits?"
     if row.kind == "grad":
