@@ -18,7 +18,7 @@ from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, weighted_words
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
-from .wording import BEFORE, bias_words, partial_words, said, times_words
+from .wording import ALIKE, BEFORE, bias_words, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -194,7 +194,7 @@ class Judge:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
         found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
-        if kind == "grad" and found.status != "fits" and self._is_lost_in_16_bits(name, step, pieces):
+        if kind == "grad" and found.status != "fits" and self._is_lost(name, step, pieces, reference):
             return row.found("skipped", "not compared: noise")
         is_start = kind == "parameter" and step == 0 and found.status == "none"
         if is_start and are_near(pieces, reference) and self._is_noise(name, 0):
@@ -237,10 +237,10 @@ class Judge:
             )
         return typical(_matrix(gradient)) < (1.0 if self.in_16_bits else NOISE) * self.floors["grad"]
 
-    def _is_lost_in_16_bits(self, name: str, step: int, pieces: Sequence[Piece]) -> bool:
-        """Whether a gradient is noise in one process, and little more than that on the ranks, which round elsewhere."""
+    def _is_lost(self, name: str, step: int, pieces: Sequence[Piece], reference: Reference) -> bool:
+        """Whether a gradient is noise in one process, and little more on the ranks, which round and clip elsewhere."""
         small = all(typical(p.matrix) < self.floors["grad"] for p in pieces)
-        return self.in_16_bits and small and self._is_noise(name, step)
+        return small and (reference.is_noise or (self.in_16_bits and self._is_noise(name, step)))
 
     def _place(self, key: _Key, piece: Piece, reference: Reference) -> Fit | None:
         kind, name, step, part = key
@@ -394,10 +394,13 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Ma
     limit = SLACK * reference.tolerance * max(abs(wanted), reference.scale)
     if all(abs(v - wanted) <= limit for v in values):
         return row.found("fits", "the same on all")
-    if abs(sum(values) - wanted) <= limit:
-        return row.found("batch", "parts of a sum")
-    if abs(sum(values) / len(values) - wanted) <= limit:
-        return row.found("batch", "the mean of the ranks'")
+    for n, layout in ((1, "parts of a sum"), (len(values), "the mean of the ranks'")):
+        if abs(sum(values) / n - wanted) <= limit:
+            total = layouts.Sum(row.ranks, n)
+            is_grad = row.kind == "grad"
+            return row.found("partial", partial_words(total), factor=n) if is_grad else row.found("batch", layout)
+    if (row.kind == "grad" or (row.kind == "parameter" and row.step)) and wanted and max(values) - min(values) <= limit:
+        return row.found("scaled", f"{times_words(values[0] / wanted)} it", factor=values[0] / wanted)
     if says := weighted_words(values, [rows.get(p.rank, 0) for p in pieces], wanted, limit):
         return row.found("none", "means over own samples", says=says)
     return row.found("none", "another number")
@@ -432,10 +435,12 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
     share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)
+    alike = row.kind == "parameter" and len(lost) == len(row.ranks) > 1
+    same = ALIKE if alike and all(np.array_equal(p.matrix, piece.matrix) for p in lost) else ""
     if share >= ROUNDED:
-        return f"other numbers ({share:.0%} off)"
+        return f"other numbers ({share:.0%} off){same}"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
-    return off_by if row.kind == "parameter" else f"{off_by}, as if rounded"
+    return f"{off_by}{same}" if row.kind == "parameter" else f"{off_by}, as if rounded"
 
 
 def _matrix(entries: Sequence[Traced]) -> np.ndarray:

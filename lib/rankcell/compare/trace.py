@@ -160,15 +160,15 @@ class Trace:
             self._parameters(step)
 
     def _optimized(self, optimizer: Any) -> dict[int, Tensor]:
-        """Note what the optimizer goes by. By parameter, its copy of it, if it steps on copies ("master weights")."""
+        """Note what the optimizer goes by. By parameter: what it steps on, itself or a copy ("master weights")."""
         ours = {id(owned): (_joined(n, p), owned) for n, module in self._places for p, owned in _own(module)}
         theirs = [p for group in optimizer.param_groups for p in group["params"]]
         trained = [(name, p) for name, p in ours.values() if p.requires_grad]
-        copies: dict[int, Tensor] = {}
-        if len(theirs) == len(trained) and not any(id(p) in ours for p in theirs):
+        stepped: dict[int, Tensor] = {id(p): p for p in theirs if id(p) in ours}
+        if len(theirs) == len(trained) and not stepped:
             pairs = [*zip(trained, theirs, strict=True)]
             if all(_is_copy(p, other) for (_, p), other in pairs):
-                copies = {id(p): other for (_, p), other in pairs}
+                stepped = {id(p): other for (_, p), other in pairs}
                 ours = {id(other): named for named, other in pairs}
         step = self._steps[id(optimizer)]
         for group in optimizer.param_groups:
@@ -177,18 +177,19 @@ class Trace:
                 # a state that began right goes on from gradients, which are compared: it is kept once
                 known = {k: v for k, v in values.items() if v is not None and (v.size <= 2 or not step)}
                 self._put(self.beside, Traced(ours[id(p)][0], "optimizer", step, known, type(optimizer).__name__))
-        return copies
+        return stepped
 
-    def _gradients(self, step: int, copies: dict[int, Tensor]) -> None:
-        """Note the gradients as they are now, unless another optimizer has stepped with them."""
-        if any(e.kind == "grad" and e.step == step for e in self.entries):
-            return
+    def _gradients(self, step: int, stepped: Mapping[int, Tensor]) -> None:
+        """Note the gradients as they are now; where another optimizer has stepped, only those that are `stepped` on."""
+        there = {e.name for e in self.entries if e.kind == "grad" and e.step == step}
         noted = [
             (self._arrived.get((id(module), parameter), 1 << 60), _joined(name, parameter), gradient)
             for name, module in self._places
             for parameter, owned in _own(module)
-            if (gradient := copies.get(id(owned), owned).grad) is not None
+            if (gradient := stepped.get(id(owned), owned).grad) is not None and (not there or id(owned) in stepped)
         ]
+        anew = {name for _, name, _ in noted}
+        self.entries = [e for e in self.entries if not (e.kind == "grad" and e.step == step and e.name in anew)]
         for _, name, gradient in sorted(noted, key=lambda n: n[0]):
             self._keep(self._made("grad", gradient, name, step))
 

@@ -8,7 +8,8 @@ from .comparison import KINDS, Row
 from .layouts import Sum
 
 BEFORE = "the weights before the step"
-UPDATES = "look at the learning rate, the weight decay and the optimizer's state"
+UPDATES = "look at the learning rate, the weight decay, how it clips and the optimizer's state"
+ALIKE = ", the same on all"
 REORDERED = ", in another order"
 
 
@@ -45,9 +46,9 @@ def _sentence(row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[st
         if abs(row.factor - 1) <= 1e-3:
             return f"partial {over}: its gradients are never summed"
         return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged"
-    if row.status == "scaled" and row.kind == "parameter":
+    if row.status == "scaled" and row.kind == "parameter" and row.step:
         return f"{who}: the gradient is right, and the update is {row.layout}: {row.clue or UPDATES}"
-    if row.status == "scaled":
+    if row.status == "scaled" and row.kind != "parameter":
         return _scaled(row, others, mesh, world_size)
     if row.status == "missing" and row.kind == "grad_output":
         return (
