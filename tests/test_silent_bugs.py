@@ -39,7 +39,7 @@ DENSE = """
 model = gpt()
 step = training(model, adam(model), lambda: cross_entropy(model(x), y))
 """
-SIDES = {"output": "forward", "grad_output": "backward", "grad": "backward", "parameter": "update", "buffer": "update"}
+SIDES = {"output": "forward", "grad_output": "backward", "grad": "backward", "parameter": "update"}
 
 
 @dataclass(eq=False)

@@ -94,6 +94,8 @@ class Trace:
         if kind is None and not self._steps:
             self._gradients(0, {})
             self._parameters(1, only_if_changed=True)
+        elif kind is None:
+            self._buffers(max(self._steps.values()))
 
     def _await_gradients(self, module: nn.Module) -> None:
         """Hear of the gradients of a module's parameters; frozen ones may thaw later."""
@@ -161,9 +163,10 @@ class Trace:
 
     def _optimized(self, optimizer: Any) -> dict[int, Tensor]:
         """Note what the optimizer goes by. By parameter: what it steps on, itself or a copy ("master weights")."""
-        ours = {id(owned): (_joined(n, p), owned) for n, module in self._places for p, owned in _own(module)}
+        every = [(_joined(n, p), owned) for n, module in self._places for p, owned in _own(module)]
+        ours = {id(owned): (name, owned) for name, owned in reversed(every)}  # of several names the first
         theirs = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [(name, p) for name, p in ours.values() if p.requires_grad]
+        trained = [(name, p) for name, p in every if p.requires_grad and ours[id(p)][0] == name]
         stepped: dict[int, Tensor] = {id(p): p for p in theirs if id(p) in ours}
         if len(theirs) == len(trained) and not stepped:
             pairs = [*zip(trained, theirs, strict=True)]
