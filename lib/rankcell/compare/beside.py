@@ -26,12 +26,10 @@ class Beside:
         self._off = off  # by how much a number may be off, as a share of a typical one
 
     def told(self, rows: list[Row], blamed: _Blamed, holders: _Holders) -> tuple[list[Row], _Blamed]:
-        """The rows, and the one to blame with what made it wrong, as far as that is known; a buffer if all else is
-        right. `holders` says where each rank has a parameter.
-        """
+        """With what made the row to blame wrong, or a buffer to blame if all else is right; `holders`: of parameters."""
         if blamed is None:
-            buffer = self._wrong_buffer()
-            return (rows, None) if buffer is None else ([*rows, buffer], (buffer, False))
+            wrong = next(filter(self._was_right, self._buffers()), None)
+            return (rows, None) if wrong is None else ([*rows, wrong], (wrong, False))
         row = self._explained(blamed[0], holders.get(blamed[0].name, {}))
         return [row if r is blamed[0] else r for r in rows], (row, blamed[1])
 
@@ -41,22 +39,16 @@ class Beside:
         inside = f"{row.name}." if row.name else ""
         for r in self._buffers() if row.kind == "output" and row.status == "none" and not row.says else ():
             if r.name.startswith(inside) and r.step <= row.step and {*r.ranks} & {*row.ranks}:
-                where = f"its buffer `{r.name.removeprefix(inside)}` {r.layout}"
-                return replace(
-                    row, says=f"the output fits no layout on {name_ranks(row.ranks)} ({row.layout}): {where}"
-                )
+                who, buffer = name_ranks(row.ranks), r.name.removeprefix(inside)
+                says = f"the output fits no layout on {who} ({row.layout}): its buffer `{buffer}` {r.layout}"
+                return replace(row, says=says)
         return row
 
-    def _wrong_buffer(self) -> Row | None:
-        """The first buffer that is another than in one process, though it began so, and ranks have written it."""
-        wrong = [*self._buffers()]
-        apart = {r.name for r in wrong if r.step < 0}
-        for r in wrong:
-            began = self._ranks["buffer", r.name, 0]
-            now = self._ranks["buffer", r.name, r.step + 1]
-            if r.name not in apart and any((e.value != began[rank].value).any() for rank, e in now.items()):
-                return replace(r, says=f"this buffer {r.layout}, and gradients and weights are right")
-        return None
+    def _was_right(self, wrong: Row) -> bool:
+        """Whether a buffer began as in one process, and some rank has written it since."""
+        began, now = (self._ranks["buffer", wrong.name, step] for step in (0, wrong.step + 1))
+        written = any((e.value != began[rank].value).any() for rank, e in now.items())
+        return written and all(r.name != wrong.name or r.step >= 0 for r in self._buffers())
 
     def _buffers(self) -> Iterator[Row]:
         """Those that go wrong on ranks that hold all of it. A sum or mean over the ranks may be meant so."""
@@ -69,7 +61,9 @@ class Beside:
             if wrong and not self._same(total, whole) and not self._same(total / len(parts), whole):
                 is_order = all(self._same(_sorted(parts[r]), _sorted(whole)) for r in wrong)
                 has = "has the rows of one process in another order" if is_order else "has other numbers"
-                yield Row(name, kind, step - 1, f"{has} on {name_ranks(wrong)}", "none", wrong)
+                layout = f"{has} on {name_ranks(wrong)}"
+                says = f"this buffer {layout}, and gradients and weights are right"
+                yield Row(name, kind, step - 1, layout, "none", wrong, says=says)
 
     def _of_optimizer(self, row: Row, holders: Mapping[int, Fit | None]) -> str:
         key = "optimizer", row.name, row.step - 1
@@ -79,9 +73,7 @@ class Beside:
         for name, whole in one.value.items():
             if bare := [r for r, e in have.items() if name not in e.value and e.dtype == one.dtype]:
                 lost = ", ".join(f"`{k}`" for k in one.value if k not in have[bare[0]].value)
-                return (
-                    f"its optimizer has no {lost} on {name_ranks(bare)}, and in one process it has: is its state lost?"
-                )
+                return f"its optimizer has no {lost} on {name_ranks(bare)}, which one process has: is its state lost?"
             parts = {r: e.value[name] for r, e in have.items() if name in e.value}
             if off := [r for r, part in parts.items() if not self._lies_in(part, whole, holders.get(r))]:
                 here, there = (", ".join(f"{v:.4g}" for v in value.flat) for value in (parts[off[0]], whole))

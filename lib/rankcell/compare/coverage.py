@@ -86,10 +86,3 @@ def are_near(pieces: Sequence[Piece], reference: Reference) -> bool:
         else typical(p.matrix) <= 2 * size
         for p in pieces
     )
-
-
-def weighted_words(values: Sequence[float], rows: Sequence[int], wanted: float, limit: float) -> str:
-    """What is said of the ranks' means if they give that of one process once each counts as its number of rows."""
-    if not any(rows) or abs(np.average(values, weights=rows) - wanted) > limit:
-        return ""
-    return "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"

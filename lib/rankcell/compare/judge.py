@@ -16,9 +16,9 @@ from . import layouts
 from .beside import Beside
 from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
-from .coverage import ROUNDED, are_near, covered, weighted_words
+from .coverage import ROUNDED, are_near, covered
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, matrix_of, typical
-from .wording import ALIKE, BEFORE, bias_words, partial_words, said, times_words
+from .wording import ALIKE, BEFORE, UNEVEN, bias_words, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -401,8 +401,9 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Ma
             return row.found("partial", partial_words(total), factor=n) if is_grad else row.found("batch", layout)
     if (row.kind == "grad" or (row.kind == "parameter" and row.step)) and wanted and max(values) - min(values) <= limit:
         return row.found("scaled", f"{times_words(values[0] / wanted)} it", factor=values[0] / wanted)
-    if says := weighted_words(values, [rows.get(p.rank, 0) for p in pieces], wanted, limit):
-        return row.found("none", "means over own samples", says=says)
+    shares = [rows.get(p.rank, 0) for p in pieces]
+    if any(shares) and abs(np.average(values, weights=shares) - wanted) <= limit:
+        return row.found("none", "means over own samples", says=UNEVEN)
     return row.found("none", "another number")
 
 

@@ -9,6 +9,7 @@ from .layouts import Sum
 
 BEFORE = "the weights before the step"
 UPDATES = "look at the learning rate, the weight decay, how it clips and the optimizer's state"
+UNEVEN = "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"
 ALIKE = ", the same on all"
 REORDERED = ", in another order"
 
