@@ -26,7 +26,7 @@ class Beside:
         self._off = off  # by how much a number may be off, as a share of a typical one
 
     def told(self, rows: list[Row], blamed: _Blamed, holders: _Holders) -> tuple[list[Row], _Blamed]:
-        """With what made the row to blame wrong, or a buffer to blame if all else is right; `holders`: of parameters."""
+        """With what made the row to blame wrong, or a buffer to blame if all else is right; `holders` of parameters."""
         if blamed is None:
             wrong = next(filter(self._was_right, self._buffers()), None)
             return (rows, None) if wrong is None else ([*rows, wrong], (wrong, False))

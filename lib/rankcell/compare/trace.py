@@ -35,8 +35,7 @@ class TraceTooLarge(Exception):
 
 
 class Trace:
-    """Everything that `model` computes while the block runs: `entries` afterwards, and buffers and what optimizers go
-    by in `beside`.
+    """All that `model` computes while the block runs: `entries`; `beside` these, buffers and what optimizers go by.
 
     Args:
         model: a module; several, in a list or a dictionary; or what holds its stages, such as a `Pipeline`.

@@ -220,9 +220,8 @@ def _places_in_key(names: Sequence[str]) -> list[tuple[float, int]]:
 
 
 def _point(kind: int, x: float, y: float, colour: str, filled: bool, title: str) -> str:
-    """A point of series number `kind`: circle, square, diamond or a triangle, so that colour is never alone.
-
-    Five kinds: with the eight colours no two series are alike in one and nearly so in the other.
+    """A point of series number `kind`, of which there are five: with the eight colours no two series are alike in one
+    and nearly so in the other.
     """
     tip = f"<title>{html.escape(title)}</title>"
     style = f'fill="{colour if filled else PAPER}" stroke="{colour}" stroke-width="2.5"'

@@ -89,10 +89,7 @@ def _binary_ticks(most: float) -> list[float]:
 
 
 def _phase_names(phases: Sequence[tuple[int, str]], px: Axis) -> tuple[list[tuple[float, int, str]], int]:
-    """Where each phase's name stands, (px, row, name), in as few rows as keep the names apart.
-
-    The name is "" where even three rows do not suffice.
-    """
+    """Where each phase's name stands, (px, row, name), in few rows; "" where even three do not keep them apart."""
     ends, places = [-1e9] * 3, []
     for begin, name in phases:
         x = min(px(begin) + 4, WIDTH - 4 - text_width(name))

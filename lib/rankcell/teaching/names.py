@@ -30,9 +30,8 @@ def behind(cells: Iterable[tuple[str, str | None]]) -> list[list[str]]:
 
 
 def _steps(source: str) -> Iterator[tuple[set[str], set[str]]]:
-    """The names that each statement of a cell reads, functions' bodies included, and those that it binds.
-
-    Names on the ranks begin with %: the notebook may have others that read alike.
+    """The names that each statement of a cell reads, functions' bodies included, and those that it binds. Those on the
+    ranks begin with %: the notebook may have others that read alike.
     """
     first, _, body = source.lstrip("\n").partition("\n")
     ranks = first.startswith("%%ranks")
