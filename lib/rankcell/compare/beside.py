@@ -39,15 +39,15 @@ class Beside:
         inside = f"{row.name}." if row.name else ""
         for r in self._buffers() if row.kind == "output" and row.status == "none" and not row.says else ():
             if r.name.startswith(inside) and r.step <= row.step and {*r.ranks} & {*row.ranks}:
-                who, buffer = name_ranks(row.ranks), r.name.removeprefix(inside)
-                says = f"the output fits no layout on {who} ({row.layout}): its buffer `{buffer}` {r.layout}"
-                return replace(row, says=says)
+                says = f"the output fits no layout on {name_ranks(row.ranks)} ({row.layout}), and all before it does: "
+                says += "look at the forward here: afterwards " if r.step == row.step else ""
+                return replace(row, says=f"{says}its buffer `{r.name.removeprefix(inside)}` {r.layout}")
         return row
 
     def _was_right(self, wrong: Row) -> bool:
         """Whether a buffer began as in one process, and some rank has written it since."""
-        began, now = (self._ranks["buffer", wrong.name, step] for step in (0, wrong.step + 1))
-        written = any((e.value != began[rank].value).any() for rank, e in now.items())
+        began, now = (self._ranks.get(("buffer", wrong.name, step), {}) for step in (0, wrong.step + 1))
+        written = any((e.value != now[rank].value).any() for rank, e in began.items() if rank in now)
         return written and all(r.name != wrong.name or r.step >= 0 for r in self._buffers())
 
     def _buffers(self) -> Iterator[Row]:
