@@ -388,7 +388,6 @@ def _alike(row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, 
 
 def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Mapping[Any, tuple[Piece, Any]]) -> Row:
     """A single number, such as a loss: the same everywhere, or a sum or mean of what the ranks have."""
-    rows = {place[3]: p.n for place, (p, _) in forward.items() if place[1] == row.step}  # of a rank, last seen
     wanted = float(reference.matrix[0, 0])
     values = [float(p.matrix.sum()) for p in pieces]
     limit = SLACK * reference.tolerance * max(abs(wanted), reference.scale)
@@ -396,11 +395,12 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Ma
         return row.found("fits", "the same on all")
     for n, layout in ((1, "parts of a sum"), (len(values), "the mean of the ranks'")):
         if abs(sum(values) / n - wanted) <= limit:
-            total = layouts.Sum(row.ranks, n)
-            is_grad = row.kind == "grad"
-            return row.found("partial", partial_words(total), factor=n) if is_grad else row.found("batch", layout)
-    if (row.kind == "grad" or (row.kind == "parameter" and row.step)) and wanted and max(values) - min(values) <= limit:
-        return row.found("scaled", f"{times_words(values[0] / wanted)} it", factor=values[0] / wanted)
+            words = partial_words(layouts.Sum(row.ranks, n)) if row.kind == "grad" else layout
+            return row.found("partial" if row.kind == "grad" else "batch", words, factor=n)
+    if wanted and (row.kind == "grad" or (row.kind == "parameter" and row.step)):  # any number is a multiple of it
+        k = values[0] / wanted if max(values) - min(values) <= limit else 0.0
+        return row.found("scaled", f"{times_words(k)} it" if k else "each rank another multiple of it", factor=k)
+    rows = {place[3]: p.n for place, (p, _) in forward.items() if place[1] == row.step}  # of a rank, last seen
     shares = [rows.get(p.rank, 0) for p in pieces]
     if any(shares) and abs(np.average(values, weights=shares) - wanted) <= limit:
         return row.found("none", "means over own samples", says=UNEVEN)
