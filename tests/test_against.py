@@ -102,9 +102,13 @@ def test_what_steps_make_of_noise_is_no_alarm(four):
         "for _ in range(5):\n    optimizer.zero_grad()\n    backward()\n    optimizer.step()\nwith rankcell",
     )
     late = late.replace("COUNT", "1").replace("(model)", "(model) as one")
-    exec(f"{COMMON}\nmodel, backward = gpt(), whole\n{late}", space := {})
-    source = f"model = gpt()\ndef backward():\n    own(){ADD}\n        p.grad /= 4\n{late}"
-    assert compared(four, source, space["one"]).ok
+    signs = late.replace("adam()", "torch.optim.Rprop(model.parameters(), 1e-3)").replace(
+        "range(5)", "range(1)"
+    )
+    for steps in (late, signs):
+        exec(f"{COMMON}\nmodel, backward = gpt(), whole\n{steps}", space := {})
+        source = f"model = gpt()\ndef backward():\n    own(){ADD}\n        p.grad /= 4\n{steps}"
+        assert compared(four, source, space["one"]).ok
     owners = """
 model, optimizer = gpt(), None
 optimizer = adam()
@@ -154,7 +158,7 @@ SAYS = (
     (
         "model, backward = gpt(), whole\nadam = lambda: torch.optim.AdamW(model.parameters(), (1 + rank // 3) * 1e-3)",
         "parameter (3,)",
-        "rank 3: the gradient is right, and the update is 2 times it: look at the learning rate",
+        "update is 2 times it: its optimizer has another `lr` on rank 3 than in one process: 0.002, and not 0.001",
     ),
     (
         "model = gpt()\ndef backward():\n    at = slice(*((0, 4), (2, 6), (4, 8), (4, 8))[rank])\n"
@@ -199,6 +203,174 @@ backward = whole
         verdict = compared(four, source.replace("ADDED", added), one)
         assert verdict.first.title == "blocks.0.mlp.down" and says in verdict.text
     assert compared(four, source.replace("ADDED", "down.bias / 4"), one).first.kind == "grad"
+
+
+NET = """
+import torch.distributed.nn.functional as summed
+data, targets = torch.randn(8, 4, generator=generator(1, "data")), torch.randn(8, 2, generator=generator(1, "targets"))
+def mine(tensor):
+    return tensor.chunk(4)[rank] if dist.is_initialized() else tensor
+def average(model):
+    for p in model.parameters() if dist.is_initialized() else ():
+        p.grad = (lambda g: dist.all_reduce(g) or g / 4)(p.grad)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(4, 2), nn.Parameter(torch.tensor(1.5))
+        nn.init.normal_(self.first.weight, generator=generator(2, "first"))
+        nn.init.zeros_(self.first.bias)
+        self.register_buffer("seen", torch.zeros(8, 2))
+    def forward(self, x):
+        return self.first(x) * self.scale + 0 * self.seen.sum()
+model = Net()
+"""
+TRAIN = """
+def step():
+    optimizer.zero_grad()
+    F.mse_loss(model(mine(data)), mine(targets)).backward()
+    average(model)
+    optimizer.step()
+"""
+
+
+def of_net(four, source, ours="", trace="step()"):
+    """The verdict on `source`, in one process and on the ranks; `ours` runs on the ranks alone, before they trace."""
+    dist = torch.distributed
+    exec(f"{COMMON}{NET}{source}\nwith rankcell.trace(model) as one:\n    {trace}", space := {"dist": dist})
+    return check.against(
+        four.run(f"{COMMON}{NET}{source}\n{ours}\nwith rankcell.trace(model):\n    {trace}"), space["one"]
+    )
+
+
+def test_what_an_optimizer_goes_by_is_named(four):
+    source = f"optimizer = torch.optim.AdamW(model.parameters(), 0.1)\n{TRAIN}\nstep()"
+    assert of_net(four, source).ok
+    for ours, says in (
+        (
+            "optimizer = torch.optim.AdamW(model.parameters(), 0.1)",
+            "has no `step`, `exp_avg`, `exp_avg_sq` on ranks 0-3",
+        ),
+        ("optimizer.state[model.first.weight]['exp_avg'] *= -rank", "has another `exp_avg` on ranks 0-3"),
+        (
+            "optimizer.param_groups[0]['weight_decay'] = 0.5",
+            "another `weight_decay` on ranks 0-3 than in one process: 0.5",
+        ),
+        (
+            "optimizer.register_step_post_hook(lambda *_: model.first.weight.data.neg_())",
+            "does the step need the whole",
+        ),
+    ):
+        verdict = of_net(four, source, ours)
+        assert verdict.first.kind == "parameter" and says in verdict.text, verdict
+
+
+def test_a_buffer_is_named_before_and_after_it_does_harm(four):
+    source = f"""
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def gathered(x):
+    parts = [x] if not dist.is_initialized() else summed.all_gather(x)
+    return torch.cat([*parts[FIRST:], *parts[:FIRST]])
+{TRAIN}
+def noted():
+    step()
+    model.seen.copy_(gathered(model.first(mine(data)).detach()))
+"""
+    right, turned = (
+        source.replace("FIRST", "0"),
+        source.replace("[FIRST:]", "[rank:]").replace("FIRST", "rank"),
+    )
+    assert of_net(four, right, trace="noted()").ok
+    verdict = of_net(four, f"rank = globals().get('rank', 0)\n{turned}", trace="noted()")
+    says = "`seen`: this buffer has the rows of one process in another order on ranks 1-3"
+    assert verdict.first.kind == "buffer" and says in verdict.text
+    verdict = of_net(four, right, "model.seen[1] += rank % 2", "model(mine(data + 1))")
+    assert verdict.ok, "it is multiplied by 0"
+    verdict = of_net(
+        four,
+        right,
+        "model.seen[1] += rank % 2\nmodel.forward = lambda x: model.first(x) * model.scale + model.seen[1]",
+    )
+    assert "its buffer `seen` has other numbers on ranks 1, 3" in verdict.text
+
+
+def test_each_optimizer_has_its_own_gradients_and_may_step_on_copies(four):
+    two = """
+optimizers = [torch.optim.SGD(m, 0.1) for m in (model.first.parameters(), [model.scale])]
+def step():
+    for optimizer in optimizers:  # the second has a gradient that is not averaged when the first steps
+        F.mse_loss(model(mine(data)), mine(targets)).backward()
+        for group in optimizer.param_groups:
+            average(nn.ParameterList(group["params"]))
+        optimizer.step()
+        model.zero_grad()
+"""
+    assert of_net(four, two).ok
+    copies = """
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+clip = nn.utils.clip_grad_norm_
+def step():
+    optimizer.zero_grad()
+    F.mse_loss(model(mine(data)), mine(targets)).backward()
+    average(model)
+    clip(model.parameters(), 0.01)
+    optimizer.step()
+"""
+    ours = """
+copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+optimizer = torch.optim.AdamW(copies, 0.1)
+def clip(parameters, most):
+    for p, copy in zip(parameters, copies):
+        copy.grad = p.grad.clone()
+    nn.utils.clip_grad_norm_(copies, most * OWN)
+optimizer.register_step_post_hook(lambda *_: [p.data.copy_(c) for p, c in zip(model.parameters(), copies)])
+"""
+    assert of_net(four, copies, ours.replace("OWN", "1")).ok
+    verdict = of_net(four, copies, ours.replace("OWN", "(1 + rank)"))
+    assert {r.layout for r in verdict.rows if r.name == "first.weight"} >= {
+        "each rank another multiple of it"
+    }
+
+
+def test_what_is_summed_inside_the_optimizer_or_is_one_number(four):
+    source = TRAIN.replace("    average(model)\n", "")
+    hidden = """
+class Sums:
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr = list(parameters), lr
+        self.flat = nn.Parameter(torch.cat([p.detach().flatten() for p in self.parameters]))
+        self.inner = torch.optim.SGD([self.flat], lr)
+    def zero_grad(self):
+        model.zero_grad()
+    def step(self):
+        self.flat.grad = torch.cat([p.grad.flatten() for p in self.parameters])
+        if dist.is_initialized():
+            dist.all_reduce(self.flat.grad)
+            self.flat.grad /= MEAN
+        self.inner.step()
+        for p, new in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
+            p.data.copy_(new.detach().view_as(p))
+optimizer = Sums(model.parameters(), 0.1)
+"""
+    assert of_net(four, hidden.replace("MEAN", "4") + source).ok
+    verdict = of_net(four, hidden.replace("MEAN", "1") + source)
+    assert "the gradient is right, and the update is 4 times it" in verdict.text
+    one = f"optimizer = torch.optim.SGD(model.parameters(), 0.1)\n{source}"
+    for ours, says in (
+        ("model.first.requires_grad_(False)", "its gradients are never averaged"),
+        (
+            "model.scale.register_hook(lambda g: dist.all_reduce(g) or g)",
+            "4 times the dense gradient on ranks 0-3",
+        ),
+    ):
+        verdict = of_net(four, f"model.first.requires_grad_(False)\n{one}", ours)
+        assert verdict.first.name == "scale" and says in verdict.text
+
+
+def test_a_mean_over_uneven_shares_is_no_mean_of_all(four):
+    source = "model.forward = lambda x: (model.first(x).sum(1)).mean()\ndef mine(x):\n    return x"
+    ours = "def mine(x):\n    return x.split([1, 3, 2, 2])[rank]"
+    verdict = of_net(four, source, ours, "model(mine(data))")
+    assert "each rank has a mean over its own samples, and not equally many" in verdict.text
 
 
 def test_of_many_strangers_three_are_named(four):

@@ -1,6 +1,5 @@
-"""What the lessons train on: a text that ships with the course, a small regression, and random numbers by name.
-
-Nothing here draws from torch's global random numbers.
+"""What the lessons train on: a text that ships with the course, a small regression, and random numbers by name, none of
+them from torch's global ones.
 """
 
 import hashlib

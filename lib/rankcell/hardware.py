@@ -1,10 +1,6 @@
-"""What the machines of this course can move per second, and what the machine at hand looks like.
-
-The published numbers stand in data/hardware.toml, each with its arithmetic, source and date: memories, PCIe, NVLink,
-InfiniBand, Ethernet, GPUs. Then the caches of this machine by `lscpu`. It measures nothing and draws nothing.
-
-All rates are bytes per second with GB = 10^9 bytes. A link's rate is the rate of ONE direction; the sum of both, which
-data sheets like to print, is called `both_ways`. A memory's rate counts reads and writes together.
+"""What machines can move per second, and the caches of this one by `lscpu`. The published numbers stand in
+data/hardware.toml, each with its arithmetic, source and date. Rates are bytes per second, GB = 10^9 bytes: of a link in
+ONE direction (the sum of both is `both_ways`), of a memory reads and writes together.
 """
 
 import json

@@ -1,9 +1,6 @@
-"""The models that the lessons train and split, their data, and what they cost by formula.
-
-A two-layer MLP with a small regression problem; a tiny GPT with a text that ships with the course; and a Llama of the
-same size. Every weight and every batch comes from a generator of its own, made from a seed and a name, and none from
-torch's global random numbers. So any rank can build the whole model, or any part of it, and the batch of any other
-rank, and all agree. This module does not communicate or train.
+"""The models that the lessons train and split, and what they cost by formula: a two-layer MLP, a tiny GPT, and a Llama
+of the same size. Every weight comes from a generator of its own, made from a seed and a name, and none from torch's
+global random numbers. So any rank can build the whole model, or any part of it, and all agree.
 """
 
 import math

@@ -18,10 +18,7 @@ class RaceError(Exception):
 
 @dataclass(frozen=True)
 class Race:
-    """Two jobs that touch the same memory, one of them writing, without an order between them.
-
-    `first` was enqueued first.
-    """
+    """Two jobs that touch the same memory, one of them writing, without an order; `first` was enqueued first."""
 
     buffer: str
     first: str
@@ -50,9 +47,8 @@ class Enqueued:
 def find_races(
     jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], names: Sequence[str]
 ) -> tuple[Race, ...]:
-    """Every pair of rows and buffers with a race, the first jobs of each.
-
-    `times` are start and end of each job, `names` those of the rows: the host, and the streams.
+    """Every pair of rows and buffers with a race, the first jobs of each. `times` are start and end of each job,
+    `names` those of the rows: the host, and the streams.
     """
     found: dict[tuple[str, str, int, int], Race] = {}
     pairs = ((a, b) for b in jobs for a in jobs[: b.number] if not b.before >> a.number & 1)

@@ -1,10 +1,7 @@
-"""Pipeline schedules: for each rank a list of actions, from arithmetic, and what they will cost.
-
-With several chunks per rank, stage s lives on rank s mod p; or, in a V, stages 0 to p - 1 live on the ranks from first
-to last, and p to 2p - 1 from last to first. What an action is stands in `rankcell.actions`.
-
-Nothing here starts a process, needs torch or sends anything: `rankcell.parallel.pipeline` executes the lists. Sending
-costs a fixed number of seconds here, none unless you say so, and links are never busy.
+"""Pipeline schedules: for each rank a list of actions (`rankcell.actions`), from arithmetic, and what they will cost;
+`rankcell.parallel.pipeline` executes them. With several chunks per rank, stage s lives on rank s mod p; or, in a V,
+stages 0 to p - 1 live on the ranks from first to last, and p to 2p - 1 from last to first. Sending costs a fixed number
+of seconds, none unless you say so, and links are never busy.
 """
 
 import itertools

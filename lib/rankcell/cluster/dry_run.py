@@ -1,10 +1,6 @@
-"""What a job script does, found out without a Slurm: bash runs it, and stand-ins take the place of the commands.
-
-    ran = dry_run(script)
-    ran.options.time, [call["RANK"] for call in ran.calls], ran.files["train-4242.out"]
-
-Two nodes, node7 and node8, are made up. Nothing is submitted, no rank starts, and the script's programs (python,
-torchrun) only note how they were called: what they would compute is not found out here.
+"""What a job script does, found out without a Slurm: bash runs it, and stand-ins take the place of the commands. Two
+nodes, node7 and node8, are made up; the script's programs (python, torchrun) only note how they were called: `ran =
+dry_run(script)`, then `ran.options.time`, `[call["RANK"] for call in ran.calls]`, `ran.files["train-4242.out"]`.
 """
 
 import argparse

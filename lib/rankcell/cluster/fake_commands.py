@@ -1,9 +1,6 @@
-"""A program in the place of srun, scontrol, hostname, torchrun, python or uv while `dry_run` runs a job script.
-
-    python fake_commands.py srun --ntasks=4 python train.py
-
-`srun` starts its tasks one after the other and tells each who it is; `python` and `torchrun` note how they were called
-and print one line for each of their two outputs. It runs without the package: it imports nothing of it.
+"""A program in the place of srun, scontrol, hostname, torchrun, python or uv while `dry_run` runs a job script: `srun`
+starts its tasks one after the other, `python` and `torchrun` note how they were called and print one line for each of
+their two outputs. It imports nothing of the package. `python fake_commands.py srun --ntasks=4 python train.py`
 """
 
 import argparse

@@ -1,7 +1,5 @@
-"""Job scripts for Slurm, line by line, each with the reason why it stands there.
-
-A `Script` is frozen data: shown as a table in a notebook, a plain script when written to a file. It submits
-nothing. The lines and their reasons stand in `lines.toml`.
+"""Job scripts for Slurm, line by line, each with the reason why it stands there (in `lines.toml`). A `Script` is shown
+as a table in a notebook, and is a plain script when written to a file.
 """
 
 import html

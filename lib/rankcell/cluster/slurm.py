@@ -1,9 +1,6 @@
-"""A Slurm to give jobs to: this machine's own, or one that a program brings up for the time being.
-
-Everything goes through Slurm's commands (sbatch, squeue, ...). `%load_ext rankcell.cluster.slurm` adds the
-magics `%slurm` and `%%slurm`: a cell that begins with `%%slurm` runs where there is a Slurm and is skipped,
-with the reason, where there is none. This module brings no Slurm along: lessons 23 and 24 name the
-throw-away cluster of the course's tests, tests/mini_slurm.py.
+"""A Slurm to give jobs to, through its commands (sbatch, squeue, ...): this machine's own, or one that a program brings
+up for the time being, as tests/mini_slurm.py does. `%load_ext rankcell.cluster.slurm` adds the magics `%slurm` and
+`%%slurm`: a cell that begins with `%%slurm` runs where there is a Slurm and is skipped, with the reason, where not.
 """
 
 import contextlib

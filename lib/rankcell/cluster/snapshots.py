@@ -1,10 +1,7 @@
-"""Snapshots from which a training that was stopped goes on exactly: the same bits as if it had never stopped.
-
-Global rank 0 writes one file, under a new name that then takes the place of the old one: a job that is killed
-while it writes leaves the old snapshot whole. The file holds the state of model, optimizer, scheduler and
-sampler, the step, and the random state of every rank. It must lie where all nodes see it. Models that are
-sharded over ranks (FSDP) are not covered: see torch.distributed.checkpoint. `watching` judges how somebody else's
-`save` treats the old file.
+"""Snapshots from which a training that was stopped goes on exactly: the same bits as if it had never stopped. Global
+rank 0 writes one file (model, optimizer, scheduler, sampler, step, the random state of every rank) under a new name
+that then takes the place of the old one; all nodes must see it. Models that are sharded over ranks (FSDP) are not
+covered: see torch.distributed.checkpoint. `watching` judges how somebody else's `save` treats the old file.
 """
 
 import contextlib

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from ..results import name_some
 from .comparison import FINAL, Row
-from .wording import REORDERED, is_weighted
+from .wording import ALIKE, REORDERED, is_weighted
 
 
 def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
     """The row to blame, and whether it is a partial sum that is used as if it were whole; None if all is well."""
     trained = [r for r in rows if r.kind == "grad" or (r.kind == "parameter" and r.step)]
     updates = [r for r in rows if r.kind == "parameter" and r.step]
-    updated = {(r.name, r.step - 1): r.status in ("fits", "skipped") for r in updates}
+    updated = {(r.name, r.step - 1): r for r in updates}
     wrong = [r for r in trained if not _is_right(r, updated)]
     start = [r for r in rows if r.kind == "parameter" and r.step == 0 and r.status not in ("fits", "skipped")]
     dropouts = [r for r in rows if r.status == "none" and r.says and r.kind == "output"]
@@ -70,12 +70,15 @@ def between(row: Row, rows: Sequence[Row]) -> str:
     return f"the gradients of {wrong} are wrong, too, and those of {right} are right" if wrong and right else ""
 
 
-def _is_right(row: Row, updated: Mapping[tuple[str, int], bool]) -> bool:
+def _is_right(row: Row, updated: Mapping[tuple[str, int], Row]) -> bool:
     """Whether a gradient or an updated parameter is as it should be. Gradients that stay partial are right where the
-    update is: an optimizer that shards its states reduces them itself.
+    update is, or is at least the same on all ranks: an optimizer that shards its states reduces them itself.
     """
-    reduced_later = row.kind == "grad" and row.status in ("partial", "missing")
-    return row.status in ("fits", "skipped") or (reduced_later and updated.get((row.name, row.step), False))
+    if row.kind == "grad" and row.status in ("partial", "missing") and (update := updated.get((row.name, row.step))):
+        alike = update.layout.endswith(ALIKE) or (update.status == "scaled" and update.factor != 0.0)
+        summed = row.status == "partial" and alike and {*update.ranks} >= {*row.ranks}
+        return update.status in ("fits", "skipped") or summed
+    return row.status in ("fits", "skipped")
 
 
 def _explains(row: Row, rows: Sequence[Row], wrong: Sequence[Row]) -> bool:

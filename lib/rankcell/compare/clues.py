@@ -62,7 +62,7 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     says, clue = _told(judge, wrong)
     if used_as_whole:
         return (replace(wrong, says=says), False) if says else (row, True)
-    return replace(row, says=says, clue=clue or between(row, rows)), False
+    return replace(row, says=says, clue=clue or row.clue or between(row, rows)), False
 
 
 def _told(judge: Any, row: Row) -> tuple[str, str]:

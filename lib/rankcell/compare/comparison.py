@@ -10,8 +10,7 @@ from ..results import name_ranks
 SHOWN = 12  # rows of the table that is shown
 FINAL = ("grad", "parameter")  # what counts in a training
 KINDS = {"output": "output", "grad_output": "gradient of the output", "grad": "gradient", "parameter": "weights"}
-
-
+KINDS |= {"buffer": "buffer"}
 PLURALS = KINDS | {"output": "outputs", "grad_output": "gradients of the output", "grad": "gradients"}
 
 

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from .comparison import FINAL, Row
-from .reference import Fit, Piece, Reference
+from .reference import Fit, Piece, Reference, typical
 from .wording import REORDERED, cut_words
+
+ROUNDED = 0.02  # a tensor that is off by less than this share looks like one that was rounded
+NEAR = 0.3  # by less than this share steps along gradients of rounding alone may have moved a parameter
 
 
 def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequence[tuple[Piece, Fit]]) -> Row:
@@ -73,3 +76,14 @@ def _coverage(fits: Sequence[Fit], reference: Reference) -> tuple[np.ndarray, np
         rows[slice(None) if fit.rows is None else fit.rows] += 1
         columns[slice(None) if fit.columns is None else fit.columns] += 1
     return rows, columns
+
+
+def are_near(pieces: Sequence[Piece], reference: Reference) -> bool:
+    """Whether each piece is about the reference, or a shard of about its size."""
+    size = typical(reference.matrix)
+    return all(
+        typical(p.matrix - reference.matrix) <= NEAR * size
+        if p.matrix.shape == reference.matrix.shape
+        else typical(p.matrix) <= 2 * size
+        for p in pieces
+    )

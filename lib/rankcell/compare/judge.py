@@ -13,17 +13,17 @@ import numpy as np
 from ..errors import UserFacingError
 from ..results import Run, name_ranks, name_some
 from . import clues, layouts
+from .beside import Beside
 from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
-from .coverage import covered
+from .coverage import ROUNDED, are_near, covered
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
-from .wording import BEFORE, partial_words, said, times_words
+from .wording import ALIKE, BEFORE, UNEVEN, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
 FACTORS = 10.0  # times the tolerance: multiples that differ by less are the same
-ROUNDED = 0.02  # a tensor that is off by less than this share looks like one that was rounded
 
 
 class NothingToCompare(UserFacingError, ValueError):
@@ -48,6 +48,8 @@ def compare(
             f"which is which with names={{'the ranks' name': 'the dense name'}}."
         )
     first, blamed = None, first_wrong(rows)
+    beside = Beside(() if judge.has_dropout else getattr(one, "beside", ()), ranks, SLACK * judge.tolerance)
+    rows, blamed = beside.told(rows, blamed, judge.holders)
     if blamed is not None:
         row, used_as_whole = clues.explained(judge, rows, *blamed)
         holders = {*judge.holders.get(row.name, ()), *right_elsewhere(row, rows)}
@@ -186,17 +188,17 @@ class Judge:
         if kind not in FINAL and reference.n * reference.f > 1 and all(p.n * p.f == 1 for p in pieces):
             return row.found("skipped", "a number: not compared")
         if reference.n * reference.f == 1 and not reference.is_noise:
-            return _number(row, reference, pieces)
+            return _number(row, reference, pieces, self.forward)
         self.by_size = reference.multiple_by_size(pieces)
         fits = [self._place(key, p, reference) for p in pieces]
         if kind == "parameter" and step == 0:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
         found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
-        if kind == "grad" and found.status != "fits" and self._is_lost_in_16_bits(name, step, pieces):
+        if kind == "grad" and found.status != "fits" and self._is_lost(name, step, pieces, reference):
             return row.found("skipped", "not compared: noise")
         is_start = kind == "parameter" and step == 0 and found.status == "none"
-        if is_start and _are_near(pieces, reference) and self._is_noise(name, 0):
+        if is_start and are_near(pieces, reference) and self._is_noise(name, 0):
             return row.found("skipped", "not compared: its gradient is noise")  # of which earlier steps made something
         if lacking and found.status == "fits":
             return found.found("missing", f"{found.layout}, but not there", ranks=tuple(lacking))
@@ -253,10 +255,10 @@ class Judge:
             )
         return typical(_matrix(gradient)) < (1.0 if self.in_16_bits else NOISE) * self.floors["grad"]
 
-    def _is_lost_in_16_bits(self, name: str, step: int, pieces: Sequence[Piece]) -> bool:
-        """Whether a gradient is noise in one process, and little more than that on the ranks, which round elsewhere."""
+    def _is_lost(self, name: str, step: int, pieces: Sequence[Piece], reference: Reference) -> bool:
+        """Whether a gradient is noise in one process, and little more on the ranks, which round and clip elsewhere."""
         small = all(typical(p.matrix) < self.floors["grad"] for p in pieces)
-        return self.in_16_bits and small and self._is_noise(name, step)
+        return small and (reference.is_noise or (self.in_16_bits and self._is_noise(name, step)))
 
     def _place(self, key: _Key, piece: Piece, reference: Reference) -> Fit | None:
         kind, name, step, part = key
@@ -381,29 +383,25 @@ def _alike(row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, 
     return row.found("skipped", "not compared: a dropout is on")
 
 
-def _number(row: Row, reference: Reference, pieces: Sequence[Piece]) -> Row:
+def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Mapping[Any, tuple[Piece, Any]]) -> Row:
     """A single number, such as a loss: the same everywhere, or a sum or mean of what the ranks have."""
     wanted = float(reference.matrix[0, 0])
     values = [float(p.matrix.sum()) for p in pieces]
     limit = SLACK * reference.tolerance * max(abs(wanted), reference.scale)
     if all(abs(v - wanted) <= limit for v in values):
         return row.found("fits", "the same on all")
-    if abs(sum(values) - wanted) <= limit:
-        return row.found("batch", "parts of a sum")
-    if abs(sum(values) / len(values) - wanted) <= limit:
-        return row.found("batch", "the mean of the ranks'")
+    for n, layout in ((1, "parts of a sum"), (len(values), "the mean of the ranks'")):
+        if abs(sum(values) / n - wanted) <= limit:
+            words = partial_words(layouts.Sum(row.ranks, n)) if row.kind == "grad" else layout
+            return row.found("partial" if row.kind == "grad" else "batch", words, factor=n)
+    if wanted and (row.kind == "grad" or (row.kind == "parameter" and row.step)):  # any number is a multiple of it
+        k = values[0] / wanted if max(values) - min(values) <= limit else 0.0
+        return row.found("scaled", f"{times_words(k)} it" if k else "each rank another multiple of it", factor=k)
+    rows = {place[3]: p.n for place, (p, _) in forward.items() if place[1] == row.step}  # of a rank, last seen
+    shares = [rows.get(p.rank, 0) for p in pieces]
+    if any(shares) and abs(np.average(values, weights=shares) - wanted) <= limit:
+        return row.found("none", "means over own samples", says=UNEVEN)
     return row.found("none", "another number")
-
-
-def _are_near(pieces: Sequence[Piece], reference: Reference) -> bool:
-    """Whether each piece is about the reference, or a shard of about its size."""
-    size = typical(reference.matrix)
-    return all(
-        typical(p.matrix - reference.matrix) <= ROUNDED * size
-        if p.matrix.shape == reference.matrix.shape
-        else typical(p.matrix) <= 2 * size
-        for p in pieces
-    )
 
 
 def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
@@ -420,7 +418,9 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
     share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)
+    alike = row.kind == "parameter" and len(lost) == len(row.ranks) > 1
+    same = ALIKE if alike and all(np.array_equal(p.matrix, piece.matrix) for p in lost) else ""
     if share >= ROUNDED:
-        return f"other numbers ({share:.0%} off)"
+        return f"other numbers ({share:.0%} off){same}"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
-    return off_by if row.kind == "parameter" else f"{off_by}, as if rounded"
+    return f"{off_by}{same}" if row.kind == "parameter" else f"{off_by}, as if rounded"

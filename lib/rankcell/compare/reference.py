@@ -39,7 +39,7 @@ class Traced:
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the tensor."""
-        return tuple(self.value.shape)
+        return tuple(getattr(self.value, "shape", ()))
 
     @property
     def mask(self) -> bytes:
@@ -107,9 +107,8 @@ class Piece(_Sizes):
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a piece lies in the reference: `factor` times these rows and columns of it (None: all).
-
-    `sure` says that no other rows would have done. `flat` are places in the flattened reference instead.
+    """Where a piece lies in the reference: `factor` times these rows and columns of it (None: all), or the places
+    `flat` of it. `sure` says that no other rows would have done.
     """
 
     rows: Map | None
@@ -124,10 +123,8 @@ Tried = Sequence[tuple[Piece, Fit | None]]  # pieces, and where they were found
 
 @dataclass
 class Reference(_Sizes):
-    """The tensor of one process. `floor` is the size below which a number is noise.
-
-    Pieces of tensors of the same `space` lie in the same places. `slack` is for updates: by how much each number may be
-    off besides.
+    """The tensor of one process. Below `floor` a number is noise; pieces of tensors of the same `space` lie in the
+    same places; by `slack` the numbers of an update may be off besides.
     """
 
     matrix: np.ndarray
@@ -210,10 +207,9 @@ class Reference(_Sizes):
 
 
 def _nearest(rows: np.ndarray, targets: np.ndarray, limits: np.ndarray) -> tuple[Map, bool] | None:
-    """For each row the index of the target within the limits, and whether no other would do; None if one has none.
-
-    The nearest one counts, and those hardly farther: 16 bits have wide limits. Neighbours of rows belong to neighbours
-    of targets, where there is still a choice.
+    """For each row the index of the target within the limits, and whether no other would do; None if one has none. The
+    nearest one counts, and those hardly farther: 16 bits have wide limits. Where there is still a choice, neighbours of
+    rows belong to neighbours of targets.
     """
     if len(rows) * len(targets) > MOST_PAIRS:
         return None

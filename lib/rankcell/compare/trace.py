@@ -35,7 +35,7 @@ class TraceTooLarge(Exception):
 
 
 class Trace:
-    """Everything that `model` computes while the block runs; `entries` afterwards.
+    """All that `model` computes while the block runs: `entries`; `beside` these, buffers and what optimizers go by.
 
     Args:
         model: a module; several, in a list or a dictionary; or what holds its stages, such as a `Pipeline`.
@@ -48,6 +48,7 @@ class Trace:
 
     def __init__(self, model: Any, *, on_rank: bool = False) -> None:
         self.entries: list[Traced] = []
+        self.beside: list[Traced] = []
         self._on_rank = on_rank
         self._places = [place for part in _modules(model) for place in _walk(part, "", set())]
         if not self._places:
@@ -90,8 +91,10 @@ class Trace:
         elif self._next_forward is not None:
             self._next_forward.remove()
         if kind is None and not self._steps:
-            self._gradients(0)
+            self._gradients(0, {})
             self._parameters(1, only_if_changed=True)
+        elif kind is None:
+            self._buffers(max(self._steps.values()))
 
     def _await_gradients(self, module: nn.Module) -> None:
         """Hear of the gradients of a module's parameters; frozen ones may thaw later."""
@@ -136,7 +139,7 @@ class Trace:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._inside += 1
         if self._inside == 1:
-            self._gradients(self._steps[id(optimizer)])
+            self._gradients(self._steps[id(optimizer)], self._optimized(optimizer))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._inside -= 1
@@ -157,20 +160,43 @@ class Trace:
             self.entries = [e for e in self.entries if not (e.kind == "parameter" and e.step == step)]
             self._parameters(step)
 
-    def _gradients(self, step: int) -> None:
-        """Note the gradients as they are now, unless another optimizer has stepped with them."""
-        if any(e.kind == "grad" and e.step == step for e in self.entries):
-            return
+    def _optimized(self, optimizer: Any) -> dict[int, Tensor]:
+        """Note what the optimizer goes by. By parameter: what it steps on, itself or a copy ("master weights")."""
+        every = [(_joined(n, p), owned) for n, module in self._places for p, owned in _own(module)]
+        ours = {id(owned): (name, owned) for name, owned in reversed(every)}  # of several names the first
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [(name, p) for name, p in every if p.requires_grad and ours[id(p)][0] == name]
+        stepped: dict[int, Tensor] = {id(p): p for p in theirs if id(p) in ours}
+        if len(theirs) == len(trained) and not stepped:
+            pairs = [*zip(trained, theirs, strict=True)]
+            if all(_is_copy(p, other) for (_, p), other in pairs):
+                stepped = {id(p): other for (_, p), other in pairs}
+                ours = {id(other): named for named, other in pairs}
+        step = self._steps[id(optimizer)]
+        for group in optimizer.param_groups:
+            for p in (p for p in group["params"] if id(p) in ours):
+                values = {key: _value(v) for key, v in (group | (optimizer.state.get(p) or {})).items()}
+                # a state that began right goes on from gradients, which are compared: it is kept once
+                known = {k: v for k, v in values.items() if v is not None and (v.size <= 2 or not step)}
+                self._put(self.beside, Traced(ours[id(p)][0], "optimizer", step, known, type(optimizer).__name__))
+        return stepped
+
+    def _gradients(self, step: int, stepped: Mapping[int, Tensor]) -> None:
+        """Note the gradients as they are now; where another optimizer has stepped, only those that are `stepped` on."""
+        there = {e.name for e in self.entries if e.kind == "grad" and e.step == step}
         noted = [
-            (self._arrived.get((id(module), parameter), 1 << 60), _joined(name, parameter), owned.grad)
+            (self._arrived.get((id(module), parameter), 1 << 60), _joined(name, parameter), gradient)
             for name, module in self._places
             for parameter, owned in _own(module)
-            if owned.grad is not None
+            if (gradient := stepped.get(id(owned), owned).grad) is not None and (not there or id(owned) in stepped)
         ]
+        anew = {name for _, name, _ in noted}
+        self.entries = [e for e in self.entries if not (e.kind == "grad" and e.step == step and e.name in anew)]
         for _, name, gradient in sorted(noted, key=lambda n: n[0]):
             self._keep(self._made("grad", gradient, name, step))
 
     def _parameters(self, step: int, *, only_if_changed: bool = False) -> None:
+        self._buffers(step)
         before = {e.name: e for e in self.entries if e.kind == "parameter"}
         seen: dict[int, Traced] = {}
         made: list[Traced] = []
@@ -188,10 +214,20 @@ class Trace:
             return
         self._keep(*made)
 
+    def _buffers(self, step: int) -> None:
+        for place, module in self._places:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
+                    self._put(self.beside, Traced(_joined(place, key), "buffer", step, to_numpy(local_part(buffer))))
+
     def _keep(self, *made: Traced) -> None:
+        self._put(self.entries, *made)
+
+    def _put(self, among: list[Traced], *made: Traced) -> None:
         for entry in made:
-            self._nbytes += entry.value.nbytes
-            self.entries.append(entry)
+            among.append(entry)
+            values = entry.value.values() if isinstance(entry.value, dict) else (entry.value,)
+            self._nbytes += sum(value.nbytes for value in values)
         if self._nbytes > LIMIT:
             raise TraceTooLarge(
                 f"trace keeps the tensors whole, and they take more than {LIMIT >> 20} MiB. Trace a smaller batch, a "
@@ -221,7 +257,7 @@ def _on_rank(recorder: Any, model: Any) -> Iterator[Trace]:
         with trace:
             yield trace
     finally:
-        recorder.trace += tuple(trace.entries)
+        recorder.trace += (*trace.entries, *trace.beside)
 
 
 def _dropped(module: nn.Module, given: Any) -> str:
@@ -230,6 +266,20 @@ def _dropped(module: nn.Module, given: Any) -> str:
     probability: Any = getattr(module, "p", 0)
     is_on = "Dropout" in type(module).__name__ and module.training and probability
     return hashlib.sha256(to_numpy(local_part(tensors[0])).tobytes()).hexdigest()[:16] if is_on and tensors else ""
+
+
+def _is_copy(parameter: Tensor, other: Tensor) -> bool:
+    """Whether an optimizer's tensor is this parameter, perhaps with more bits."""
+    ours, theirs = local_part(parameter), local_part(other)
+    return ours.shape == theirs.shape and torch.equal(ours, theirs.to(ours))
+
+
+def _value(value: Any) -> np.ndarray | None:
+    """A number, some of them or a tensor that an optimizer goes by; None for anything else."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return to_numpy(local_part(value))
+    numbers = value if isinstance(value, tuple) else (value,)
+    return np.array(value, float) if all(isinstance(n, int | float) for n in numbers) else None
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

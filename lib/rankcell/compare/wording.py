@@ -8,7 +8,9 @@ from .comparison import KINDS, Row
 from .layouts import Sum
 
 BEFORE = "the weights before the step"
-UPDATES = "look at the learning rate, the weight decay and the optimizer's state"
+UPDATES = "look at the learning rate, the weight decay, how it clips and the optimizer's state"
+UNEVEN = "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"
+ALIKE = ", the same on all"
 REORDERED = ", in another order"
 
 
@@ -45,9 +47,9 @@ def _sentence(
         if abs(row.factor - 1) <= 1e-3:
             return f"partial {over}: its gradients are never summed"
         return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged"
-    if row.status == "scaled" and row.kind == "parameter":
-        return f"{who}: the gradient is right, and the update is {row.layout}: {UPDATES}"
-    if row.status == "scaled":
+    if row.status == "scaled" and row.kind == "parameter" and row.step:
+        return f"{who}: the gradient is right, and the update is {row.layout}: {row.clue or UPDATES}"
+    if row.status == "scaled" and row.kind != "parameter":
         return _scaled(row, others, mesh, world_size)
     if row.status == "missing" and row.kind == "grad_output":
         return (
@@ -64,7 +66,7 @@ def _sentence(
         than = f"than {name_ranks(others)}" if others else "than one process after its step"
         return f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
     if row.kind == "parameter":
-        return f"{who}: the gradient is right, and the update is not ({row.layout}): {UPDATES}"
+        return f"{who}: the gradient is right, and the update is not ({row.layout}): {row.clue or UPDATES}"
     if row.kind == "grad" and row.layout.endswith("rounded"):
         return f"{who}: {row.layout}: is it sent or added up in 16 bits?"
     if row.kind == "grad":

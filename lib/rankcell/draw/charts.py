@@ -1,7 +1,5 @@
-"""Charts from numbers: a ladder of rates or times, lines on linear or log axes, tables.
-
-Pure functions from numbers to a `Figure` (or a `Table`). Measured marks are solid, published or predicted
-ones are outlined. Nothing here measures.
+"""Charts from numbers: a ladder of rates or times, lines on linear or log axes, tables. Measured marks are solid,
+published or predicted ones are outlined.
 """
 
 import html

@@ -1,8 +1,6 @@
-"""Pictures of collectives: what each rank held before, who sends what to whom, what each rank holds after.
-
-One row per rank, its tensors with their literal numbers, in the colour of the rank that a number came from, striped
-where numbers of several ranks were combined. The arrows follow the meaning of the operation, not the route that the
-bytes took: a ring or a tree is another picture (`messages`).
+"""Pictures of collectives: what each rank held before, who sends what to whom, what each rank holds after. One row per
+rank, its tensors with their literal numbers, in the colour of the rank that a number came from, striped where numbers
+of several ranks were combined. The arrows follow the meaning of the operation, not the route of the bytes.
 """
 
 import math

@@ -1,6 +1,5 @@
-"""A panel of sliders and menus above a picture, for a running kernel: each move draws the picture anew.
-
-On a page without a kernel the panel stands still, so put a slider over some chosen pictures (`svg.Frames`) beside it.
+"""A panel of sliders and menus above a picture, for a running kernel: each move draws the picture anew. On a page
+without a kernel it stands still, so put a slider over some chosen pictures (`svg.Frames`) beside it.
 """
 
 import html

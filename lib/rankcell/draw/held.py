@@ -1,7 +1,5 @@
-"""How the ranks hold each tensor of a step, in the order of computing: one box per tensor, one strip per run.
-
-A pure function from the rows of `check.against` to a `Figure`. It says what each tensor is, and not what is wrong:
-which one went wrong first, and why, is the verdict's. It compares nothing.
+"""How the ranks hold each tensor of a step, in the order of computing: one box per tensor, one strip per run. Which one
+went wrong first, and why, is said by the verdict of `check.against`.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
-"""What memory holds, by kind, over the course of a step.
-
-A pure function from the samples of `rankcell.memory` to a `Figure`. A kind has the same colour in every
-notebook, also in the piles of `bars`. Nothing here measures.
+"""What memory holds, by kind, over the course of a step, from the samples of `rankcell.memory`. A kind has the same
+colour in every notebook, also in the piles of `bars`.
 """
 
 from collections.abc import Mapping, Sequence

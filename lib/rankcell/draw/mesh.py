@@ -1,7 +1,5 @@
-"""A device mesh: which ranks form a group along each axis, and what they send each other there.
-
-A panel per axis. The boxes are the ranks, the last axis from left to right; boxes of one colour are one group of that
-axis. Beside them stands what the ranks really called in those groups, from the events of a run.
+"""A device mesh, a panel per axis: the boxes are the ranks, the last axis from left to right; boxes of one colour are
+one group of that axis. Beside them stands what the ranks really called in those groups, from the events of a run.
 """
 
 import math

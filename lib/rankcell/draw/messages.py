@@ -1,7 +1,5 @@
-"""An algorithm made of sends and receives, step by step: who holds what, and which part goes to whom.
-
-`steps` draws a run whose ranks had their array watched (`with rankcell.watch(x):`). Collectives have pictures of
-their own in `collectives`.
+"""An algorithm made of sends and receives, step by step: who holds what, and which part goes to whom, from a run whose
+ranks had their array watched. Collectives have pictures of their own in `collectives`.
 """
 
 import math

@@ -1,7 +1,6 @@
-"""What stands under a rank cell: a `Run` as text and as HTML. Pure functions; they never talk to a rank.
-
-Ranks that said the same are shown once. Nothing that changes from run to run (times, pids) is shown, so that
-a stored output is the same after every run. Long output shows its head and tail; all of it stays on the run.
+"""What stands under a rank cell: a `Run` as text and as HTML. Ranks that said the same are shown once. Nothing that
+changes from run to run (times, pids) is shown, so that a stored output is the same after every run. Long output shows
+its head and tail; all of it stays on the run.
 """
 
 import base64

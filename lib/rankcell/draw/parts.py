@@ -1,8 +1,4 @@
-"""Parts that several pictures share: sizes, paler colours, keys, axes, ticks.
-
-Each stands here once, so that all pictures look alike. Marks that know nothing of the course (a bar, a line, a text)
-are in `svg`.
-"""
+"""Parts that several pictures share: sizes, paler colours, keys, axes, ticks."""
 
 import math
 from collections.abc import Callable, Iterable

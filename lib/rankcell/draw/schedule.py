@@ -1,7 +1,6 @@
-"""The grid of a pipeline: ranks from top to bottom, time from left to right, a box for each action.
-
-A box holds the number of its micro-batch. Predicted boxes are outlined, measured ones solid; given both, each rank has
-its measured row right under its predicted one. Later stages of a rank are paler.
+"""The grid of a pipeline: ranks from top to bottom, time from left to right, for each action a box with the number of
+its micro-batch. Predicted boxes are outlined, measured ones solid; given both, each rank has its measured row right
+under its predicted one. Later stages of a rank are paler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

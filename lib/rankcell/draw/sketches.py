@@ -1,7 +1,5 @@
-"""Drawings of what no run shows: what can run out, links, trees, who starts whom. They were drawn once, as SVG.
-
-`sketch` reads one from the folder data/sketches and writes numbers into it. What was measured is drawn elsewhere in
-this package.
+"""Drawings of what no run shows: what can run out, links, trees, who starts whom. They were drawn once, as SVG in the
+folder data/sketches; `sketch` reads one and writes numbers into it.
 """
 
 import html

@@ -1,8 +1,6 @@
-"""What several queues do by arithmetic: the host and the streams of a device; time from left to right.
-
-It draws the events of `rankcell.simulate`, and any others whose `group` names their row. Thin dark bars in the host's
-row are launches, a dashed light bar is the host standing still. An arrow leads from a stream to another one that
-waited for it. It reads events and measures nothing.
+"""What several queues do by arithmetic: the host and the streams of a device; time from left to right. Thin dark bars
+in the host's row are launches, a dashed light bar is the host standing still; an arrow leads from a stream to another
+one that waited for it. It draws all events whose `group` names their row.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

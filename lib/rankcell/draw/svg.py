@@ -1,7 +1,6 @@
-"""What every picture of the course is made of: a figure, a slider over figures, the colours, the marks.
-
-A figure is stored as a picture inside `text/html`, because that is the one form that JupyterLab shows in an untrusted
-notebook, that works from file://, in print and on a phone. The other modules of this package plot.
+"""What every picture of the course is made of: a figure, a slider over figures, the colours, the marks. A figure is
+stored as a picture inside `text/html`, because that is the one form that JupyterLab shows in an untrusted notebook,
+that works from file://, in print and on a phone.
 """
 
 import base64

@@ -1,8 +1,7 @@
-"""The timeline of a run: one row per rank, time from left to right, a bar for all that the rank did.
-
-A bar in an operation's colour means that its data could move; the lighter part before it that the rank stood in the
-call while another had not come yet. An asynchronous operation is a thin bar under the row, from its call to its end,
-and the row itself shows only the wait for it. What was predicted is drawn by `schedule` and `streams`.
+"""The timeline of a run: one row per rank, time from left to right, a bar for all that the rank did. A bar in an
+operation's colour means that its data could move; the lighter part before it that the rank stood in the call while
+another had not come yet. An asynchronous operation is a thin bar under the row, from its call to its end, and the row
+shows only the wait for it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

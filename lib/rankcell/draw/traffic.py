@@ -1,6 +1,5 @@
-"""Traffic as a matrix: how many bytes went from each rank to each other rank, counted (`run.wire`) or by a formula.
-
-A row is a sender, a column a receiver, dark is much.
+"""Traffic as a matrix: how many bytes went from each rank (a row) to each other rank (a column), counted (`run.wire`)
+or by a formula; dark is much.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
-"""Who waits for whom: the ranks of a cell that had to be ended, as a graph.
-
-`waits` draws `run.standstill`: one circle per rank, an arrow from each rank that waits to the ranks it waits for, in
-the colour of the operation that it stands in. Arrows that close a cycle are thick: nobody in it can ever go on. What
-is to blame is said by the error message, and decided in `diagnose.py`.
+"""Who waits for whom: `run.standstill` as a graph, one circle per rank, an arrow from each rank that waits to the ranks
+it waits for, in the colour of the operation that it stands in. Arrows that close a cycle are thick: nobody in it can
+ever go on.
 """
 
 import math

@@ -1,8 +1,6 @@
-"""`rankcell.memory`: what one process holds while a block of code runs, by kind: states, activations, the rest.
-
-After every operation of torch it notes which storages came, went or changed their size, and whose they are. Bytes are
-those of the storages, each counted once; what a library allocates and frees inside an operation is not seen. Fake
-tensors have storages as real ones have. It draws nothing.
+"""`rankcell.memory`: what one process holds while a block of code runs, by kind: states, activations, the rest. After
+every operation of torch it notes which storages came, went or changed their size, and whose they are. Each counts once;
+what a library allocates and frees inside an operation is not seen. Fake tensors have storages as real ones have.
 """
 
 import contextlib

@@ -1,5 +1,4 @@
 """`rankcell.spans`: when each module of a model computes, forward and backward, by hooks that are taken off again.
-
 Times are those of the thread that runs Python: on a GPU, when the work was enqueued.
 """
 

@@ -1,11 +1,7 @@
-"""Experts: a layer with several MLPs of which each token uses a few, kept on different ranks.
-
-`Mixture` is the layer on one process. `ExpertParallel` is the same layer with its experts spread over the ranks of a
-group: tokens travel to their experts in one all-to-all and come back in another. Outputs, gradients and dropped tokens
-are those of `Mixture` on all ranks' tokens, in the order of the ranks.
-
-What it does not do: fuse kernels, hide communication behind computing, copy busy experts. It broadcasts nothing:
-routers must start equal.
+"""Experts: a layer with several MLPs of which each token uses a few, kept on different ranks. `Mixture` is the layer on
+one process, `ExpertParallel` the same layer with its experts spread over the ranks of a group: tokens travel to their
+experts in one all-to-all and come back in another. Outputs, gradients and dropped tokens are those of `Mixture` on all
+ranks' tokens, in the order of the ranks. It broadcasts nothing: routers must start equal.
 """
 
 import math

@@ -1,6 +1,5 @@
-"""What the strategies share: a rank's place in a group, many tensors in one message, one gradient norm.
-
-Nothing here knows a model. It does not make groups: `dist.new_group` or a device mesh does.
+"""What the strategies share: a rank's place in a group, many tensors in one message, one gradient norm. It does not
+make groups: `dist.new_group` or a device mesh does.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,6 @@
-"""The two ends of a language model over a divided vocabulary: its embedding, and the loss.
-
-Each rank holds the vectors of some tokens, and the logits of the same tokens. The first ranks have one more where it
-does not work out; nothing is padded. The loss has no label smoothing and no tokens to ignore.
+"""The two ends of a language model over a divided vocabulary: its embedding, and the loss. Each rank holds the vectors
+of some tokens, and the logits of the same tokens; the first ranks have one more where it does not work out. The loss
+has no label smoothing and no tokens to ignore.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
-"""The GPUs a plan can be made for: peaks by number format, memory, and the two kinds of link around them.
-
-Their numbers and sources are in chips.csv. A GPU stands in a domain of `node` GPUs joined by NVLink
-(or Infinity Fabric); between domains each has a network port of its own. All rates are bytes per second of ONE
-direction, all peaks dense.
+"""The GPUs a plan can be made for, from chips.csv: peaks (dense) by number format, memory, and two kinds of link. A GPU
+stands in a domain of `node` GPUs joined by NVLink (or Infinity Fabric); between domains each has a network port of its
+own. All rates are bytes per second of ONE direction.
 """
 
 from dataclasses import dataclass

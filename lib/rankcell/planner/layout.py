@@ -1,8 +1,6 @@
-"""A job and the ways to lay it out over GPUs. Fields may be numbers or NumPy arrays of one length.
-
-A `Job` is what is given: model, GPU, how many of them, sequence, batch, number format, software stack. A
-`Layout` is what can be chosen. Ranks are numbered as Megatron does it: tensor parallelism inside, then context,
-then data, pipeline stages outside; expert parallelism takes neighbours out of context and data.
+"""A job, which is given, and the ways to lay it out over GPUs. Ranks are numbered as Megatron does it: tensor
+parallelism inside, then context, then data, pipeline stages outside; expert parallelism takes neighbours out of context
+and data.
 """
 
 from dataclasses import dataclass, fields, replace

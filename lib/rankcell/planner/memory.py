@@ -1,6 +1,5 @@
-"""Bytes that a GPU holds while it trains: parameters, gradients, optimizer, activations, logits, workspace.
-
-ZeRO: Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3 (2019). Activations: Korthikanti et al.,
+"""Bytes that a GPU holds while it trains: parameters, gradients, optimizer, activations, logits, workspace. ZeRO:
+Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 3 (2019). Activations: Korthikanti et al.,
 https://arxiv.org/abs/2205.05198, table 2 (2022), generalised to grouped queries, gated MLPs and experts.
 """
 

@@ -1,7 +1,4 @@
-"""All ways to lay a job out over its GPUs: which are possible, which fit, which is fastest, and why not the others.
-
-Everything is computed for all layouts at once, as arrays.
-"""
+"""All ways to lay a job out over its GPUs: which are possible, which fit, which is fastest, and why not the others."""
 
 from dataclasses import dataclass
 

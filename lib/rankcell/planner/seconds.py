@@ -1,7 +1,6 @@
-"""How long a step takes: computation of one micro-batch, what is exposed of the communication, the bubble.
-
-The rate of matrix products is the one constant per GPU and number format. Attention runs at a share of it, what is
-between the matrix products at the speed of the memory, and no layer is faster than its kernels can be launched.
+"""How long a step takes: computation of one micro-batch, what is exposed of the communication, the bubble. The rate of
+matrix products is the one constant per GPU and number format. Attention runs at a share of it, what is between the
+products at the speed of the memory, and no layer is faster than its kernels can be launched.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
-"""What a transformer is made of: its sizes, its parameters, its floating-point operations per token.
-
-Counts are exact for the weight matrices and leave out biases and the vectors of the norms (less than 0.1 % of a
-model of a billion parameters).
+"""What a transformer is made of: its sizes, its parameters, its floating-point operations per token. Counts are exact
+for the weight matrices and leave out biases and the norms (less than 0.1 % of a model of a billion parameters).
 """
 
 import csv

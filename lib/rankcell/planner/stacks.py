@@ -1,7 +1,5 @@
-"""Software stacks: the few numbers in which Megatron-LM of 2021 and a compiled FSDP2 of today differ.
-
-Everything else in the planner is arithmetic. Which rows each number was fitted on, and how far off the rows
-are that it was not fitted on, stands in `fitted.json`, which tools/fit_planner.py writes.
+"""Software stacks: the few numbers in which Megatron-LM of 2021 and a compiled FSDP2 of today differ. Which rows each
+was fitted on, and how far off the others are, stands in `fitted.json`, which tools/fit_planner.py writes.
 """
 
 import json

@@ -1,6 +1,5 @@
-"""Which exercises a cell builds on, by the names that cells read and bind, on the ranks or in the notebook.
-
-It reads sources alone, which is all that a kernel knows of its notebook. Nothing here runs a cell.
+"""Which exercises a cell builds on, by the names that cells read and bind, on the ranks or in the notebook: from
+sources alone, which is all that a kernel knows of its notebook.
 """
 
 import ast

@@ -1,8 +1,7 @@
-"""The process of a session from outside: how it is started, what it may take, and how all of it ends.
-
-Where bubblewrap (`bwrap`) is installed and allowed, a session sees only its own processes, has no network but a
-loopback, and can write in its own folder alone. Everywhere its time, memory and number of processes are watched, and
-whatever it has started is found by a mark in its environment.
+"""The process of a session from outside: how it is started, what it may take, and how all of it ends. Where bubblewrap
+(`bwrap`) is installed and allowed, a session sees only its own processes, has no network but a loopback, and can write
+in its own folder alone. Everywhere its time, memory and number of processes are watched, and whatever it has started is
+found by a mark in its environment.
 """
 
 import contextlib

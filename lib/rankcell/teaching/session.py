@@ -1,7 +1,6 @@
-"""The process of a session: it runs the cells that the grader sends, in one IPython, and says how they ended.
-
-`sandbox` starts it. An order is a line of JSON on what was standard input: a list of cells, run until one fails. The
-answer is a line on what was standard output. What the cells print goes nowhere.
+"""The process of a session, which `sandbox` starts: it runs the cells that the grader sends, in one IPython. An order
+is a line of JSON on what was standard input: a list of cells, run until one fails. The answer, how they ended, is a
+line on what was standard output. What the cells print goes nowhere.
 """
 
 import io

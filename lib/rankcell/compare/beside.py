@@ -1,0 +1,101 @@
+"""What stands beside the tensors of a step: a model's buffers, and what its optimizer goes by. It says why an output or
+an update is wrong, and finds a buffer that went wrong where all else is right.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..results import name_ranks
+from .comparison import Row
+from .reference import Fit, Traced, matrix_of, typical
+
+OF_ALL = "its settings and state are those of one process: does the step need the whole tensor, or that of all ranks?"
+_Blamed = tuple[Row, bool] | None
+_Holders = Mapping[str, Mapping[int, Fit | None]]
+
+
+class Beside:
+    """Buffers and optimizers of one process and of each rank."""
+
+    def __init__(self, one: Iterable[Traced], ranks: Mapping[Any, Iterable[tuple[int, Traced]]], off: float) -> None:
+        self._one = {(e.kind, e.name, e.step): e for e in one}
+        self._ranks = {key[:3]: dict(pairs) for key, pairs in ranks.items() if key[0] in ("buffer", "optimizer")}
+        self._off = off  # by how much a number may be off, as a share of a typical one
+
+    def told(self, rows: list[Row], blamed: _Blamed, holders: _Holders) -> tuple[list[Row], _Blamed]:
+        """With what made the row to blame wrong, or a buffer to blame if all else is right; `holders` of parameters."""
+        if blamed is None:
+            wrong = next(filter(self._was_right, self._buffers()), None)
+            return (rows, None) if wrong is None else ([*rows, wrong], (wrong, False))
+        row = self._explained(blamed[0], holders.get(blamed[0].name, {}))
+        return [row if r is blamed[0] else r for r in rows], (row, blamed[1])
+
+    def _explained(self, row: Row, holders: Mapping[int, Fit | None]) -> Row:
+        if row.kind == "parameter" and row.step:
+            return replace(row, clue=self._of_optimizer(row, holders))
+        inside = f"{row.name}." if row.name else ""
+        for r in self._buffers() if row.kind == "output" and row.status == "none" and not row.says else ():
+            if r.name.startswith(inside) and r.step <= row.step and {*r.ranks} & {*row.ranks}:
+                says = f"the output fits no layout on {name_ranks(row.ranks)} ({row.layout}), and all before it does: "
+                says += "look at the forward here: afterwards " if r.step == row.step else ""
+                return replace(row, says=f"{says}its buffer `{r.name.removeprefix(inside)}` {r.layout}")
+        return row
+
+    def _was_right(self, wrong: Row) -> bool:
+        """Whether a buffer began as in one process, and some rank has written it since."""
+        began, now = (self._ranks.get(("buffer", wrong.name, step), {}) for step in (0, wrong.step + 1))
+        written = any((e.value != now[rank].value).any() for rank, e in began.items() if rank in now)
+        return written and all(r.name != wrong.name or r.step >= 0 for r in self._buffers())
+
+    def _buffers(self) -> Iterator[Row]:
+        """Those that go wrong on ranks that hold all of it. A sum or mean over the ranks may be meant so."""
+        for (kind, name, step), e in self._one.items():
+            whole, parts = e.value, {r: t.value for r, t in self._ranks.get((kind, name, step), {}).items()}
+            if kind != "buffer" or not parts or any(part.shape != whole.shape for part in parts.values()):
+                continue
+            total = np.sum([*parts.values()], axis=0)
+            wrong = tuple(r for r, part in parts.items() if not self._same(part, whole))
+            if wrong and not self._same(total, whole) and not self._same(total / len(parts), whole):
+                is_order = all(self._same(_sorted(parts[r]), _sorted(whole)) for r in wrong)
+                has = "has the rows of one process in another order" if is_order else "has other numbers"
+                layout = f"{has} on {name_ranks(wrong)}"
+                says = f"this buffer {layout}, and gradients and weights are right"
+                yield Row(name, kind, step - 1, layout, "none", wrong, says=says)
+
+    def _of_optimizer(self, row: Row, holders: Mapping[int, Fit | None]) -> str:
+        key = "optimizer", row.name, row.step - 1
+        one, have = self._one.get(key), self._ranks.get(key, {})
+        if one is None or not {*row.ranks} <= {*have}:
+            return ""
+        for name, whole in one.value.items():
+            if bare := [r for r, e in have.items() if name not in e.value and e.dtype == one.dtype]:
+                lost = ", ".join(f"`{k}`" for k in one.value if k not in have[bare[0]].value)
+                return f"its optimizer has no {lost} on {name_ranks(bare)}, which one process has: is its state lost?"
+            parts = {r: e.value[name] for r, e in have.items() if name in e.value}
+            if off := [r for r, part in parts.items() if not self._lies_in(part, whole, holders.get(r))]:
+                here, there = (", ".join(f"{v:.4g}" for v in value.flat) for value in (parts[off[0]], whole))
+                said = f": {here}, and not {there}" if whole.size <= 2 else ""
+                return f"its optimizer has another `{name}` on {name_ranks(off)} than in one process{said}"
+        return OF_ALL if key[2] == 0 else ""  # later its state is not kept
+
+    def _lies_in(self, part: np.ndarray, whole: np.ndarray, fit: Fit | None) -> bool:
+        """Whether a setting or a state is that of one process, or lies in it as its parameter does."""
+        if part.shape == whole.shape or fit is None:
+            return part.shape != whole.shape or self._same(part, whole)
+        if fit.flat is not None:
+            return self._same(part.reshape(-1)[fit.flat >= 0], whole.reshape(-1)[fit.flat[fit.flat >= 0]])
+        part, whole = (matrix_of(Traced("", "parameter", 0, value)) for value in (part, whole))
+        whole = whole if fit.rows is None else whole[fit.rows]
+        return self._same(part, whole if fit.columns is None else whole[:, fit.columns])
+
+    def _same(self, part: np.ndarray, whole: np.ndarray) -> bool:
+        limit = self._off * typical(whole)
+        return part.shape == whole.shape and bool((np.abs(part - whole) <= limit).all())
+
+
+def _sorted(value: np.ndarray) -> np.ndarray:
+    rows = value.reshape(len(value), -1) if value.ndim else value.reshape(1, 1)
+    return rows[np.lexsort(rows.T)]
