@@ -72,6 +72,7 @@ KNOWN = {
     "mixtral-8x22b": (140.6, 8), "qwen3-30b-a3b": (30.5, 4), "qwen3-235b-a22b": (235.1, 4),
     "deepseek-v2-lite": (15.7, 16, 160), "deepseek-v3": (671.0, 128, 160), "gpt-oss-20b": (20.9, 8, 64),
     "gpt-oss-120b": (116.8, 8, 64), "llama4-scout": (107.8, 8), "llama4-maverick": (400.7, 8),
+    "deepseek-v2": (236.0, 128, 160), "kimi-k2": (1026.0, 64, 160),
 }  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def test_every_model_has_its_published_size():
         assert (shape.width, shape.kv_width) == (width * shape.heads, width * keys), name
     active = {"mixtral-8x7b": 12.8, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.04, "qwen3-235b-a22b": 21.6,
               "deepseek-v2-lite": 2.45, "deepseek-v3": 36.6, "gpt-oss-20b": 3.6, "gpt-oss-120b": 5.1,
-              "llama4-scout": 16.1, "llama4-maverick": 16.1}  # fmt: skip
+              "llama4-scout": 16.1, "llama4-maverick": 16.1, "deepseek-v2": 20.9, "kimi-k2": 31.7}  # fmt: skip
     found = {name: shape.active_params / 1e9 for name, shape in shapes.MODELS.items() if shape.experts}
     assert found == {name: approx(size, rel=0.02) for name, size in active.items()}
 
