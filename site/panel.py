@@ -33,7 +33,7 @@ def tables() -> dict:
             "rate": chip.peak("bf16") * stacks.efficiency(chip, "bf16"),
             "fp8": int("fp8" in chip.peaks),
         }
-    assert (STACK.split, STACK.kept_whole, STACK.norm_copies) == ("even", 0, 0)
+    assert (STACK.split, STACK.kept_whole, STACK.norm_copies, STACK.one_copy) == ("even", 0, 0, True)
     numbers = {k: plain(v) for k, v in dataclasses.asdict(STACK).items() if not isinstance(v, str)}
     shown = {name: {k: plain(v) for k, v in fields.items() if k != "name"} for name, fields in models.items()}
     return {"models": shown, "chips": gpus, "stack": numbers, "port": communication.PORT}

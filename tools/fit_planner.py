@@ -76,8 +76,8 @@ EFFICIENCY = {
     "V100": {"bf16": 0.7}, "A100": {"bf16": 0.8}, "H100": {"bf16": 0.7, "fp8": 0.59}, "B200": {"fp4": 0.4},
     "B300": {"fp4": 0.35}, "GB200": {"fp4": 0.4}, "GB300": {"fp4": 0.4}, "MI355X": {"fp8": 0.4},
 }  # fmt: skip
-# Not fitted: with an H100's share of the peak a planner is 13 to 31 % too fast on Blackwell.
-BLACKWELL = 0.82
+# Not fitted: in 16 bits these reach an H100's share of what their power limits leave of the peak (chips.csv).
+BLACKWELL = ("B200", "B300", "GB200", "GB300")
 RELATIVES = {"nanotron": "llm-foundry", "llm-foundry": "megatron-core", "torchtitan": "megatron-core"}
 # Toy sizes: their time is the launch of kernels. Playbook rows of tier B: single runs through network stalls.
 MEMORY_ONLY = ("mlm_goldens",)
@@ -261,8 +261,8 @@ def fit(rows: Iterable[Row]) -> Constants:
         {name: dict(numbers) for name, numbers in DECLARED.items()},
         {name: dict(formats) for name, formats in EFFICIENCY.items()},
     )
-    for name in ("B200", "B300", "GB200", "GB300"):
-        start.efficiency[name]["bf16"] = BLACKWELL * start.efficiency["H100"]["bf16"]
+    for name in BLACKWELL:
+        start.efficiency[name]["bf16"] = start.efficiency["H100"]["bf16"]
     default = stacks.Stack("today")
     for part in (FREE, FREE_MEMORY):
         for name, names in part.items():
@@ -286,8 +286,8 @@ def fit(rows: Iterable[Row]) -> Constants:
         own = bundles(r for r in rows if published_memory(r) and parse(r)[0].stack.name == name)
         if own:
             fitted = descend(own, memory_errors, fitted, [("stacks", name, n) for n in names])
-    for name in ("B200", "B300", "GB200", "GB300"):
-        fitted.efficiency[name]["bf16"] = BLACKWELL * fitted.efficiency["H100"]["bf16"]
+    for name in BLACKWELL:
+        fitted.efficiency[name]["bf16"] = fitted.efficiency["H100"]["bf16"]
     shared = fitted.stacks.pop(EVERY)
     for name in DECLARED:  # a stack that no row here uses has the numbers of its nearest relative
         if name not in used:

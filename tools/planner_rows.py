@@ -293,8 +293,11 @@ def _with_options(stack: stacks.Stack, opts: Row, row: Row, layout: Layout) -> s
         change["overlap_ep"] = 0.9
     elif "capacity factor" in text(row, "flags"):  # what is above it is dropped: nothing waits for a size
         change["moe_launches"] = 1.0
-    if stack.name == "megatron-tests" and number(row, "n_experts", 0, least=0):
+    experts = number(row, "n_experts", 0, least=0)
+    if stack.name == "megatron-tests" and experts:
         change["workspace"] = 0.19e9
+    if stack.name == "megatron-core" and experts and "moe_flex_dispatcher_backend" not in opts:
+        change["one_copy"] = False  # a plain all-to-all
     if not _yes(opts.get("overlap_grad_reduce", 1)):
         change["overlap_dp"] = 0.0
     if "tp_comm_overlap" in opts:

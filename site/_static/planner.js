@@ -103,9 +103,10 @@ const planner = (() => {
   /* seconds.py */
   function layer(job, l) {
     const s = job.shape, k = job.stack, c = job.chip, t = tokens(job, l);
-    const matmul = 6 * s.active_layer * t / l.tp / c.rate;
+    const own = s.dense_layer / l.tp + s.expert_layer / l.ep;
+    const matmul = 6 * s.active_layer * t / l.tp / c.rate + (4 + k.gradient_bytes) * own / c.hbm;
     const share = k.attention * (k.ampere_attention && c.fp8 ? 0.5 : 1);
-    const inside = 4 * job.seq * s.width * t / l.tp / c.rate * 0.5 / share, attention = 3.5 * inside;
+    const inside = 4 * job.seq * s.width * t / l.tp / c.peak * 0.5 / share, attention = 3.5 * inside;
     const elementwise = k.passes * kept(job, l.tp, 0) * t / c.hbm;
     const recomputed = l.recompute === FULL ? matmul / 3 + inside + elementwise / 3 : 0;
     const busy = {matmul, attention, elementwise, recomputed};

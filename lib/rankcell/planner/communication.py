@@ -71,7 +71,7 @@ def expert(job: Job, layout: Layout) -> Traffic:
     """Two all-to-alls forward and two backward per layer of experts: each token goes to top_k experts and back.
 
     Inside a domain top_k copies of a token travel, 2 bytes an element; to another domain one, which is copied there:
-    of N domains with the experts spread evenly, (N-1) (1 - (1 - 1/N)^top_k) others are met.
+    of N domains with the experts spread evenly, (N-1) (1 - (1 - 1/N)^top_k) others are met. See `Stack.one_copy`.
     """
     s, chip = job.shape, job.chip
     times = 4 * s.moe_layers / layout.pp * layout.microbatches(job)
@@ -79,7 +79,8 @@ def expert(job: Job, layout: Layout) -> Traffic:
     ranks = layout.ep * layout.etp
     domains = np.maximum(1, ranks * layout.tp / layout.etp / chip.node)
     local = token * s.top_k * (1 - 1 / np.maximum(1, ranks / domains)) / domains
-    away = token * (domains - 1) * (1 - (1 - 1 / domains) ** s.top_k)
+    copies = 1 - (1 - 1 / domains) ** s.top_k if job.stack.one_copy else s.top_k / domains
+    away = token * (domains - 1) * copies
     latency = np.where(domains > 1, chip.alpha_across, chip.alpha) * (np.asarray(ranks) > 1)
     seconds = times * (local / chip.ring + away / (chip.network * PORT) + latency)
     return Traffic(times * (local + away), seconds)

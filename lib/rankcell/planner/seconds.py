@@ -1,5 +1,5 @@
 """How long a step takes: computation of one micro-batch, what is exposed of the communication, the bubble. The rate of
-matrix products is the one constant per GPU and number format. Attention runs at a share of it, what is between the
+matrix products is the one constant per GPU and number format. Attention runs at a share of the peak, what is between the
 products at the speed of the memory, and no layer is faster than its kernels can be launched.
 """
 
@@ -51,18 +51,20 @@ def idle(schedule: Any, p: Any, forward: Any, inputs: Any, weights: Any, chunks:
 def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> tuple[Any, ...]:
     """Seconds of the mean layer, one micro-batch: matmul, attention, elementwise, recomputed, launch.
 
-    Matrix products: 6 operations per active parameter and token. Scores and values: 12 s w over the whole square,
-    half of it where attention is flash and causal, which computes the forward once more in its backward: 3.5
-    times a forward instead of 3. In fp8 they are as much faster as in FlashAttention-3, 1.2 instead of 0.74 PFLOP/s
+    Matrix products: 6 operations per active parameter and token, and every parameter of the rank crosses the memory:
+    read twice, 2 bytes, its gradient written once. Scores and values: 12 s w over the whole square, half of it where
+    attention is flash and causal, which computes the forward once more in its backward: 3.5 times a forward instead of
+    3. It reaches the same share of the peak on A100 and H100, 73 and 75 %, and in fp8 1.2 instead of 0.74 PFLOP/s
     (https://arxiv.org/abs/2407.08608). Between them the bytes that are kept cross the memory `Stack.passes` times.
     """
     s, stack, chip, tokens = job.shape, job.stack, job.chip, layout.tokens(job)
     narrow, wide = rate
-    matmul = 6 * s.active_layer_params * tokens / layout.tp / narrow
+    own = s.dense_layer_params / layout.tp + s.expert_layer_params / (layout.ep * layout.etp)
+    matmul = 6 * s.active_layer_params * tokens / layout.tp / narrow + (4 + stack.gradient_bytes) * own / chip.hbm
     share = stack.attention * (0.5 if stack.ampere_attention and "fp8" in chip.peaks else 1.0)
     share = share * (1.2 / 0.74 if job.fp8_attention else 1.0)
-    square = 4 * job.seq * s.width * tokens / layout.tp / wide  # forward, as fast as a matrix product
-    inside = square * np.where(job.flash, 0.5 / share, 1)
+    square = 4 * job.seq * s.width * tokens / layout.tp  # operations of the forward; not flash: as a matrix product
+    inside = square * np.where(job.flash, 0.5 / share / chip.peak("bf16"), 1 / wide)
     attention = inside * np.where(job.flash, 3.5, 3)
     kept = kept_per_token(
         s, job.seq / layout.cp, layout.tp, flash=job.flash, sequence_parallel=layout.sequence_parallel
@@ -105,16 +107,12 @@ def step(job: Job, layout: Layout, *, rate: tuple[Any, Any] | None = None) -> St
     `rate`: FLOP/s of matrix products in the format of the job, and in 16 bits, which attention and the head keep.
     """
     stack, chip, m = job.stack, job.chip, layout.microbatches(job)
-    if rate is None:
-        rate = (
-            chip.peak(job.number_format) * efficiency(chip, job.number_format),
-            chip.peak("bf16") * efficiency(chip, "bf16"),
-        )
-    one = matmul, attention, elementwise, again, launch = layer(job, layout, rate)
+    narrow, wide = rate or (chip.peak(f) * efficiency(chip, f) for f in (job.number_format, "bf16"))
+    one = matmul, attention, elementwise, again, launch = layer(job, layout, (narrow, wide))
     # the head and the loss: what is kept of a logit crosses the memory half as often as what a layer keeps
     logits = layout.tokens(job) * job.shape.vocab / layout.tp
     traffic = stack.passes * stack.logit_bytes / 2 * logits / job.chip.hbm
-    head = stack.slowdown * (6 * job.shape.hidden * logits / rate[1] + traffic)
+    head = stack.slowdown * (6 * job.shape.hidden * logits / wide + traffic)
     # the last stage has the head, those before it may have more layers
     middle, last = layers_on(job, layout, MIDDLE), layers_on(job, layout, layout.pp - 1)
     before = middle * sum(one) > last * sum(one) + head

@@ -15,7 +15,7 @@ class Stack:
 
     name: str = "today"
     passes: Any = 10.0  # how often what a layer keeps crosses the memory in a step: less often if fused
-    attention: Any = 0.45  # the speed of attention, as a share of that of matrix products
+    attention: Any = 0.3  # the speed of attention, as a share of the peak in 16 bits
     # How long the host takes to launch a layer's kernels for a micro-batch, forward and backward. The fit begins with
     # what Megatron-LM's tests of toy models take on H100: at best 49 ms for 12 layers
     floor: Any = 4e-3
@@ -23,6 +23,7 @@ class Stack:
     overlap_tp: Any = 0.3  # the share of that communication that hides behind computation
     overlap_dp: Any = 0.7
     overlap_ep: Any = 0.0
+    one_copy: bool = True  # to another domain a token goes once (DeepEP, HybridEP), not once per expert there
     network: Any = 0.8  # the share of the network's rate that the sum of the gradients reaches
     reduce_bytes: Any = 2.0  # of that sum, per parameter
     slowdown: Any = 1.0  # of all computation, for reasons nobody published
