@@ -1,6 +1,6 @@
 """How long a step takes: computation of one micro-batch, what is exposed of the communication, the bubble. The rate of
-matrix products is the one constant per GPU and number format. Attention runs at a share of the peak, what is between the
-products at the speed of the memory, and no layer is faster than its kernels can be launched.
+matrix products is the one constant per GPU and number format. Attention runs at a share of the peak, what is between
+these products at the speed of the memory, and no layer is faster than its kernels can be launched.
 """
 
 from typing import Any, NamedTuple
