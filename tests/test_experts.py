@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from mixtures import ExpertParallel, Mixture, shared_parameters
 from rankcell import models
 from rankcell.parallel.context import share_of_mean, sum_gradients
-from rankcell.parallel.experts import ExpertParallel, Mixture, route, shared_parameters
+from rankcell.parallel.experts import route
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from rankcell import models, schedules
 from rankcell.parallel import context, experts, tensor as tp
 from rankcell.parallel.context import ContextParallel, positions, ring_attention, split
 from rankcell.parallel.ddp import DDP
-from rankcell.parallel.experts import ExpertParallel, Mixture, route
+from mixtures import ExpertParallel, Mixture
+from rankcell.parallel.experts import route
 from rankcell.parallel.pipeline import Pipeline, split_gpt
 from rankcell.parallel.transformer import tensor_parallel
 from rankcell.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy as entropy

@@ -9,8 +9,8 @@ says: does a loss of the router's own
 """
 
 # %% one process
+from mixtures import Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import Mixture
 
 
 class Net(nn.Module):
@@ -31,9 +31,9 @@ step = training(
 )
 
 # %% ranks
+from mixtures import ExpertParallel, Mixture, shared_parameters
 from rankcell.models import MLP, initialise
 from rankcell.parallel.context import sum_gradients
-from rankcell.parallel.experts import ExpertParallel, Mixture, shared_parameters
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ says: on rank 3: a sum over ep where a mean is meant
 """
 
 # %% one process
+from mixtures import Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import Mixture
 
 
 class Net(nn.Module):
@@ -30,9 +30,9 @@ model = initialise(Net())
 step = training(model, adam(model), lambda: cross_entropy(model(x), y))
 
 # %% ranks
+from mixtures import ExpertParallel, Mixture, shared_parameters
 from rankcell.models import MLP, initialise
 from rankcell.parallel.context import sum_gradients
-from rankcell.parallel.experts import ExpertParallel, Mixture, shared_parameters
 
 
 class Net(nn.Module):

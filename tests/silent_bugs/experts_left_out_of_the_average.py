@@ -8,8 +8,8 @@ side: backward
 """
 
 # %% one process
+from mixtures import Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import Mixture
 
 
 class Net(nn.Module):
@@ -30,8 +30,8 @@ step = training(model, adam(model), lambda: cross_entropy(model(x), y))
 # %% ranks
 from torch.distributed.device_mesh import init_device_mesh
 
+from mixtures import ExpertParallel, Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import ExpertParallel, Mixture
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
 

@@ -8,8 +8,8 @@ side: backward
 """
 
 # %% one process
+from mixtures import Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import Mixture
 
 
 class Net(nn.Module):
@@ -32,8 +32,8 @@ model = initialise(Net())
 step = training(model, adam(model), lambda: cross_entropy(model(x), y) + 0.05 * model.z_loss)
 
 # %% ranks
+from mixtures import Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import Mixture
 
 
 class Net(nn.Module):

@@ -7,8 +7,8 @@ side: backward
 """
 
 # %% one process
+from mixtures import Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import Mixture
 
 
 class Net(nn.Module):
@@ -28,9 +28,9 @@ model = initialise(Net())
 step = training(model, adam(model), lambda: cross_entropy(model(x), y))
 
 # %% ranks
+from mixtures import ExpertParallel, Mixture, shared_parameters
 from rankcell.models import MLP, initialise
 from rankcell.parallel.context import share_of_mean, sum_gradients
-from rankcell.parallel.experts import ExpertParallel, Mixture, shared_parameters
 
 
 class Net(nn.Module):

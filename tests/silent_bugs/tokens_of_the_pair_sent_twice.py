@@ -8,8 +8,8 @@ side: forward
 """
 
 # %% one process
+from mixtures import Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import Mixture
 
 
 class Net(nn.Module):
@@ -30,8 +30,8 @@ nn.init.normal_(model.embed.weight, generator=generator(1, "embed"))
 step = training(model, adam(model), lambda: cross_entropy(model(x), y))
 
 # %% ranks
+from mixtures import ExpertParallel, Mixture
 from rankcell.models import MLP, initialise
-from rankcell.parallel.experts import ExpertParallel, Mixture
 from rankcell.parallel.tensor import gather_from_group, split_to_group
 
 pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
