@@ -97,8 +97,15 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
         head = f"the sends and receives of {who} do not fit together."
         advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
     elif len({w.group for w in waits.values()}) > 1:
-        head = f"{who} take their process groups in different order, and each waits for the other."
-        advice = "Take the groups in one order that holds for all ranks, say all rows before all columns."
+        head = f"{who} wait for each other in different process groups."
+        if (odd := _odd_by_number(states, stuck, circle)) is not None:
+            victim, left = next((r, w) for r in circle for w, missing in stuck[r] if odd in missing)
+            head = f"rank {odd} calls {_of_group(waits[odd], states)} without {_of_group(left, states)} that rank "
+            head += f"{victim} waits in."
+        advice = (
+            "Has a rank left out a call, or do they take the groups in different order? Take them in one order that "
+            "holds for all ranks, say all rows before all columns."
+        )
         turns = [f"rank {r} takes group {w.group!r} of {name_ranks(w.ranks)} first" for r, w in sorted(waits.items())]
         lines = (*lines, *turns)
     else:
@@ -123,10 +130,13 @@ def _circle(stuck: _Stuck) -> tuple[int, ...]:
     return tuple(sorted(circle or stuck))
 
 
-def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> tuple[int, ...]:
-    """Who of a circle called another number of collectives than all who stand in the same one, or than most ranks;
-    else who stands in another operation than most, or the whole circle if that cannot be told.
-    """
+def _of_group(wait: Wait, states: Mapping[int, State]) -> str:
+    group = "the world" if len(wait.ranks) == len(states) else name_ranks(wait.ranks)
+    return f"the {wait.via or wait.op} of {group}{f' at {at_line(wait.line, wait.file)}' if wait.line else ''}"
+
+
+def _odd_by_number(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> int | None:
+    """Who of a circle called another number of collectives than all who stand in the same one."""
     first = {rank: waits[0][0] for rank, waits in stuck.items()}
     sizes = {r: _by_size(states, r) for r in states}
     for rank in circle:
@@ -138,7 +148,17 @@ def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int])
         if beside and all(o == beside[0] for o in beside):
             common = sizes[rank].keys() & beside[0].keys()
             if any(sizes[rank][size] != beside[0][size] for size in common):
-                return (rank,)
+                return rank
+    return None
+
+
+def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> tuple[int, ...]:
+    """Who of a circle called another number of collectives than the others; else who stands in another operation than
+    most, or the whole circle if that cannot be told.
+    """
+    if (odd := _odd_by_number(states, stuck, circle)) is not None:
+        return (odd,)
+    first = {rank: waits[0][0] for rank, waits in stuck.items()}
     parties: dict[Any, list[int]] = {}
     for rank, wait in first.items():
         parties.setdefault(wait.op if wait.op in ("send", "recv") else wait.key, []).append(rank)

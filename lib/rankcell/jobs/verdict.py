@@ -6,7 +6,7 @@ errors that are only consequences; and a rank may be blocked outside torch, in a
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +144,7 @@ def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
     least = min(map(texts.count, texts))
     odd = [rank for rank, call in sorted(found.calls.items()) if texts.count(call.text) == least]
     places = tuple((found.calls[r].file, found.calls[r].line) for r in odd if found.calls[r].line)
+    advice = "\n".join(filter(None, (advice, _parted(records, found.calls, _size(records)))))
     return JobVerdict("mismatch", tuple(odd), head, tuple(r.strip() for r in rows), advice, places)
 
 
@@ -233,14 +234,37 @@ def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: di
 
 
 def parted_before(run: Run) -> str:
-    """Of calls in one line that do not match: where the ranks of the cell had parted; "" where that cannot be told."""
-    calls = [call for r in run.ran if r.mismatch for call in r.mismatch.calls.values()]
-    size, records = run.world_size, [_of_cell(r) for r in run.ran if r.events]
-    found = find_divergent_rank(records, [r.rank for r in records])
-    if len({(c.file, c.line) for c in calls}) > 1 or found is None or not (found.call and found.usual and found.others):
+    """Of calls in one line that do not match: where the ranks of the cell had parted, or since when they call nothing
+    else; "" where that cannot be told.
+    """
+    calls = {rank: call for r in run.ran if r.mismatch for rank, call in r.mismatch.calls.items()}
+    return _parted([_of_cell(r) for r in run.ran if r.events], calls, run.world_size)
+
+
+def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int) -> str:
+    one = next(iter(calls.values()))
+    if one.op in _PAIRED or len({(c.file, c.line) for c in calls.values()}) > 1:
         return ""
-    usual = f"{name_ranks(found.others)} called {_call_of(found.usual, size, found.others)}"
-    return f"They had parted before: rank {found.rank} called {_call_of(found.call, size)} where {usual}."
+    found = find_divergent_rank(records, [r.rank for r in records])
+    if found and found.call and found.usual and found.others:
+        if (found.call.group, found.call.seq) != (one.group, one.nth):
+            usual = f"{name_ranks(found.others)} called {_call_of(found.usual, size, found.others)}"
+            return f"They had parted before: rank {found.rank} called {_call_of(found.call, size)} where {usual}."
+    since = set()
+    for record in records:
+        first = one.nth
+        for event in reversed(record.events):
+            if event.group == one.group and event.seq < one.nth:
+                if (event.file, event.line) != (one.file, one.line):
+                    break
+                first = event.seq
+        since.add(first)
+    if max(since) == one.nth:
+        return ""
+    return (
+        f"At least since call {max(since)} they call {at_line(one.line, one.file)} only: does it go through the same "
+        "things, in the same order, on every rank?"
+    )
 
 
 def _of_cell(result: RankResult) -> RankRecord:
