@@ -486,6 +486,15 @@ def test_an_extra_collective_that_does_not_wait_is_found(four):
     )
 
 
+def test_a_group_that_one_rank_makes_ends_without_harm(four):
+    """Gloo's own wait for the other members cannot be ended: its rank would be replaced."""
+    said = str(fails(four, "if rank == 0: dist.new_group([0, 1])\ndist.barrier()", Deadlock))
+    assert said.startswith("ranks 1-3 wait in barrier without the new_group that rank 0 stands in.")
+    assert "replaced" not in said and "outside the new group" in said
+    with pytest.raises(RankError, match="Rank 9 is out of range"):
+        four.run("dist.new_group([0, 9])")
+
+
 def test_new_group_on_some_ranks_only(four):
     error = fails(four, "if rank < 2:\n    dist.new_group([0, 1])", Deadlock)
     assert str(error).startswith("ranks 0, 1 called new_group and ranks 2, 3 did not.")

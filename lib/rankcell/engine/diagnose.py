@@ -29,6 +29,10 @@ class Diagnosis:
         return "\n".join([self.headline, *(f"  {line}" for line in self.lines), self.advice])
 
 
+_BY_ALL = (
+    "new_group must be called by every rank of the world, also by those outside the new group: the ranks count their "
+    "groups alike."
+)
 _Edge = tuple[Wait, tuple[int, ...]]  # what a rank waits for, and for whom
 _Stuck = Mapping[int, list[_Edge]]
 
@@ -96,6 +100,12 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
     elif kinds <= {"send", "recv"}:
         head = f"the sends and receives of {who} do not fit together."
         advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
+    elif "new_group" in kinds and len(kinds) > 1:
+        come = [r for r, w in waits.items() if w.op == "new_group"]
+        rest = [r for r in waits if r not in come]
+        other = waits[rest[0]]
+        head = f"{_who(rest, 'wait')} in {other.via or other.op} without the new_group that {_who(come, 'stand')} in."
+        advice = _BY_ALL
     elif len({w.group for w in waits.values()}) > 1:
         head = f"{who} wait for each other in different process groups."
         if (odd := _odd_by_number(states, stuck, circle)) is not None:
@@ -253,7 +263,7 @@ def _of_finished(states: Mapping[int, State], blame: int, waiting: Sequence[int]
     head = f"rank {blame} finished without calling new_group, and {_who(waiting, 'wait')} for it there."
     if len(wait.ranks) < len(states) or wait.group != "new_group":
         return head, f"A group with local synchronization must be made by all its members, {name_ranks(wait.ranks)}."
-    return head, "new_group must be called by every rank of the world, also by those outside the new group."
+    return head, _BY_ALL
 
 
 def _who(ranks: Sequence[int], verb: str) -> str:
@@ -287,12 +297,8 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> st
         fewer = [r for r in ranks if calls[r] < most]
         more = [r for r in ranks if calls[r] == most]
         if fewer and key[0] == "new_group":
-            return (
-                f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not.\n"
-                f"new_group must be called by every rank of the world, also by those outside the new group: the "
-                f"ranks count their groups alike. The process groups were closed, so that the next cell starts "
-                f"clean."
-            )
+            closed = "The process groups were closed, so that the next cell starts clean."
+            return f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not.\n{_BY_ALL} {closed}"
         if fewer:
             extra = most - min(calls.values())
             absent = [r for r in fewer if r not in ran]

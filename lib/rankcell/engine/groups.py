@@ -72,7 +72,7 @@ class GroupCalls:
         else:
             digest = zlib.crc32(repr(members).encode())
             signature = Signature(f"new_group({list(members)})", "new_group", members=digest)
-            group = self.waited_for("new_group", world, make, signature=signature)
+            group = self.waited_for("new_group", world, make, signature=signature, members=members)
         if isinstance(group, dist.ProcessGroup):
             self._note_timeout(group, timeout)
         return group
@@ -89,9 +89,12 @@ class GroupCalls:
         *,
         label: str = "",
         signature: Signature | None = None,
+        members: tuple[int, ...] = (),
         blocks: bool = True,
     ) -> Any:
-        """Call `make`, for others an operation of `ranks` in which this one waits; at once if it `blocks`."""
+        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits; at once if it `blocks`,
+        else if it takes long. `members` of a new group meet before.
+        """
         recorder = self.recorder
         o = Operation(op)
         o.group, o.ranks = label or op, ranks
@@ -100,6 +103,8 @@ class GroupCalls:
             if signature is not None:
                 o.text = signature.text
                 recorder.matcher.check(recorder.name_of(o), signature.packed(), o, ranks)
+            if self.rank in members and not recorder.enqueues:
+                recorder.matcher.wait_for(recorder.generation, o.seq, members, SHORT_TIMEOUT.total_seconds())
             with self._adopting():
                 return make()
 

@@ -259,7 +259,7 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
                     break
                 first = event.seq
         since.add(first)
-    if max(since) == one.nth:
+    if max(since, default=one.nth) == one.nth:
         return ""
     return (
         f"At least since call {max(since)} they call {at_line(one.line, one.file)} only: does it go through the same "
