@@ -83,8 +83,8 @@ HANGS = {
     "a call of a sub-group left out": (
         "pairs = dist.new_group([0, 1]), dist.new_group([2, 3])\nx = torch.ones(4)\n"
         "if rank != 1: dist.all_reduce(x, group=pairs[rank // 2])\ndist.all_reduce(x)",
-        "rank 1 calls the all_reduce of the world at line 4 without the all_reduce of ranks 0, 1 at line 3 that rank 0 "
-        "waits in.",
+        "rank 1 calls all_reduce(float32[4]) of the world at line 4 without all_reduce(float32[4]) of the group of "
+        "ranks 0, 1 at line 3 that rank 0 waits in.",
         "rank 0  waits in all_reduce(float32[4]) (call 1 of the group of ranks 0, 1, line 3)",
         "Has a rank left out a call",
     ),

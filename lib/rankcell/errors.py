@@ -8,7 +8,7 @@ import linecache
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .results import Call, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
@@ -316,18 +316,14 @@ def mismatch_error(run: Run) -> RankMismatch:
         head = f"the calls of {name_ranks(list(calls))} do not fit together: {first.problem}."
     width = max(len(name_ranks(ranks)) for ranks in rows.values())
     lines = [f"  {name_ranks(ranks):<{width}}  {row}" for row, ranks in rows.items()]
-    stopped = f"The call that does not match was stopped before it sent anything. {_what_to_do(first.problem, calls)}"
+    advice = _ADVICE.get(first.problem, _SPLITS)
+    if wrong.op not in _PAIRED and len({(call.file, call.line) for call in calls.values()}) > 1:
+        advice = (
+            "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take "
+            f"the same things in another order? {_ADVICE['different operations']}"
+        )
+    stopped = f"The call that does not match was stopped before it sent anything. {advice}"
     return RankMismatch("\n".join([head, *lines, stopped]), run)
-
-
-def _what_to_do(problem: str, calls: Mapping[int, Call]) -> str:
-    one = next(iter(calls.values()))
-    if one.op in _PAIRED or len({(call.file, call.line) for call in calls.values()}) == 1:
-        return _ADVICE.get(problem, _SPLITS)
-    return (
-        "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take the "
-        f"same things in another order? {_ADVICE['different operations']}"
-    )
 
 
 # What CUDA's kernels print where an index is out of bounds and the like

@@ -11,7 +11,6 @@ import marshal
 import mmap
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -112,10 +111,10 @@ class SignatureTable:
     def nbytes(cls, world_size: int) -> int:
         """Bytes of shared memory for `world_size` ranks."""
         slot, slots = cls.layout(world_size)
-        return world_size * (slots * slot + cls._KEY.size)
+        return world_size * slots * slot
 
     def __init__(self, fd: int, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
         self.slot, self.slots = self.layout(world_size)
         self.map = mmap.mmap(fd, self.nbytes(world_size))
         self._fence = threading.Lock()
@@ -134,15 +133,6 @@ class SignatureTable:
         with self._fence:  # a full memory barrier: our write is out before we read the peers' slots
             pass
         return {r: found for r in ranks if r != self.rank and (found := self._read(key, r)) is not None}
-
-    def come(self, generation: str, number: int, ranks: Iterable[int]) -> bool:
-        """Note that this rank makes its group of this `number`; returns whether all of `ranks` do so, or later ones."""
-        first, size = len(self.map) - self.world_size * self._KEY.size, self._KEY.size
-        base = zlib.crc32(generation.encode()) << 32
-        self._KEY.pack_into(self.map, first + self.rank * size, base | number)
-        inside = (r for r in ranks if 0 <= r < self.world_size)  # of others torch says so
-        found = [self._KEY.unpack_from(self.map, first + r * size)[0] - base for r in inside]
-        return all(number <= each < 1 << 32 for each in found)
 
     def _read(self, key: int, rank: int) -> tuple[bytes, int] | None:
         at = (rank * self.slots + (key >> 8) % self.slots) * self.slot
@@ -210,7 +200,8 @@ class Matcher:
         """
         if self._refused and (earlier := self._refused.get(o.group)) is not None:
             raise MismatchError(earlier, again=True)
-        place = self.table if self._is_near(ranks) else self.store
+        shared = self.store is None or self.near.issuperset(ranks)
+        place = self.table if shared else self.store
         if place is None:
             return
         for peer, (theirs, line) in place.publish(name, signature, o.line, ranks, o.key).items():
@@ -223,16 +214,3 @@ class Matcher:
                 self.found = self.found or mismatch
                 self._refused[o.group] = mismatch
                 raise MismatchError(mismatch)
-
-    def wait_for(self, generation: str, number: int, ranks: Sequence[int], limit: float) -> None:
-        """Wait in Python, which can be ended, until all of `ranks` make their group of this `number`: gloo's wait for
-        them cannot. At most for `limit` seconds, and only where they are all of this node.
-        """
-        until = time.monotonic() + limit
-        while self.table is not None and self._is_near(ranks):
-            if self.table.come(generation, number, ranks) or time.monotonic() > until:
-                return
-            time.sleep(0.002)
-
-    def _is_near(self, ranks: Sequence[int]) -> bool:
-        return self.store is None or self.near.issuperset(ranks)
