@@ -58,7 +58,6 @@ class Operation:
     # in a world whose device enqueues calls: whether this one is enqueued, or the host's
     enqueued: bool | None = None
     passed: Callable[[], bool] | None = None  # of a call that only enqueues: is the device through with it?
-    work_id = 0
     landing: Any = None  # a receive on a GPU over gloo: the tensor, and its buffer on the host
     batch: Sequence["Operation"] = ()  # operations that share its Work
 
