@@ -300,6 +300,18 @@ for epoch in range(2):
     assert "At least since call 5 they call line 4 only: does it go through the same things" in said, said
 
 
+def test_a_call_of_another_thread_is_told(four):
+    source = """
+import threading
+thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(2)))
+if rank == 1: thread.start(), thread.join()
+else: dist.all_reduce(torch.ones(8))
+"""
+    said = str(fails(four, source, RankMismatch))
+    assert said.startswith("rank 1 calls all_reduce(float32[2]) in another thread where ranks 0, 2, 3 call")
+    assert "give each a group of its own" in said
+
+
 def test_all_calls_that_do_not_match_are_named(four):
     source = (
         "x = torch.ones(4)\nif rank == 1: dist.broadcast(x, 0)\nelif rank == 3: dist.all_to_all_single(x, x.clone())\n"

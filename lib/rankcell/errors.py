@@ -322,6 +322,8 @@ def mismatch_error(run: Run) -> RankMismatch:
             "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take "
             f"the same things in another order? {_ADVICE['different operations']}"
         )
+    if any("in another thread" in text for text in texts):
+        advice += " Threads of a rank call in an order that is chance: give each a group of its own."
     stopped = f"The call that does not match was stopped before it sent anything. {advice}"
     return RankMismatch("\n".join([head, *lines, stopped]), run)
 

@@ -254,10 +254,7 @@ def _by_whom(label: str, ranks: Sequence[int]) -> str:
     """Who must make a group that is made as `label`."""
     if label != "new_group":
         return f"A group with local synchronization must be made by all its members, {name_ranks(ranks)}."
-    return (
-        "new_group must be called by every rank of the world, also by those outside the new group: the ranks count "
-        "their groups alike."
-    )
+    return "new_group must be called by every rank of the world, also by those outside the new group."
 
 
 def _who(ranks: Sequence[int], verb: str) -> str:

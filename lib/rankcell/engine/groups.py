@@ -103,9 +103,9 @@ class GroupCalls:
         """Wait for the other members in Python, which can be ended: gloo's own wait for them cannot."""
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         store.set(f"{self.rank}", "")
-        all_here = [f"{rank}" for rank in members if rank in range(self.world_size)]  # of others torch says so
         until = time.monotonic() + SHORT_TIMEOUT.total_seconds()
-        while not store.check(all_here) and time.monotonic() < until:
+        # of ranks that do not exist torch says so
+        while not store.check([f"{r}" for r in members if r in range(self.world_size)]) and time.monotonic() < until:
             time.sleep(0.002)
 
     def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:

@@ -165,7 +165,7 @@ class Listener:
         if self._at_splits[0] is not None:
             o.splits = [args[at] for at in self._at_splits if at is not None]
         if o.enqueued is False:
-            o.text = f"{o.describe()} on the CPU"  # in a world of GPUs this goes another way
+            o.text = f"{o.describe().removesuffix(' in another thread')} on the CPU"  # of a world of GPUs
         o.line, o.via, o.file = caller()
         at = self._at_async
         o.is_async = o.via in KEEP_WORK or (at is not None and (len(args) <= at or args[at] is not False))
@@ -317,7 +317,7 @@ def signature_of(o: Operation, inputs: list[Any], outputs: list[Any]) -> bytes:
         dtypes = ((dtype_name(tensors[0].dtype), 0),) if tensors else ()
         return Signature(o.describe(), o.op, dtypes, sends=sends, expects=expects, device=device).packed()
     single = len(inputs) <= 1 and len(outputs) <= 1
-    key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None, device)
+    key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None, device, o.thread)
     found = _signatures.get(key) if single else None
     if found is None:
         counts = () if o.op == "barrier" else _counts(tensors)

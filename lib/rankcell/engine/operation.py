@@ -69,7 +69,8 @@ class Operation:
 
     def describe(self) -> str:
         """The call in a learner's words: "all_reduce(float32[4])"."""
-        return self.text or call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
+        text = self.text or call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
+        return text if self._main_thread_answers() else f"{text} in another thread"
 
     def call(self) -> Call:
         """This call as a message shows it."""

@@ -40,8 +40,7 @@ class Recorder(Observer):
         self.counts: dict[Any, int] = {}
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
-        # those that the program may wait for, by their Work, also when they are over
-        self.by_work: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()
+        self.by_work: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # not waited for yet
         self._lock = threading.Lock()
         self._begin_cell("", values=False)
 
