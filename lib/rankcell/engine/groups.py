@@ -83,9 +83,7 @@ class GroupCalls:
         members: tuple[int, ...] = (),
         blocks: bool = True,
     ) -> Any:
-        """Call `make`, seen by the others as an operation of `ranks` in which this rank waits; at once if it `blocks`,
-        else if it takes long. `members` of a new group meet before.
-        """
+        """Call `make`, for others an operation of `ranks` in which this one waits; at once if it `blocks`."""
         recorder = self.recorder
         o = Operation(op)
         o.group, o.ranks = label or op, ranks

@@ -52,14 +52,14 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
     if isinstance(error, SystemExit):
         notes.append(_EXIT + _ARGV * (error.code == 2))
         message = "" if error.code is None else _safely(lambda: str(error.code), "")
-    if type(error).__name__ == "BdbQuit":
-        notes.append(BDB_NOTE)
+    kind, frames = type(error).__name__, _frames(error)
+    notes += [note for text, note in _NOTES.items() if text in f"{kind}: {message}"]
+    if "_launcher(" in str(frames) and kind != "SpawnError":  # those of accelerate
+        notes.append("This cell runs on several ranks already: call the function itself, without a launcher.")
     told = isinstance(error, SpawnError)  # what is behind it is a traceback of the other process
     causes = tuple(_causes(error, depth)) if depth < MAX_DEPTH and not told else ()
-    return RankFailure(
-        type(error).__name__, message, _frames(error), at, causes=causes, notes=tuple(notes), call=call,
-        mismatch=error.details if isinstance(error, MismatchError) else None,
-    )  # fmt: skip
+    found = RankFailure(kind, message, frames, at, causes=causes, notes=tuple(notes), call=call)
+    return replace(found, mismatch=error.details) if isinstance(error, MismatchError) else found
 
 
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|Socket closed|gloo/transport", re.IGNORECASE)
