@@ -76,9 +76,17 @@ HANGS = {
     "two groups in opposite order": (
         "a, b = dist.new_group([0, 1]), dist.new_group([0, 1])\nx = torch.ones(4)\n"
         "for group in (a, b) if rank == 0 else (b, a):\n    if rank < 2: dist.all_reduce(x, group=group)",
-        "ranks 0, 1 take their process groups in different order, and each waits for the other.",
+        "ranks 0, 1 wait for each other in different process groups.",
         "rank 0  waits in all_reduce(float32[4]) (call 1 of the group of ranks 0, 1, line 4)",
-        "Take the groups in one order that holds for all ranks",
+        "Take them in one order that holds for all ranks",
+    ),
+    "a call of a sub-group left out": (
+        "pairs = dist.new_group([0, 1]), dist.new_group([2, 3])\nx = torch.ones(4)\n"
+        "if rank != 1: dist.all_reduce(x, group=pairs[rank // 2])\ndist.all_reduce(x)",
+        "rank 1 calls all_reduce(float32[4]) of the world at line 4 without all_reduce(float32[4]) of the group of "
+        "ranks 0, 1 at line 3 that rank 0 waits in.",
+        "rank 0  waits in all_reduce(float32[4]) (call 1 of the group of ranks 0, 1, line 3)",
+        "Has a rank left out a call",
     ),
     "DDP built on 3 of 4 ranks": (
         "from torch.nn.parallel import DistributedDataParallel\nm = torch.nn.Linear(4, 4)\n"
@@ -282,6 +290,38 @@ def test_a_group_is_named_without_its_address(four):
     assert said.startswith("ranks 2, 3 of 4 failed alike: ") and "0x" not in said
 
 
+def test_one_line_that_is_called_for_other_things(four):
+    source = """
+for epoch in range(2):
+    dist.broadcast(torch.ones(3), src=0)
+    for n in (1, 1, 4) if (rank, epoch) == (1, 1) else (1, 4): dist.all_reduce(torch.ones(n))
+"""
+    said = str(fails(four, source, RankMismatch))
+    assert "At least since call 5 they call line 4 only: does it go through the same things" in said, said
+
+
+def test_a_call_of_another_thread_is_told(four):
+    source = """
+import threading
+thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(2)))
+if rank == 1: thread.start(), thread.join()
+else: dist.all_reduce(torch.ones(8))
+"""
+    said = str(fails(four, source, RankMismatch))
+    assert said.startswith("rank 1 calls all_reduce(float32[2]) in another thread where ranks 0, 2, 3 call")
+    assert "give each a group of its own" in said
+
+
+def test_all_calls_that_do_not_match_are_named(four):
+    source = (
+        "x = torch.ones(4)\nif rank == 1: dist.broadcast(x, 0)\nelif rank == 3: dist.all_to_all_single(x, x.clone())\n"
+        "else: dist.all_reduce(x)"
+    )
+    head, *_ = str(fails(four, source, RankMismatch)).split("\n")
+    calls = "rank 1 calls broadcast(float32[4], root 0), rank 3 calls all_to_all(float32[4]) where ranks 0, 2 call"
+    assert head == f"{calls} all_reduce(float32[4]): different operations."
+
+
 def test_a_mismatch_is_worded_alike_whoever_notices_first(four):
     source = "dist.all_reduce(torch.ones(8 if rank == 2 else 4))"
     assert len({str(fails(four, source, RankMismatch)) for _ in range(5)}) == 1
@@ -456,6 +496,15 @@ def test_an_extra_collective_that_does_not_wait_is_found(four):
     assert str(error).startswith(
         "rank 0 called 1 collective more than ranks 1-3, and did not wait for the answer."
     )
+
+
+def test_a_group_that_one_rank_makes_ends_without_harm(four):
+    """Gloo's own wait for the other members cannot be ended: its rank would be replaced."""
+    said = str(fails(four, "if rank == 0: dist.new_group([0, 1])\ndist.barrier()", Deadlock))
+    assert said.startswith("ranks 1-3 wait in barrier without the new_group that rank 0 stands in.")
+    assert "replaced" not in said and "outside the new group" in said
+    with pytest.raises(RankError, match="Rank 9 is out of range"):
+        four.run("dist.new_group([0, 9])")
 
 
 def test_new_group_on_some_ranks_only(four):

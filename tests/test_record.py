@@ -94,6 +94,20 @@ def test_messages_know_their_peer_and_tag(run):
     assert of == [[("send", 3, 7)], [("send", 3, 0)], [], [("recv", 0, 7), ("recv", 1, 0)]]
 
 
+def test_a_wait_for_what_is_over_is_recorded(run):
+    source = """
+    from rankcell.engine import current
+    w = dist.all_reduce(torch.ones(4), async_op=True)
+    while current.recorder.open: pass
+    w.wait()
+    dist.all_reduce(torch.ones(4), async_op=True)
+    while current.recorder.open: pass
+    """
+    for result in run(source).ranks:
+        waited, left = result.events
+        assert waited.wait_start >= waited.done == waited.end and left.wait_start is None
+
+
 def test_spans_are_recorded_beside_communication(run):
     source = """
     from rankcell import span

@@ -101,7 +101,8 @@ _ADVICE = {
     "different dtypes": "Give the tensors the same dtype on every rank.",
     "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest. Of several tensors "
     "all ranks must take the same one first.",
-    "different sizes": "The receiving tensor must have as many elements as the one sent.",
+    "different sizes": "The messages of two ranks meet in the order of the calls: is this the one that the receive is "
+    "for? If so, the receiving tensor must have as many elements as the one sent.",
     "different numbers of tensors": "Pass as many tensors on every rank.",
     "different lists of ranks": "Every rank of the world must call new_group for every group, with the same list, "
     "also the ranks outside it: for i in (0, 2): new_group([i, i + 1]), and each rank keeps its own. Or let only the "
@@ -303,27 +304,27 @@ def mismatch_error(run: Run) -> RankMismatch:
             if result.rank not in calls and (event.group, event.seq) == (wrong.group, wrong.nth):
                 calls[result.rank] = Call(event.text, event.line, event.seq, event.group, file=event.file)
     texts: dict[str, list[int]] = {}
+    rows: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         texts.setdefault(call.text, []).append(rank)
+        rows.setdefault(f"{call.text}{_at_line(call)} (call {call.nth})", []).append(rank)
     parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))  # the minority first
     said = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in parties]
     if len(said) > 1:
-        head = f"{said[0]} where {said[-1]}: {first.problem}."
+        head = f"{', '.join(said[:-1][:2])} where {said[-1]}: {first.problem}."
     else:  # alike in words: the pieces differ
         head = f"the calls of {name_ranks(list(calls))} do not fit together: {first.problem}."
-    width = max(len(name_ranks(r)) for r in texts.values())
-    lines = [
-        f"  {name_ranks(ranks):<{width}}  {text}{_at_line(calls[ranks[0]])} (call {calls[ranks[0]].nth})"
-        for text, ranks in sorted(texts.items(), key=lambda item: item[1][0])
-    ]
-    stopped = "The call that does not match was stopped before it sent anything. "
-    if wrong.op not in _PAIRED and len({call.line for call in calls.values()}) > 1:
-        stopped += (
-            "The calls stand in different lines: has a rank made one call more, or fewer, before? "
-            "Every rank of a group must call the same operations in the same order."
+    width = max(len(name_ranks(ranks)) for ranks in rows.values())
+    lines = [f"  {name_ranks(ranks):<{width}}  {row}" for row, ranks in rows.items()]
+    advice = _ADVICE.get(first.problem, _SPLITS)
+    if wrong.op not in _PAIRED and len({(call.file, call.line) for call in calls.values()}) > 1:
+        advice = (
+            "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take "
+            f"the same things in another order? {_ADVICE['different operations']}"
         )
-    else:
-        stopped += _ADVICE.get(first.problem, _SPLITS)
+    if any("in another thread" in text for text in texts):
+        advice += " Threads of a rank call in an order that is chance: give each a group of its own."
+    stopped = f"The call that does not match was stopped before it sent anything. {advice}"
     return RankMismatch("\n".join([head, *lines, stopped]), run)
 
 

@@ -18,7 +18,7 @@ from ..results import NotSent, Run, name_ranks
 from . import diagnose, system
 from .messages import RankState, Status, Task
 from .received import unpack
-from .states import State, doing, from_status, standings, summary
+from .states import State, from_status, rows, standings, summary
 from .workers import Workers, under_way
 
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
@@ -159,17 +159,8 @@ class Cell:
 
     def _where(self, headline: str) -> str:
         """`headline`, and under it where the ranks were; those in the same place together."""
-        alike: dict[str, list[State]] = {}
-        for state in self._states:
-            if state.phase != "absent":
-                alike.setdefault(doing(state, self._workers.world_size), []).append(state)
-        names = [name_ranks([s.rank for s in same]) for same in alike.values()]
-        width = max(map(len, names), default=0)
-        rows = [
-            f"  {name:<{width}}  {doing(same[0], self._workers.world_size, many=len(same) > 1)}"
-            for name, same in zip(names, alike.values(), strict=True)
-        ]
-        return "\n".join([headline, *rows])
+        present = [state for state in self._states if state.phase != "absent"]
+        return "\n".join([headline, *(f"  {row}" for row in rows(present, self._workers.world_size))])
 
     def _free(self, *, wanted: bool) -> None:
         """Get every rank out of the cell, or end it; `wanted` by the learner or a limit, or known to wait in vain."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..results import at_line, name_ranks
 from .messages import LEAVES, Wait
-from .states import CELL, OVER, State, describe, missing_peers
+from .states import CELL, OVER, State, call_of, describe, missing_peers
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,24 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
     elif kinds <= {"send", "recv"}:
         head = f"the sends and receives of {who} do not fit together."
         advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
+    elif "new_group" in kinds and len(kinds) > 1:
+        come = [r for r, w in waits.items() if w.op == "new_group"]
+        rest = [r for r in waits if r not in come]
+        call = waits[rest[0]].via or waits[rest[0]].op
+        head = f"{_who(rest, 'wait')} in {call} without the new_group that {_who(come, 'stand')} in."
+        advice = _by_whom(waits[come[0]].group, waits[come[0]].ranks)
     elif len({w.group for w in waits.values()}) > 1:
-        head = f"{who} take their process groups in different order, and each waits for the other."
-        advice = "Take the groups in one order that holds for all ranks, say all rows before all columns."
-        turns = [f"rank {r} takes group {w.group!r} of {name_ranks(w.ranks)} first" for r, w in sorted(waits.items())]
-        lines = (*lines, *turns)
+        head = f"{who} wait for each other in different process groups."
+        if (odd := _odd_by_number(states, stuck, circle)) is not None:
+            victim, left = next((r, w) for r in circle for w, missing in stuck[r] if odd in missing)
+            head = (
+                f"rank {odd} calls {call_of(waits[odd], len(states))} without {call_of(left, len(states))} that rank "
+            )
+            head += f"{victim} waits in."
+        advice = (
+            "Has a rank left out a call, or do they take the groups in different order? Take them in one order that "
+            "holds for all ranks, say all rows before all columns."
+        )
     else:
         head = f"{who} wait for each other."
         advice = "Every rank of a group must call the same operations in the same order."
@@ -123,30 +136,33 @@ def _circle(stuck: _Stuck) -> tuple[int, ...]:
     return tuple(sorted(circle or stuck))
 
 
-def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> tuple[int, ...]:
-    """Who of a circle called another number of collectives than all who stand in the same one, or than most ranks;
-    else who stands in another operation than most, or the whole circle if that cannot be told.
-    """
-    first = {rank: waits[0][0] for rank, waits in stuck.items()}
+def _odd_by_number(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> int | None:
+    """Who of a circle called another number of collectives than all who stand in the same one."""
+    place = {rank: (waits[0][0].key, waits[0][0].seq) for rank, waits in stuck.items()}
     sizes = {r: _by_size(states, r) for r in states}
     for rank in circle:
-        beside = [
-            sizes[r]
-            for r in first
-            if r not in circle and (first[r].key, first[r].seq) == (first[rank].key, first[rank].seq)
-        ]
+        beside = [sizes[r] for r in place if r not in circle and place[r] == place[rank]]
         if beside and all(o == beside[0] for o in beside):
             common = sizes[rank].keys() & beside[0].keys()
             if any(sizes[rank][size] != beside[0][size] for size in common):
-                return (rank,)
+                return rank
+    return None
+
+
+def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> tuple[int, ...]:
+    """Who of a circle called another number of collectives than the others; else who stands in another operation than
+    most, or the whole circle if that cannot be told.
+    """
+    if (odd := _odd_by_number(states, stuck, circle)) is not None:
+        return (odd,)
     parties: dict[Any, list[int]] = {}
-    for rank, wait in first.items():
+    for rank, ((wait, _), *_rest) in stuck.items():
         parties.setdefault(wait.op if wait.op in ("send", "recv") else wait.key, []).append(rank)
     least = sorted(map(len, parties.values()))
     for members in parties.values():
-        odd = [r for r in members if r in circle]
-        if odd and len(parties) > 1 and len(members) == least[0] < least[1]:
-            return tuple(odd)
+        some = tuple(r for r in members if r in circle)
+        if some and len(parties) > 1 and len(members) == least[0] < least[1]:
+            return some
     return tuple(circle)
 
 
@@ -231,9 +247,14 @@ def _of_finished(states: Mapping[int, State], blame: int, waiting: Sequence[int]
         head = f"rank {blame} finished without sending what {_who(waiting, 'wait')} for."
         return head, f"Add the missing dist.send(tensor, dst={waiting[0]}) on rank {blame}, or drop the receive."
     head = f"rank {blame} finished without calling new_group, and {_who(waiting, 'wait')} for it there."
-    if len(wait.ranks) < len(states) or wait.group != "new_group":
-        return head, f"A group with local synchronization must be made by all its members, {name_ranks(wait.ranks)}."
-    return head, "new_group must be called by every rank of the world, also by those outside the new group."
+    return head, _by_whom(wait.group, wait.ranks)
+
+
+def _by_whom(label: str, ranks: Sequence[int]) -> str:
+    """Who must make a group that is made as `label`."""
+    if label != "new_group":
+        return f"A group with local synchronization must be made by all its members, {name_ranks(ranks)}."
+    return "new_group must be called by every rank of the world, also by those outside the new group."
 
 
 def _who(ranks: Sequence[int], verb: str) -> str:
@@ -267,12 +288,8 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> st
         fewer = [r for r in ranks if calls[r] < most]
         more = [r for r in ranks if calls[r] == most]
         if fewer and key[0] == "new_group":
-            return (
-                f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not.\n"
-                f"new_group must be called by every rank of the world, also by those outside the new group: the "
-                f"ranks count their groups alike. The process groups were closed, so that the next cell starts "
-                f"clean."
-            )
+            closed = "The process groups were closed, so that the next cell starts clean."
+            return f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not.\n{_by_whom(*key)} {closed}"
         if fewer:
             extra = most - min(calls.values())
             absent = [r for r in fewer if r not in ran]

@@ -8,9 +8,11 @@ watched like operations, because they wait for other ranks and open connections.
 import contextlib
 import datetime
 import functools
+import inspect
 import os
 import socket
 import sys
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -45,34 +47,23 @@ class GroupCalls:
         # has just done its part needs Python: torch 2.13 alone hangs so. These are held until that is long past.
         self.left: deque[Any] = deque(maxlen=32)
 
-    def new_group(
-        self,
-        ranks: Any = None,
-        timeout: Any = None,
-        backend: Any = None,
-        pg_options: Any = None,
-        use_local_synchronization: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def new_group(self, ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
         """`dist.new_group`, compared between the ranks that must call it, before it opens a connection."""
         world = tuple(range(self.world_size))
         members = tuple(sorted(ranks)) if ranks is not None else world
-        local = bool(use_local_synchronization)
         limit = timeout if timeout is not None else self.default_timeout
+        local = bool(kwargs.get("use_local_synchronization", args[2] if len(args) > 2 else False))
         if local and self.rank not in members:
             return None
-
-        def make() -> Any:
-            return self._new_group(ranks, limit, backend, pg_options, use_local_synchronization, *args, **kwargs)
-
+        make = functools.partial(self._new_group, ranks, limit, *args, **kwargs)
         if local:
             # its members alone come to it, in any order: nobody else counts it
-            group = self.waited_for("new_group", members, make, label=f"new_group of {list(members)}")
+            label = f"new_group of {list(members)}"
+            group = self.waited_for("new_group", members, make, label=label, members=members)
         else:
             digest = zlib.crc32(repr(members).encode())
             signature = Signature(f"new_group({list(members)})", "new_group", members=digest)
-            group = self.waited_for("new_group", world, make, signature=signature)
+            group = self.waited_for("new_group", world, make, signature=signature, members=members)
         if isinstance(group, dist.ProcessGroup):
             self._note_timeout(group, timeout)
         return group
@@ -89,6 +80,7 @@ class GroupCalls:
         *,
         label: str = "",
         signature: Signature | None = None,
+        members: tuple[int, ...] = (),
         blocks: bool = True,
     ) -> Any:
         """Call `make`, for others an operation of `ranks` in which this one waits; at once if it `blocks`."""
@@ -100,8 +92,19 @@ class GroupCalls:
             if signature is not None:
                 o.text = signature.text
                 recorder.matcher.check(recorder.name_of(o), signature.packed(), o, ranks)
+            if self.rank in members and not recorder.enqueues:
+                self._meet(f"rankcell {recorder.generation} {o.group} {o.seq}", members)
             with self._adopting():
                 return make()
+
+    def _meet(self, name: str, members: tuple[int, ...]) -> None:
+        """Wait for the other members in Python, which can be ended: gloo's own wait for them cannot."""
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        store.set(f"{self.rank}", "")
+        until = time.monotonic() + SHORT_TIMEOUT.total_seconds()
+        # of ranks that do not exist torch says so
+        while not store.check([f"{r}" for r in members if r in range(self.world_size)]) and time.monotonic() < until:
+            time.sleep(0.002)
 
     def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:
         """Call `destroy` for a group, None for all: where calls only enqueue, it waits until the others do so, too."""
@@ -217,26 +220,18 @@ class Groups(GroupCalls):
             _forget_meshes()
         self.connections = system.still_used(self.connections)
 
-    def init(
-        self,
-        backend: Any = None,
-        init_method: Any = None,
-        timeout: Any = None,
-        world_size: int = -1,
-        rank: int = -1,
-        store: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def init(self, *args: Any, **kwargs: Any) -> None:
         """`dist.init_process_group` as a script calls it: a rank is in a group already, and can join anew."""
         config = self._config
-        given = {"rank": rank, "world_size": world_size}
-        asked = [f"{name}={n}" for name, n in given.items() if n not in (-1, None, getattr(config, name))]
+        given = inspect.signature(self._init).bind(*args, **kwargs).arguments
+        numbers = {name: given[name] for name in ("rank", "world_size") if name in given}
+        asked = [f"{name}={n}" for name, n in numbers.items() if n not in (-1, None, getattr(config, name))]
         if asked:
             raise GroupError(
                 f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}: a rank cell has "
                 "its ranks already. Leave the arguments out, or choose the number of ranks in the `%%ranks` line."
             )
+        backend, timeout = given.get("backend"), given.get("timeout")
         name = str(backend or config.backend).lower()
         if name not in (config.backend, f"cpu:{config.backend}", "cpu:gloo,cuda:nccl"):
             raise GroupError(

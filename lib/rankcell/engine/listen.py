@@ -165,7 +165,7 @@ class Listener:
         if self._at_splits[0] is not None:
             o.splits = [args[at] for at in self._at_splits if at is not None]
         if o.enqueued is False:
-            o.text = f"{o.describe()} on the CPU"  # in a world of GPUs this goes another way
+            o.text = f"{o.describe().removesuffix(' in another thread')} on the CPU"  # of a world of GPUs
         o.line, o.via, o.file = caller()
         at = self._at_async
         o.is_async = o.via in KEEP_WORK or (at is not None and (len(args) <= at or args[at] is not False))
@@ -203,8 +203,8 @@ class Listener:
                 return result
             # a kernel in Python must return one
             return (*result[:-1], _no_work()) if isinstance(result, tuple) else _no_work()
-        o.work, o.work_id = work, id(work)
-        recorder.by_work[o.work_id] = o
+        o.work = work
+        recorder.by_work[work] = o
         if o.enqueued:  # its future is done when the work is enqueued: the work itself is asked
             o.passed = streams.done(work)
         elif o.is_async and not self._is_message:
@@ -230,7 +230,7 @@ def _watch_works(recorder: Recorder) -> None:
     messages: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        o = recorder.by_work.pop(id(work), None)
+        o = recorder.by_work.pop(work, None)
         if o is None:
             if work in messages:
                 raise RuntimeError(TWICE.format(messages[work]))
@@ -254,7 +254,7 @@ def _watch_works(recorder: Recorder) -> None:
             recorder.waited(o)
 
     def is_completed(work: Any) -> bool:
-        o = recorder.by_work.get(id(work))
+        o = recorder.by_work.get(work)
         if o is not None and o.op in ("send", "recv"):
             o.polls += 1
             if o.polls == MAX_POLLS:
@@ -281,11 +281,11 @@ class Batches:
                 o.wait_start = clock()  # a new pair is connected now: the host waits for the other side
             work = end(group, *args)
             for o in batch:  # they have one Work together
-                o.wait_start, o.work_id = None, id(work)
+                o.wait_start = None
                 o.passed = streams.done(work) if work is not None else lambda: True
             if batch and work is not None:
                 first, *first.batch = batch
-                recorder.by_work[id(work)] = first
+                recorder.by_work[work] = first
             return work
 
         dist.ProcessGroup._start_coalescing = _start_coalescing  # type: ignore[method-assign,assignment]
@@ -317,7 +317,7 @@ def signature_of(o: Operation, inputs: list[Any], outputs: list[Any]) -> bytes:
         dtypes = ((dtype_name(tensors[0].dtype), 0),) if tensors else ()
         return Signature(o.describe(), o.op, dtypes, sends=sends, expects=expects, device=device).packed()
     single = len(inputs) <= 1 and len(outputs) <= 1
-    key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None, device)
+    key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None, device, o.thread)
     found = _signatures.get(key) if single else None
     if found is None:
         counts = () if o.op == "barrier" else _counts(tensors)

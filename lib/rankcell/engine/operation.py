@@ -58,7 +58,6 @@ class Operation:
     # in a world whose device enqueues calls: whether this one is enqueued, or the host's
     enqueued: bool | None = None
     passed: Callable[[], bool] | None = None  # of a call that only enqueues: is the device through with it?
-    work_id = 0
     landing: Any = None  # a receive on a GPU over gloo: the tensor, and its buffer on the host
     batch: Sequence["Operation"] = ()  # operations that share its Work
 
@@ -70,7 +69,8 @@ class Operation:
 
     def describe(self) -> str:
         """The call in a learner's words: "all_reduce(float32[4])"."""
-        return self.text or call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
+        text = self.text or call_text(self.op, self.dtype, self.shape, self.reduce_op, self.peer, self.tag)
+        return text if self._main_thread_answers() else f"{text} in another thread"
 
     def call(self) -> Call:
         """This call as a message shows it."""

@@ -7,6 +7,7 @@ draw, and it decides nothing about hangs: `diagnose.py` does.
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +40,7 @@ class Recorder(Observer):
         self.counts: dict[Any, int] = {}
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
-        self.by_work: dict[int, Operation] = {}  # those that the program may wait for, by the id of their Work
+        self.by_work: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # not waited for yet
         self._lock = threading.Lock()
         self._begin_cell("", values=False)
 
@@ -153,7 +154,7 @@ class Recorder(Observer):
 
     def waited(self, o: Operation) -> None:
         """The program has waited for `o`."""
-        o.wait_end = clock()
+        o.wait_end = clock() if o.done is None else None  # what was over before has its end
         if o.error is None and o.landing is not None:
             tensor, buffer = o.landing
             tensor.copy_(buffer)
@@ -181,8 +182,6 @@ class Recorder(Observer):
         o.work = o.landing = None
         if o.passed is not None:
             o.passed = lambda: True
-        if self.by_work.get(o.work_id) is o:
-            del self.by_work[o.work_id]
         self.open.pop(id(o), None)
 
     def _close_oldest(self) -> None:

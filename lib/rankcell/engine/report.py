@@ -56,19 +56,10 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
     notes += [note for text, note in _NOTES.items() if text in f"{kind}: {message}"]
     if "_launcher(" in str(frames) and kind != "SpawnError":  # those of accelerate
         notes.append("This cell runs on several ranks already: call the function itself, without a launcher.")
-    mismatch = error.details if isinstance(error, MismatchError) else None
     told = isinstance(error, SpawnError)  # what is behind it is a traceback of the other process
     causes = tuple(_causes(error, depth)) if depth < MAX_DEPTH and not told else ()
-    return RankFailure(
-        kind,
-        message,
-        frames,
-        at,
-        causes=causes,
-        notes=tuple(notes),
-        call=call,
-        mismatch=mismatch,
-    )
+    found = RankFailure(kind, message, frames, at, causes=causes, notes=tuple(notes), call=call)
+    return replace(found, mismatch=error.details) if isinstance(error, MismatchError) else found
 
 
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|Socket closed|gloo/transport", re.IGNORECASE)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..results import Standing, at_line, name_ranks
+from ..results import Event, Standing, at_line, name_ranks
 from .messages import Status, Wait
 
 OVER = ("finished", "error", "lost", "absent", "still")  # in this cell such a rank issues nothing more
@@ -103,6 +103,27 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     elif len(wait.ranks) == world_size:
         of = "of the world" if wait.group in ("0", "new_group", "init_process_group") else "of a group of all ranks"
     return f"wait{s} in {wait.text}{inside} (call {wait.nth} {of}{where})"
+
+
+def call_of(call: Event | Wait, world_size: int, ranks: Sequence[int] = ()) -> str:
+    """A call, its group, and where; of `ranks` that may each have called it in a group of their own."""
+    where = f" at {at_line(call.line, call.file)}" if call.line else ""
+    group = "the world" if len(call.ranks) == world_size else f"the group of {name_ranks(call.ranks)}"
+    if not set(ranks) <= set(call.ranks):
+        group = "their groups"
+    return f"{call.text} of {group}{where}" if call.op not in ("send", "recv") else f"{call.text}{where}"
+
+
+def rows(states: Sequence[State], world_size: int, first: Sequence[int] = ()) -> tuple[str, ...]:
+    """What each rank does, those that do the same together; the ranks in `first` before the others."""
+    alike: dict[tuple[bool, str], list[State]] = {}
+    for state in sorted(states, key=lambda s: (s.rank not in first, s.rank)):
+        alike.setdefault((state.rank not in first, doing(state, world_size)), []).append(state)
+    named = [
+        (name_ranks([s.rank for s in same]), doing(same[0], world_size, many=len(same) > 1)) for same in alike.values()
+    ]
+    width = max((len(name) for name, _ in named), default=0)
+    return tuple(f"{name:<{width}}  {text}" for name, text in named)
 
 
 def standings(states: Sequence[State]) -> tuple[Standing, ...]:

@@ -226,11 +226,10 @@ def _moved(before: _Moved, after: _Moved) -> tuple[Connection, ...] | None:
     """What went over each connection during the cell."""
     if before is None or after is None:
         return None
-    found = []
-    for ports, (sent, received) in after.items():
-        sent_before, received_before = before.get(ports, (0, 0))
-        found.append(Connection(*ports, sent - sent_before, received - received_before))
-    return tuple(found)
+    return tuple(
+        Connection(*ports, sent - before.get(ports, (0, 0))[0], received - before.get(ports, (0, 0))[1])
+        for ports, (sent, received) in after.items()
+    )
 
 
 def _execute(source: str, filename: str, names: dict[str, Any]) -> Any:

@@ -6,14 +6,15 @@ errors that are only consequences; and a rank may be blocked outside torch, in a
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from .. import errors
 from ..engine import diagnose
 from ..engine.messages import Wait
-from ..engine.states import SCRIPT, State, describe, doing, missing_peers
+from ..engine.states import SCRIPT, State, call_of, missing_peers, rows
 from ..results import Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 from . import stacks
 from .divergence import Divergence, find_divergent_rank
@@ -96,12 +97,11 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
 
 def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
     """The mismatch that a rank has noticed first, with what every rank called there; None if none has."""
-    noticed = [r for r in records if r.failure is not None and r.failure.mismatch is not None]
+    noticed = [(r.at, r.failure.mismatch) for r in records if r.failure is not None and r.failure.mismatch is not None]
     if not noticed:
         return None
-    first = min(noticed, key=lambda r: r.at).failure
-    assert first is not None and first.mismatch is not None
-    calls = dict(first.mismatch.calls)
+    _, first = min(noticed, key=lambda each: each[0])
+    calls = dict(first.calls)
     one = next(iter(calls.values()))
     for record in records:
         if one.op in _PAIRED and record.rank not in calls:
@@ -111,15 +111,14 @@ def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
             for call in _calls(record, calls)
             if (call.group, call.nth) == (one.group, one.nth) and (call.op in _PAIRED) == (one.op in _PAIRED)
         ]
-        if there and record.rank not in calls:
-            calls[record.rank] = there[0]
-        elif there:  # who noticed knows its own file only
-            calls[record.rank] = replace(calls[record.rank], line=there[0].line, file=there[0].file)
+        if there:  # who noticed knows its own file only
+            known = calls.get(record.rank, there[0])
+            calls[record.rank] = replace(known, line=there[0].line, file=there[0].file)
         elif record.rank in calls and not calls[record.rank].file:
             line = calls[record.rank].line
             file = next((e.file for e in record.events if e.line == line), "")
             calls[record.rank] = replace(calls[record.rank], file=file)
-    return replace(first.mismatch, calls=calls)
+    return replace(first, calls=calls)
 
 
 def _calls(record: RankRecord, pair: Any) -> list[Call]:
@@ -136,14 +135,13 @@ def _calls(record: RankRecord, pair: Any) -> list[Call]:
 
 
 def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
-    results = [RankResult(r) for r in range(_size(records))]
-    noticed = min(found.calls)
-    results[noticed] = replace(results[noticed], mismatch=found)
-    head, *rows, advice = str(errors.mismatch_error(Run("", tuple(results)))).split("\n")
+    run = Run("", tuple(RankResult(r, mismatch=found) for r in range(_size(records))))
+    head, *rows, advice = str(errors.mismatch_error(run)).split("\n")
     texts = [call.text for call in found.calls.values()]
     least = min(map(texts.count, texts))
     odd = [rank for rank, call in sorted(found.calls.items()) if texts.count(call.text) == least]
     places = tuple((found.calls[r].file, found.calls[r].line) for r in odd if found.calls[r].line)
+    advice = "\n".join(filter(None, (advice, _parted(records, found.calls, _size(records)))))
     return JobVerdict("mismatch", tuple(odd), head, tuple(r.strip() for r in rows), advice, places)
 
 
@@ -162,7 +160,7 @@ def _lost(states: Sequence[State], lost: Sequence[RankRecord]) -> JobVerdict:
     advice = f"It was last seen at {seen}. " if seen and len(lost) == 1 else ""
     advice += "Was it out of memory? `dmesg` on its node, or `sacct` under Slurm, say so."
     places = tuple((r.file, r.line) for r in lost if r.line)
-    return JobVerdict("lost", ranks, f"{head}.", _rows(states, ranks), advice, places)
+    return JobVerdict("lost", ranks, f"{head}.", rows(states, len(states), ranks), advice, places)
 
 
 def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict:
@@ -176,8 +174,8 @@ def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict
     assert first is not None
     same = tuple(r.rank for r in run.failed if str(r.error) == str(first))
     places = tuple((f.filename, f.lineno) for f in reversed(stacks.own(first.frames)))
-    rows = _rows(states, same) if any(s.phase != "error" for s in states) else ()
-    return JobVerdict("error", same, head, rows, "", places, detail.strip("\n"))
+    told = rows(states, len(states), same) if any(s.phase != "error" for s in states) else ()
+    return JobVerdict("error", same, head, told, "", places, detail.strip("\n"))
 
 
 def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: diagnose.Diagnosis) -> JobVerdict:
@@ -196,23 +194,14 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
     elif all(records[r].phase == "running" and records[r].events for r in proof.suspects):
         culprits = proof.suspects or culprits  # what they called before does not tell: both sides are named
     waits = {s.rank: s.blocking[0] for s in states if s.blocking}
-    for rank in culprits:
-        record = records[rank]
-        if record.phase == "still":
-            places.append((record.file, record.line))
-        elif rank in waits:
-            places.append((waits[rank].file, waits[rank].line))
+    at: dict[int, Any] = {**waits, **{rank: record for rank, record in records.items() if record.phase == "still"}}
+    places += [(at[rank].file, at[rank].line) for rank in culprits if rank in at]
     if not places:  # it has finished: the line is the one that it left out
-        by_rank = {s.rank: s for s in states}
-        places = [
-            (wait.file, wait.line)
-            for rank, wait in waits.items()
-            if set(missing_peers(wait, by_rank, rank)) & set(culprits)
-        ][:1]
-    extra = [line for line in proof.lines if line not in {describe(s, len(states)) for s in states}]
+        by_rank, missed = {s.rank: s for s in states}, set(culprits)
+        places = [(w.file, w.line) for r, w in waits.items() if missed.intersection(missing_peers(w, by_rank, r))][:1]
     kind = "still" if any(records[r].phase == "still" for r in culprits) else "hang"
     places = list(dict.fromkeys(p for p in places if p[1]))
-    return JobVerdict(kind, tuple(culprits), head, (*_rows(states, culprits), *extra), advice, tuple(places))
+    return JobVerdict(kind, tuple(culprits), head, rows(states, len(states), culprits), advice, tuple(places))
 
 
 def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: diagnose.Diagnosis) -> str:
@@ -221,26 +210,41 @@ def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: di
     if found.usual is None:
         where = f"{name_ranks(others)} {'has' if one else 'have'} ended" if others else ""
     elif others:
-        where = f"{name_ranks(others)} {'calls' if one else 'call'} {_call_of(found.usual, size, others)}"
+        where = f"{name_ranks(others)} {'calls' if one else 'call'} {call_of(found.usual, size, others)}"
     else:
-        where = f"it called {_call_of(found.usual, size)} before"
+        where = f"it called {call_of(found.usual, size)} before"
     rest = [r for r in proof.suspects if r != found.rank]
     ended = [s.rank for s in states if s.rank in rest and s.phase == "finished"]
     waits = f": it and {name_ranks(rest)} wait for each other."
     if ended:
         waits = f", and waits for {name_ranks(ended)}, which finished."
-    return f"rank {found.rank} calls {_call_of(call, size)} where {where}{waits}"
+    return f"rank {found.rank} calls {call_of(call, size)} where {where}{waits}"
 
 
 def parted_before(run: Run) -> str:
-    """Of calls in one line that do not match: where the ranks of the cell had parted; "" where that cannot be told."""
-    calls = [call for r in run.ran if r.mismatch for call in r.mismatch.calls.values()]
-    size, records = run.world_size, [_of_cell(r) for r in run.ran if r.events]
-    found = find_divergent_rank(records, [r.rank for r in records])
-    if len({(c.file, c.line) for c in calls}) > 1 or found is None or not (found.call and found.usual and found.others):
+    """Of a cell whose calls in one line do not match: how it came to that, or ""."""
+    calls = {rank: call for r in run.ran if r.mismatch for rank, call in r.mismatch.calls.items()}
+    return _parted([_of_cell(r) for r in run.ran if r.events], calls, run.world_size)
+
+
+def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int) -> str:
+    """Where the ranks had parted before, or since when they call nothing else."""
+    one = next(iter(calls.values()))
+    if one.op in _PAIRED or len({(c.file, c.line) for c in calls.values()}) > 1:
         return ""
-    usual = f"{name_ranks(found.others)} called {_call_of(found.usual, size, found.others)}"
-    return f"They had parted before: rank {found.rank} called {_call_of(found.call, size)} where {usual}."
+    found = find_divergent_rank(records, [r.rank for r in records])
+    at = one.group, one.nth
+    if found and found.call and found.usual and found.others and (found.call.group, found.call.seq) != at:
+        usual = f"{name_ranks(found.others)} called {call_of(found.usual, size, found.others)}"
+        return f"They had parted before: rank {found.rank} called {call_of(found.call, size)} where {usual}."
+    before = [[e for e in r.events if e.group == one.group and e.seq < one.nth] for r in records]
+    there = [[*takewhile(lambda e: (e.file, e.line) == (one.file, one.line), reversed(b))] for b in before]
+    if not records or not all(there):
+        return ""
+    return (
+        f"At least since call {max(events[-1].seq for events in there)} they call {at_line(one.line, one.file)} only: "
+        "does it go through the same things, in the same order, on every rank?"
+    )
 
 
 def _of_cell(result: RankResult) -> RankRecord:
@@ -248,18 +252,9 @@ def _of_cell(result: RankResult) -> RankRecord:
     return RankRecord(result.rank, phase=phase, calls=calls, events=result.events)
 
 
-def _call_of(event: Event, world_size: int, ranks: Sequence[int] = ()) -> str:
-    """A call, its group, and where; of `ranks` that may each have called it in a group of their own."""
-    where = f" at {at_line(event.line, event.file)}" if event.line else ""
-    group = "the world" if len(event.ranks) == world_size else f"the group of {name_ranks(event.ranks)}"
-    if not set(ranks) <= set(event.ranks):
-        group = "their groups"
-    return f"{event.text} of {group}{where}" if event.op not in ("send", "recv") else f"{event.text}{where}"
-
-
 def unclear(records: Sequence[RankRecord], headline: str, advice: str = "") -> JobVerdict:
     """Where everybody is, when nothing is proved."""
-    return JobVerdict("unclear", (), headline, _rows([state_of(r) for r in records], ()), advice)
+    return JobVerdict("unclear", (), headline, rows([state_of(r) for r in records], len(records)), advice)
 
 
 def finished(records: Sequence[RankRecord]) -> JobVerdict:
@@ -269,20 +264,7 @@ def finished(records: Sequence[RankRecord]) -> JobVerdict:
     head = f"{n} of {len(states)} ranks have finished, and nothing went wrong before."
     if n == len(states):
         head = f"all {n} ranks have finished."
-    return JobVerdict("finished", (), head, _rows(states, ()))
-
-
-def _rows(states: Sequence[State], culprits: Sequence[int]) -> tuple[str, ...]:
-    """What each rank does, those that do the same together, the culprits first."""
-    alike: dict[tuple[bool, str], list[State]] = {}
-    for state in sorted(states, key=lambda s: (s.rank not in culprits, s.rank)):
-        key = state.rank not in culprits, doing(state, len(states))
-        alike.setdefault(key, []).append(state)
-    rows = [
-        (name_ranks([s.rank for s in same]), doing(same[0], len(states), many=len(same) > 1)) for same in alike.values()
-    ]
-    width = max((len(name) for name, _ in rows), default=0)
-    return tuple(f"{name:<{width}}  {text}" for name, text in rows)
+    return JobVerdict("finished", (), head, rows(states, len(states)))
 
 
 def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
