@@ -171,6 +171,9 @@ for m in (4, 8, 32):
         assert max(predicted, key=predicted.get) == first
     if m == 4:
         assert predicted[wide] > predicted[long] and round(measured[wide] / measured[long], 2) == 0.75, "25 % slower"
+b200, b300 = chips.find("b200"), chips.find("b300")
+assert b200.peaks["bf16"] == b300.peaks["bf16"] == b300.peak("bf16"), "the same peak"
+assert round(b200.peak("bf16") / b200.peaks["bf16"], 2) == round(1000 / 1100, 2) == 0.91, "as the text says"
 assert sum(r["source"] == "simumax_b200" for r in runs) == 12 and {
     r["opts"] for r in runs if "'tp_comm_overlap': 0" in r["opts"]
 }
@@ -220,22 +223,27 @@ def recipe(job):
 plain = min(
     (way for way in splits(job) if fullest(job, way) <= 0.9 * memory.limit(job)), key=lambda way: total[name(way)]
 )
-assert name(plain) == rows[1][0] == "dp 1, tp 4, pp 16, micro-batch 1" and rows[1][2] == "20.0%", "as the text says"
+assert name(plain) == rows[1][0] == "dp 1, tp 4, pp 16, micro-batch 1" and rows[1][2] == "24.4%", "as the text says"
 assert max(theirs) == np.nanmax(planned(job, list(splits(job))).rate), "the best of the table is the best of all"
 behind = [float(row[1].rstrip("%")) for row in rows]
 by_planner = [float(row[2].rstrip("%")) for row in rows]
-assert [b > 5 for b in behind] == [False] * 4 + [True] and behind[4] == 5.9, "one is more than 5 % behind"
+assert [b > 4 for b in behind] == [False] * 3 + [True] * 2, "two are more than 4 % behind"
+assert behind[3:] == [4.9, 5.9]
 assert behind == sorted(behind) and by_planner != sorted(by_planner), "another order"
 assert sum("tp 8" in row[0] for row in rows) == 3 and min(by_planner) == by_planner[2], "as the text says"
 assert rows[2][0] == "dp 4, tp 8, pp 2, micro-batch 1"
-assert [row[4] for row in rows] == ["may not fit"] + ["too close to call"] * 3 + [""], "warnings"
+assert [row[4] for row in rows] == ["may not fit"] + ["too close to call"] * 2 + [""] * 2, "warnings"
+assert round(STACK.overlap_tp, 2) == 0.86, "what hides along tp"
+bare = planned(replace(job, stack=replace(STACK, overlap_tp=0.0)), five).rate
+assert (np.argmax(bare), np.argmax(theirs)) == (0, 2), "hiding it puts tp 8 before tp 4"
 head_flops = 6 * job.shape.hidden * job.shape.vocab
 head_layers = head_flops / ((job.shape.flops_per_token(job.seq) - head_flops) / job.shape.layers)
 unequal = {pp: (80 / pp + head_layers) / ((80 + head_layers) / pp) - 1 for pp in (2, 16)}
 assert STACK.split == "even" and round(head_layers, 1) == 1.1, "the head is as much work as 1.1 layers"
 assert {pp: round(more, 2) for pp, more in unequal.items()} == {2: 0.01, 16: 0.21}, "a fifth more, 1 % more"
 dense = stacks.ERRORS["kept apart"]["dense"]
-assert (dense["rows"], round(dense["median"], 2), round(dense["p90"], 2)) == (368, 0.05, 0.2)
+assert (dense["rows"], round(dense["median"], 2), round(dense["p90"], 2)) == (368, 0.04, 0.17)
+assert dense["p90"] > 1 / 6
 
 # after: p18-saved
 assert sum(s.nbytes for s in saved.values()) / 256 == 19460 and round(19460 / 12800, 1) == 1.5, "as the text says"
@@ -276,4 +284,5 @@ unknown = [apart[name]["median"] for name in ("zero bubble", "playbook, whole", 
 assert {*alone} < {*apart} and len(apart) == 2 + len(known) + len(unknown) + 2, "as the column says"
 plain = stacks.STACKS["megatron-plain"]
 assert plain.overlap_tp == plain.overlap_dp == 0, "the planner knows that SimuMax overlaps nothing"
-assert max(known) < 0.103 and (min(unknown), max(unknown)) == (0.036, 0.311)
+assert max(known) < 0.06 and (min(unknown), max(unknown)) == (0.028, 0.371)
+assert apart["Megatron 2020"]["median"] > 0.1 and apart["SimuMax"]["signed"] == 0.371
