@@ -1,6 +1,6 @@
 """A layer of experts, `Mixture`, and the same layer with its experts spread over ranks, `ExpertParallel`: tokens travel
-to their experts in one all-to-all and come back in another. Outputs, gradients and dropped tokens are those of `Mixture`
-on all ranks' tokens, in the order of the ranks. It broadcasts nothing: routers must start equal.
+to their experts in one all-to-all and come back in another. Outputs, gradients and dropped tokens are those of
+`Mixture` on all ranks' tokens, in the order of the ranks. It broadcasts nothing: routers must start equal.
 """
 
 from collections.abc import Iterator, Sequence

@@ -102,7 +102,22 @@ def test_of_two_ranks_their_own_past_tells():
     assert "where rank 0 calls all_reduce(float32[8]) of the world at line 10" in found.headline
     first = verdict.judge(play([program[:2], program[:2][::-1]]))
     assert first.culprits == (0, 1), "in a first step nothing tells"
-    assert first.headline.startswith("ranks 0, 1 take their process groups in different order")
+    assert first.headline.startswith("ranks 0, 1 wait for each other in different process groups")
+
+
+def test_calls_through_one_line_are_told_by_who_came_there():
+    """All call in line 18 of a helper; rank 0 comes there from line 34 first."""
+    calls = [(*WORLD, 1, 18)] * 3
+    records = []
+    for r in play([calls, calls[:2], calls[:2], calls[:2]]):
+        lines = [34 if (r.rank, e.seq) == (0, 1) else 44 for e in r.events]
+        events = tuple(replace(e, outer=((TRAIN, n),)) for e, n in zip(r.events, lines, strict=True))
+        records.append(replace(r, events=events))
+    assert verdict.judge(records).headline == (
+        "rank 0 calls all_reduce(float32[1]) of the world at line 18 of train.py, called from line 34 of train.py, "
+        "where ranks 1-3 call all_reduce(float32[1]) of the world at line 18 of train.py, called from line 44 of "
+        "train.py, and waits for ranks 1-3, which finished."
+    )
 
 
 def test_several_divergent_ranks_and_a_truncated_record():

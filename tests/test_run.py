@@ -15,7 +15,7 @@ LIB = str(HERE.parent / "lib")
 RANKCELL = [sys.executable, "-m", "rankcell.command"]
 RUN = [*RANKCELL, "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-MISSED = "rankcell: rank 1 finished the script without the all_reduce that rank 0 waits in."
+MISSED = "rankcell: rank 1 ended with sys.exit() in line {} of train.py without the all_reduce that rank 0 waits in."
 SKIPS = """
 import sys
 import torch
@@ -75,16 +75,17 @@ def test_an_unchanged_script_under_torchrun(tmp_path):
     assert plain.returncode == 0, plain.stderr
     source = "import sitecustomize\nsitecustomize.ran\n" + TRAINS + ENDS_EARLY
     done = started([*RUN, "--report", "report", "--", *TORCHRUN], tmp_path, source)
-    assert done.returncode != 0 and done.stderr.count(MISSED) == 1, done.stderr
+    line = 1 + source[: source.rindex("dist.all_reduce")].count("\n")
+    missed = MISSED.format(line - 1)
+    assert done.returncode != 0 and done.stderr.count(missed) == 1, done.stderr
     for rank in range(2):
         assert (tmp_path / f"plain-{rank}").read_bytes() == (tmp_path / f"recorded-{rank}").read_bytes()
-    line = 1 + source[: source.rindex("dist.all_reduce")].count("\n")
     waits = rf"waits in all_reduce\(float32\[8\]\) \(call \d+ of the world, line {line} of train.py\)"
     assert re.search(waits, done.stderr), done.stderr
-    assert "rank 0:\n  File" in done.stderr and "dist.all_reduce(x)" in done.stderr.partition(MISSED)[2]
+    assert "rank 0:\n  File" in done.stderr and "dist.all_reduce(x)" in done.stderr.partition(missed)[2]
     files = sorted(p.name for p in (tmp_path / "report").iterdir())
     assert files == ["rank-0.pickle", "rank-1.pickle", "verdict.txt"]
-    assert MISSED in started([*RANKCELL, "explain", "report"], tmp_path).stdout
+    assert missed in started([*RANKCELL, "explain", "report"], tmp_path).stdout
 
 
 def test_a_hang_where_calls_only_enqueue(tmp_path):
@@ -93,7 +94,7 @@ def test_a_hang_where_calls_only_enqueue(tmp_path):
     here = {"PYTHONPATH": path, "RANKCELL_STAND_IN": str(tmp_path / "meet")}
     source = SKIPS.replace("gloo", "stand_in") + ENDS_EARLY + "print('reached', x.tolist())\n"
     done = started([*RUN, "--", *TORCHRUN], tmp_path, source, **here)
-    assert done.returncode != 0 and done.stderr.count(MISSED) == 1, done.stderr
+    assert done.returncode != 0 and done.stderr.count(MISSED.format(11)) == 1, done.stderr
     assert "rank 0  waits in all_reduce(float32[8]) (call 2 of the world, line 12 of train.py)" in done.stderr
     assert "reached" not in done.stdout
 
@@ -110,6 +111,7 @@ def test_a_program_without_torch_is_left_alone(tmp_path):
     killed = "import os; os.kill(os.getpid(), 9)"
     assert started([*RUN, "--", sys.executable, "-c", killed], tmp_path).returncode == 137
     assert started([*RUN, "--", "no-such-program"], tmp_path).returncode == 127
+    assert started([*RUN, "--", "torchrun", "--help"], tmp_path, PATH=os.defpath).returncode == 0
     assert started(RUN, tmp_path).returncode == 2
 
 

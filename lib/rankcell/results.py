@@ -65,6 +65,7 @@ class Event:
     done: float | None = None  # when the backend was done, where it tells: may be long before somebody waits
     line: int = 0
     file: str = ""  # of that line; "" in a rank cell
+    outer: tuple[tuple[str, int], ...] = ()  # file and line of the calls that led to that line, from the inside
     via: str = ""
     values: Values | None = None
     watched: Watched | None = None

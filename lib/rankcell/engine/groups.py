@@ -87,7 +87,7 @@ class GroupCalls:
         recorder = self.recorder
         o = Operation(op)
         o.group, o.ranks = label or op, ranks
-        o.line, o.via, o.file = caller(2)
+        o.line, o.via, o.file, o.outer = caller(2)
         with recorder.call_by_hand(o, blocks=blocks):
             if signature is not None:
                 o.text = signature.text

@@ -166,7 +166,7 @@ class Listener:
             o.splits = [args[at] for at in self._at_splits if at is not None]
         if o.enqueued is False:
             o.text = f"{o.describe().removesuffix(' in another thread')} on the CPU"  # of a world of GPUs
-        o.line, o.via, o.file = caller()
+        o.line, o.via, o.file, o.outer = caller()
         at = self._at_async
         o.is_async = o.via in KEEP_WORK or (at is not None and (len(args) <= at or args[at] is not False))
         o.has_timeout = not self._matches

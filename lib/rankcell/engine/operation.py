@@ -3,8 +3,9 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from .messages import Wait
 clock = time.monotonic  # one clock for all processes of a machine
 
 MAX_VALUES = 64  # numbers kept per tensor with `--values`
+OUTER = 6  # calls around that of an operation whose lines are kept
 NONBLOCKING_GRACE = 1.0  # seconds in a call that should return at once, after which it counts as blocked
 KEEP_WORK = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -31,6 +33,7 @@ class Operation:
     # Most of these keep their default: writing thirty attributes for each call cost more than the rest.
     group: str = ""
     ranks: tuple[int, ...] = ()
+    outer: tuple[tuple[str, int], ...] = ()
     seq = nth = nbytes = tag = line = thread = 0  # `seq` counts under `key`, `nth` does so within the cell
     key: Any = None
     shape: tuple[int, ...] = ()
@@ -148,7 +151,7 @@ class Operation:
 
 _OF_BOTH = ("op", "group", "ranks", "peer", "tag", "line", "file", "via")
 _OF_WAIT = (*_OF_BOTH, "key", "seq", "nth")
-_OF_EVENT = (*_OF_BOTH, "shape", "dtype", "nbytes", "reduce_op", "is_async", "watched")
+_OF_EVENT = (*_OF_BOTH, "outer", "shape", "dtype", "nbytes", "reduce_op", "is_async", "watched")
 
 
 def queued(pending: Iterable[Operation]) -> list[tuple[Operation, bool]]:
@@ -202,9 +205,9 @@ def part_of(array: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None
     return (begin, begin + tensor.numel()) if same and inside else None
 
 
-def caller(depth: int = 1) -> tuple[int, str, str]:
-    """The line of the cell or script that led here, the public torch function it called, if any, and the file of the
-    line ("" for a rank cell).
+def caller(depth: int = 1) -> tuple[int, str, str, tuple[tuple[str, int], ...]]:
+    """The line of the cell or script that led here, the public torch function it called, if any, the file of the line
+    ("" for a rank cell), and file and line of each call around it, as far as OUTER.
 
     It is looked for from so many frames above the one that asks. On a GPU the backward runs in threads of C++, which
     have no frame of the learner's: then the line is the one where the main thread stands.
@@ -217,17 +220,25 @@ def caller(depth: int = 1) -> tuple[int, str, str]:
         if frame is None:
             of_python = last is not None and last.f_code.co_name == "_bootstrap"  # the thread is Python's
             if above is None or of_python:
-                return 0, via, ""
+                return 0, via, "", ()
             frame, above = above, None
         code = frame.f_code
         kind = kind_of(code)
         if kind is True:
-            return frame.f_lineno, via, file_of(code)
+            return frame.f_lineno, via, file_of(code), tuple(islice(_around(frame.f_back), OUTER))
         if kind is None:
             via = type(frame.f_locals.get("self")).__name__
         elif kind:
             via = kind
         last, frame = frame, frame.f_back
+
+
+def _around(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    """File and line of the learner's frames from here outwards."""
+    while frame is not None:
+        if kind_of(frame.f_code) is True:
+            yield file_of(frame.f_code), frame.f_lineno
+        frame = frame.f_back
 
 
 def file_of(code: Any) -> str:

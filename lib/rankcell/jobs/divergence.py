@@ -106,9 +106,14 @@ def _path(record: RankRecord) -> list[Hashable]:
     whole = record.calls == len(record.events)
     path: list[Hashable] = [_BEGIN if whole else None]
     for event in record.events:
-        where: Hashable = (event.file, event.line) if event.line else event.text
-        path.append((event.op, where, 0 if event.op in ("send", "recv") else len(event.ranks)))
+        path.append(what(event))
     return [*path, _END] if record.phase == "finished" else path
+
+
+def what(event: Event) -> Hashable:
+    """A call, as far as ranks that run the same program have it in common."""
+    where: Hashable = (event.file, event.line, event.outer) if event.line else event.text
+    return event.op, where, 0 if event.op in ("send", "recv") else len(event.ranks)
 
 
 def _last_together(events: Mapping[int, Sequence[Event]], suspects: Sequence[int], rank: int) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import channel, system
 from ..engine.messages import Answer, Question
-from ..results import Frame
+from ..results import Frame, at_line
 from . import stacks
 from .records import RankArrived, RankRecord
 
@@ -78,7 +78,15 @@ class Inside:
             if not issubclass(kind, KeyboardInterrupt):
                 self.end(error)
 
-        sys.excepthook = excepthook
+        leave, self._left = sys.exit, ""
+
+        def exit_from(status: Any = None) -> None:
+            *_, frame = stacks.own(self._stack()) or [None]
+            if frame is not None and "(" not in frame.source.partition("exit(")[2]:  # as in sys.exit(main())
+                self._left = f"ended with sys.exit() in {at_line(frame.lineno, frame.filename)}"
+            leave(status)
+
+        sys.excepthook, sys.exit = excepthook, exit_from  # type: ignore[assignment]
         self.thread = threading.Thread(target=self._serve, name="rankcell", daemon=True)
         self.thread.start()
 
@@ -149,7 +157,7 @@ class Inside:
         if self.phase != "running" or os.getpid() != self.pid:
             return
         self.phase = "finished" if error is None else "error"
-        record = replace(self.report(), stack=())
+        record = replace(self.report(), stack=(), why=self._left)
         if error is not None:
             record = self._failed(record, error)
         with contextlib.suppress(OSError):

@@ -215,6 +215,8 @@ def environment(path: Path) -> dict[str, str]:
     before = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ,
+        # where no environment is active, torchrun stands beside this Python
+        "PATH": f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}",
         "PYTHONPATH": f"{hook}{os.pathsep}{before}" if before else str(hook),
         "RANKCELL_JOB": str(path),
         "RANKCELL_LIB": str(Path(__file__).parents[2]),

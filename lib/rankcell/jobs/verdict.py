@@ -8,7 +8,7 @@ errors that are only consequences; and a rank may be blocked outside torch, in a
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any
 
 from .. import errors
@@ -17,7 +17,7 @@ from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, missing_peers, rows
 from ..results import Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 from . import stacks
-from .divergence import Divergence, find_divergent_rank
+from .divergence import Divergence, find_divergent_rank, what
 from .records import RankRecord
 
 SHOWN = 4  # last operations of a rank that are printed
@@ -207,18 +207,19 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
 def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: diagnose.Diagnosis) -> str:
     """The headline once it is known which of the suspects made a `call` that the others do not make there."""
     size, others, one = len(states), found.others, len(found.others) == 1
+    here, there = ("", "") if found.usual is None else _from_lines(call, found.usual)
     if found.usual is None:
         where = f"{name_ranks(others)} {'has' if one else 'have'} ended" if others else ""
     elif others:
-        where = f"{name_ranks(others)} {'calls' if one else 'call'} {call_of(found.usual, size, others)}"
+        where = f"{name_ranks(others)} {'calls' if one else 'call'} {call_of(found.usual, size, others)}{there}"
     else:
-        where = f"it called {call_of(found.usual, size)} before"
+        where = f"it called {call_of(found.usual, size)}{there} before"
     rest = [r for r in proof.suspects if r != found.rank]
     ended = [s.rank for s in states if s.rank in rest and s.phase == "finished"]
     waits = f": it and {name_ranks(rest)} wait for each other."
     if ended:
         waits = f", and waits for {name_ranks(ended)}, which finished."
-    return f"rank {found.rank} calls {call_of(call, size)} where {where}{waits}"
+    return f"rank {found.rank} calls {call_of(call, size)}{here} where {where}{waits}"
 
 
 def parted_before(run: Run) -> str:
@@ -230,21 +231,41 @@ def parted_before(run: Run) -> str:
 def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int) -> str:
     """Where the ranks had parted before, or since when they call nothing else."""
     one = next(iter(calls.values()))
-    if one.op in _PAIRED or len({(c.file, c.line) for c in calls.values()}) > 1:
+    found = {r.rank: {e.seq: e for e in r.events if e.group == one.group and e.seq < one.nth} for r in records}
+    before = {rank: events for rank, events in found.items() if events}
+    if one.op in _PAIRED or not before.keys() >= calls.keys():
         return ""
-    found = find_divergent_rank(records, [r.rank for r in records])
-    at = one.group, one.nth
-    if found and found.call and found.usual and found.others and (found.call.group, found.call.seq) != at:
-        usual = f"{name_ranks(found.others)} called {call_of(found.usual, size, found.others)}"
-        return f"They had parted before: rank {found.rank} called {call_of(found.call, size)} where {usual}."
-    before = [[e for e in r.events if e.group == one.group and e.seq < one.nth] for r in records]
-    there = [[*takewhile(lambda e: (e.file, e.line) == (one.file, one.line), reversed(b))] for b in before]
-    if not records or not all(there):
+    common = set.intersection(*map(set, before.values()))
+    alike = [n for n in common if len({what(events[n]) for events in before.values()}) == 1]
+    if alike and (first := max(alike) + 1) in common:
+        ways: dict[Any, dict[int, Event]] = {}
+        for rank, events in before.items():
+            ways.setdefault(what(events[first]), {})[rank] = events[first]
+        (odd, own), *_, (others, usual) = sorted(
+            ((tuple(w), next(iter(w.values()))) for w in ways.values()), key=lambda way: len(way[0])
+        )
+        here, there = _from_lines(own, usual)
+        usually = f"{name_ranks(others)} called {call_of(usual, size, others)}{there}"
+        return f"They had parted before: {name_ranks(odd)} called {call_of(own, size, odd)}{here} where {usually}."
+    last = [
+        [*takewhile(lambda e: (e.file, e.line) == (one.file, one.line), reversed(events.values()))]
+        for events in before.values()
+    ]
+    if not all(last) or len({(c.file, c.line) for c in calls.values()}) > 1:
         return ""
     return (
-        f"At least since call {max(events[-1].seq for events in there)} they call {at_line(one.line, one.file)} only: "
+        f"At least since call {max(events[-1].seq for events in last)} they call {at_line(one.line, one.file)} only: "
         "does it go through the same things, in the same order, on every rank?"
     )
+
+
+def _from_lines(one: Event, other: Event) -> tuple[str, str]:
+    """Of two calls in one line: ", called from line 4" of each, where they came there on different ways; else ""."""
+    if (one.file, one.line) != (other.file, other.line):
+        return "", ""
+    ways = next(((a, b) for a, b in zip_longest(one.outer, other.outer) if a != b), (None, None))
+    here, there = (f", called from {at_line(way[1], way[0])}," if way else "" for way in ways)
+    return here, there.rstrip(",")
 
 
 def _of_cell(result: RankResult) -> RankRecord:
