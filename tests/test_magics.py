@@ -1,6 +1,7 @@
 """`%%ranks` and `%ranks` in a bare IPython shell."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -46,15 +47,29 @@ def test_completion_inside_a_rank_cell(cell, shell):
     assert "dist" not in shell.user_ns
 
 
-def test_autoreload_is_told_once_of_ranks_that_live_already_too(cell, shell, capsys):
-    cell("2", "x = 1")
-    assert "autoreload" not in capsys.readouterr().out
-    shell.run_line_magic("load_ext", "autoreload")
-    cell("2", "x")
-    assert "autoreload does not reach the ranks: after you edit" in capsys.readouterr().out
-    cell("2", "x")
-    assert "autoreload" not in capsys.readouterr().out
-    shell.run_line_magic("unload_ext", "autoreload")
+def test_a_module_that_was_edited_is_told_once_unless_a_rank_loads_it_anew(
+    cell, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "helper_of_mine.py"
+    here = f"import importlib, os, sys\nos.chdir({str(tmp_path)!r})\nsys.path.insert(0, '')\nimport helper_of_mine"
+    says = "helper_of_mine.py has changed since this rank loaded it: `importlib.reload(helper_of_mine)`"
+    for time, text, told in (
+        (1, here, False), (2, "helper_of_mine.n", True), (2, "1", False),
+        (3, "importlib.reload(helper_of_mine)", False),
+    ):  # fmt: skip
+        file.write_text(f"n = {time}")
+        os.utime(file, (time, time))
+        cell("2", text)
+        assert (says in capsys.readouterr().out) == told, text
+
+
+def test_a_model_comes_back_as_a_list_and_a_class_of_the_notebook_is_asked_for(cell, shell, tmp_path, capsys):
+    shell.run_cell("import torch\nclass Net(torch.nn.Linear): pass\nnet = Net(1, 1)")
+    save = f"torch.save(net, '{tmp_path}/net')"
+    with pytest.raises(RankError, match="--push Net"):
+        cell("2 --push net", save)
+    cell("2 --push net,Net --pull net", save)
+    assert "`net` is a list now, with the value of each rank: `net[0]`" in capsys.readouterr().out
 
 
 def test_a_figure_of_a_rank_is_not_shown_again_below(cell):

@@ -262,12 +262,17 @@ def rank_error(run: Run) -> RankError:
     return RankError("\n".join(lines), run)
 
 
+_MISSING = re.compile(
+    r"NameError: name '(\w+)' is not|(?:PicklingError|AttributeError): .*attribute (?:lookup )?'?(\w+)'? on .*__main__"
+)
+
+
 def missing_names(run: Run) -> dict[str, list[int]]:
     """Names for want of which ranks failed, and those ranks."""
     found: dict[str, list[int]] = {}
     for r in run.failed:
-        if r.error and r.error.type == "NameError" and (name := re.match(r"name '(\w+)' is not", r.error.message)):
-            found.setdefault(name[1], []).append(r.rank)
+        if r.error and (name := _MISSING.match(f"{r.error.type}: {r.error.message}")):
+            found.setdefault(name[1] or name[2], []).append(r.rank)
     return found
 
 

@@ -30,9 +30,6 @@ from .results import Run
 
 _OS = "<frozen os>"  # how Python calls the file of its module `os`
 
-_AUTORELOAD = (
-    "autoreload does not reach the ranks: after you edit a module, `%ranks restart` starts ranks that import it anew."
-)
 # Where the kernel has ended nobody takes the line of its last second away; the page itself says so then.
 _ENDED = (
     "<style>@keyframes rankcell-ended{to{font-size:1em}}</style><span style='font-size:0;"
@@ -51,7 +48,6 @@ class RankMagics(Magics):
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
         self._started = False  # a world; the first one waits for torch, and tells of one that was not tried
-        self._told = False  # that autoreload does not reach the ranks
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> Any:
@@ -81,9 +77,6 @@ class RankMagics(Magics):
         number = len(names.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
         live = _Live()
         ranks, figures = self._world(options, live), _open_figures()
-        if not self._told and any(name.endswith("autoreload") for name in self.shell.extension_manager.loaded):
-            self._told = True
-            ranks.notes.append(_AUTORELOAD)
         try:
             run = ranks.run(
                 text,
@@ -108,6 +101,11 @@ class RankMagics(Magics):
             for number in _open_figures() - figures:
                 sys.modules["matplotlib.pyplot"].close(number)
         live.end()
+        ranks.notes += [
+            f"`{name}` is a list now, with the value of each rank: `{name}[0]` is rank 0's."
+            for name in run.pulled
+            if hasattr(names.get(name), "state_dict")  # the notebook's own model
+        ]
         _tell(ranks)
         return self._keep(run, options)
 

@@ -10,6 +10,7 @@ import sys
 import types
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -136,6 +137,8 @@ class Names:
         }
         self.values.update(self._lent)
         shell.user_module, shell.user_ns = module, self.values
+        self._known = {*sys.modules}
+        self._imported: dict[str, tuple[Any, float]] = {}  # modules of the learner's: how loaded, and their file's time
 
     def lend(self, value: Any) -> None:
         """Let a function from the notebook use `rank`, `device`, `dist` and the like, as a cell does."""
@@ -158,7 +161,26 @@ class Names:
                     f"the cell gave `{name}` another value; the next cell finds it as it was. Take another name for "
                     f"yours."
                 )
-        return changed
+        return [*changed, *self._edited()]
+
+    def _edited(self) -> list[str]:
+        """What to do about modules whose file has changed since they were loaded; told once for each change."""
+        found = []
+        for name in sys.modules.keys() - self._known:
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            if not any(part in file for part in report.NOT_OURS) and Path(file).is_file():
+                self._imported[name] = sys.modules[name].__spec__, Path(file).stat().st_mtime
+        self._known = {*sys.modules}
+        for name, (spec, time) in self._imported.items():
+            file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+            if file.is_file():
+                self._imported[name] = now, changed = sys.modules[name].__spec__, file.stat().st_mtime
+                if now is spec and changed != time:
+                    found.append(
+                        f"{file.name} has changed since this rank loaded it: `importlib.reload({name})` in a rank "
+                        "cell, or `%ranks restart`."
+                    )
+        return found
 
     def pull(self, name: str) -> bytes | str:
         """The pickled value of `name`, or a sentence that says why there is none."""

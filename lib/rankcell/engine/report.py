@@ -20,7 +20,7 @@ MAX_MESSAGE = 20_000  # characters of an exception's text
 MAX_CAUSES, MAX_DEPTH = 8, 5  # exceptions behind an exception that are told, and how far behind
 MAX_FRAMES = 40  # of a traceback; the recursion in between is counted
 _ENGINE = str(Path(__file__).parent)
-_NOT_OURS = (f"{sysconfig.get_path('stdlib')}/", "/site-packages/", "/rankcell/")  # in paths of files
+NOT_OURS = (f"{sysconfig.get_path('stdlib')}/", "/site-packages/", "/rankcell/")  # in paths of files
 
 BDB_NOTE = (
     "A rank has no keyboard, so the debugger cannot ask. Print what you want to see, end the cell with it, or call the "
@@ -31,6 +31,7 @@ _ARGV = " If argparse called it: a rank has no command line, so write `parse_arg
 _NOTES = {  # by a part of the exception: what to do
     "BdbQuit": BDB_NOTE,
     "is not part of group": "`src`, `dst` are ranks of the world, `group_src` and `group_dst` count within the group.",
+    "'__file__' is not defined": "A cell stands in no file: write `os.getcwd()` for the folder of the notebook.",
     "asyncio.run() cannot be called": "The cell has an `await`, so a loop runs already: write `await main()`.",
 }
 
@@ -112,7 +113,7 @@ def _frames(error: BaseException) -> tuple[Frame, ...]:
     stack = _safely(lambda: traceback.StackSummary.extract(iter(entries), lookup_lines=True), [])
     frames = [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in stack]
     # the learner's own frames; those of torch and Python below them say little and change with the version
-    own = [f for f in frames if not any(part in f.filename for part in _NOT_OURS)]
+    own = [f for f in frames if not any(part in f.filename for part in NOT_OURS)]
     if left_out > 0 and len(own) > 1:
         own.insert(len(own) // 2, Frame("", 0, f"... {left_out:,} more calls ..."))
     return tuple(own or frames[-1:])
