@@ -103,7 +103,9 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
         head = f"{_who(rest, 'wait')} in {call} without the new_group that {_who(come, 'stand')} in."
         advice = _by_whom(waits[come[0]].group, waits[come[0]].ranks)
     elif len({w.group for w in waits.values()}) > 1:
-        head = f"{who} wait for each other in different process groups."
+        in_order = "take their process groups in different order, and each waits for the other"
+        several = len({w.group for w in waits.values()}) > 2  # one call left out makes no such circle
+        head = f"{who} {in_order if several else 'wait for each other in different process groups'}."
         if (odd := _odd_by_number(states, stuck, circle)) is not None:
             victim, left = next((r, w) for r in circle for w, missing in stuck[r] if odd in missing)
             head = (
@@ -137,14 +139,14 @@ def _circle(stuck: _Stuck) -> tuple[int, ...]:
 
 
 def _odd_by_number(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> int | None:
-    """Who of a circle called another number of collectives than all who stand in the same one."""
+    """Who of a circle called one collective more or fewer than all who stand in the same one."""
     place = {rank: (waits[0][0].key, waits[0][0].seq) for rank, waits in stuck.items()}
     sizes = {r: _by_size(states, r) for r in states}
     for rank in circle:
         beside = [sizes[r] for r in place if r not in circle and place[r] == place[rank]]
         if beside and all(o == beside[0] for o in beside):
             common = sizes[rank].keys() & beside[0].keys()
-            if any(sizes[rank][size] != beside[0][size] for size in common):
+            if any(abs(sizes[rank][size] - beside[0][size]) == 1 for size in common):
                 return rank
     return None
 

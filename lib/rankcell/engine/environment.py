@@ -138,7 +138,7 @@ class Names:
         self.values.update(self._lent)
         shell.user_module, shell.user_ns = module, self.values
         self._known = {*sys.modules}
-        self._imported: dict[str, tuple[Any, float]] = {}  # modules of the learner's: how loaded, and their file's time
+        self._imported: dict[str, tuple[Any, bytes]] = {}  # modules of the learner's: how they were loaded, their text
 
     def lend(self, value: Any) -> None:
         """Let a function from the notebook use `rank`, `device`, `dist` and the like, as a cell does."""
@@ -169,13 +169,13 @@ class Names:
         for name in sys.modules.keys() - self._known:
             file = getattr(sys.modules[name], "__file__", None) or ""
             if not any(part in file for part in report.NOT_OURS) and Path(file).is_file():
-                self._imported[name] = sys.modules[name].__spec__, Path(file).stat().st_mtime
+                self._imported[name] = sys.modules[name].__spec__, Path(file).read_bytes()
         self._known = {*sys.modules}
-        for name, (spec, time) in self._imported.items():
+        for name, (spec, text) in self._imported.items():
             file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
             if file.is_file():
-                self._imported[name] = now, changed = sys.modules[name].__spec__, file.stat().st_mtime
-                if now is spec and changed != time:
+                self._imported[name] = now, changed = sys.modules[name].__spec__, file.read_bytes()
+                if now is spec and changed != text:
                     found.append(
                         f"{file.name} has changed since this rank loaded it: `importlib.reload({name})` in a rank "
                         "cell, or `%ranks restart`."
