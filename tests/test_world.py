@@ -109,6 +109,21 @@ def test_a_running_cell_shows_output_and_who_waits(four, tmp_path):
     assert go_on.exists(), seen
 
 
+def test_a_rank_that_compiles_says_so(four, tmp_path):
+    """The cell goes on once it was said."""
+    of_torch = f"import os, time\nwhile not os.path.exists('{tmp_path}/said'): time.sleep(0.01)"
+
+    def update(run, doing):
+        if doing == "ranks 0-3 compiling":
+            (tmp_path / "said").touch()
+
+    four.run(
+        f"exec(compile({of_torch!r}, '/torch/_dynamo/convert_frame.py', 'exec'))",
+        on_update=update,
+        timeout=60,
+    )
+
+
 def test_ranks_that_end_are_replaced_and_leave_nothing(four):
     with rankcell.Ranks(2) as ranks:
         ranks.run("x = 1")

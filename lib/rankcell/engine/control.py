@@ -89,11 +89,12 @@ class Control:
 def look(recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: str, ours: set[int | None]) -> Status:
     """What a rank is doing now, asked from another thread: one of `ours`, which never answer for the learner."""
     frame = _frames().get(main_thread)
-    top, line, file, joins = "", 0, "", _waits_for_a_thread(frame)
+    top, line, file, joins, compiles = "", 0, "", _waits_for_a_thread(frame), False
     synchronizes = bool(recorder.enqueues) and frame is not None and frame.f_code.co_name == "synchronize"
     while frame is not None:
         name = frame.f_code.co_filename
         top = top or name
+        compiles = compiles or name.endswith("/torch/_dynamo/convert_frame.py")
         # in a cell the cell's own line, also inside of a function from a file; in a script the innermost line
         if name.startswith("<cell") or "ipykernel_" in name or (not cell and kind_of(frame.f_code) is True):
             line, file = frame.f_lineno, file_of(frame.f_code)
@@ -101,8 +102,8 @@ def look(recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: s
         frame = frame.f_back
     waits, counts = recorder.status()
     return Status(
-        rank, cell, phase, line, file, joins=joins, synchronizes=synchronizes, waits=waits, counts=counts,
-        in_torch="/torch/" in top and not system.wants_a_core(), cpu=system.thread_cpu_seconds(main_thread),
+        rank, cell, phase, line, file, joins=joins, synchronizes=synchronizes, compiles=compiles, waits=waits,
+        counts=counts, in_torch="/torch/" in top and not system.wants_a_core(), cpu=system.thread_cpu_seconds(main_thread),
         switches=system.thread_switches(main_thread), calls=recorder.total,
         threads=threads(recorder, {main_thread, *ours}, busy=True),
     )  # fmt: skip

@@ -162,6 +162,7 @@ class Status:
     in_torch: bool = False  # its main thread stands in a file of torch, and no thread wants a core
     joins: bool = False  # its main thread waits for another thread, without a time limit
     synchronizes: bool = False  # its main thread waits for its device
+    compiles: bool = False  # torch.compile does, in its main thread
     cpu: float | None = None  # seconds that the main thread has used; None where nobody tells
     switches: int | None = None  # how often the main thread has left its core; None where nobody tells
     waits: tuple[Wait, ...] = ()

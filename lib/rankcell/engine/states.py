@@ -31,6 +31,7 @@ class State:
     other_threads: bool = False  # a thread of the learner communicates too: it could still answer
     why: str = ""  # "error", "lost", "still", and "absent" of a script: how; "finished": where it stands
     what: str = CELL
+    compiles: bool = False
 
     @property
     def standing(self) -> tuple[tuple[Wait, ...], ...]:
@@ -152,7 +153,7 @@ def summary(states: Sequence[State]) -> str:
         elif blocking:
             what = f"waiting in {blocking[0].op}"
         else:
-            what = "computing"
+            what = "compiling" if state.compiles else "computing"
         rows.setdefault(what, []).append(state.rank)
     return ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in rows.items())
 
@@ -176,5 +177,5 @@ def from_status(status: Status, before: Status | None) -> State:
     blocked = status.synchronizes or (status.in_torch and still)
     return State(
         status.rank, phase, status.waits, status.counts, status.calls, status.line, status.file, status.joins,
-        blocked_in_torch=blocked, other_threads=status.threads,
+        blocked_in_torch=blocked, other_threads=status.threads, compiles=status.compiles,
     )  # fmt: skip
