@@ -6,8 +6,10 @@ from torch import nn
 
 import rankcell
 from rankcell import RankError, check
+from rankcell.compare.comparison import Row
 from rankcell.compare.judge import NothingToCompare
 from rankcell.compare.trace import Trace, TraceTooLarge
+from rankcell.compare.wording import said
 
 COMMON = """
 import math
@@ -583,3 +585,13 @@ def test_the_limit_of_a_trace_is_a_gib():
                 pass
     with pytest.raises(TypeError, match="needs a module"):
         rankcell.trace(3)
+
+
+def test_a_gradient_that_the_loss_sends_back_wrong_asks_about_its_collectives():
+    row = Row("", "grad_output", 0, "other numbers", "none", (0, 1))
+    text = said(row, used_as_whole=False, begins=True, holders=(), mesh={}, ranks={0, 1}).says
+    assert (
+        "look at the loss" in text
+        and "summed again on the way back" in text
+        and "send gradients back?" in text
+    )

@@ -39,9 +39,8 @@ class Beside:
         inside = f"{row.name}." if row.name else ""
         for r in self._buffers() if row.kind == "output" and row.status == "none" and not row.says else ():
             if r.name.startswith(inside) and r.step <= row.step and {*r.ranks} & {*row.ranks}:
-                says = f"the output fits no layout on {name_ranks(row.ranks)} ({row.layout}), and all before it does: "
-                says += "look at the forward here: afterwards " if r.step == row.step else ""
-                return replace(row, says=f"{says}its buffer `{r.name.removeprefix(inside)}` {r.layout}")
+                when = "afterwards " if r.step == row.step else ""
+                return replace(row, clue=f"{when}its buffer `{r.name.removeprefix(inside)}` {r.layout}")
         return row
 
     def _was_right(self, wrong: Row) -> bool:

@@ -23,9 +23,12 @@ def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
     outputs = [r for r in rows if r.kind == "output" and r.status != "skipped"]
     if not wrong and (trained or not outputs or outputs[-1].status not in ("none", "uncovered")):
         return None
-    if 2 * sum(r.status == "uncovered" for r in outputs) < len(outputs):
-        # rows that look alike were taken for one another
-        rows = [replace(r, status="patchy") if r.status == "uncovered" else r for r in rows]
+    shares: dict[int, list[bool]] = {}
+    for r in outputs:
+        shares.setdefault(r.step, []).append(r.status == "uncovered")
+    # where few outputs of a step are, rows that look alike were taken for one another
+    doubtful = [step for step, share in shares.items() if 2 * sum(share) < len(share)]
+    rows = [replace(r, status="patchy") if r.status == "uncovered" and r.step in doubtful else r for r in rows]
     for row in rows:
         if not _explains(row, rows, wrong):
             continue

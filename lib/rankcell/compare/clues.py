@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 
 from ..results import name_ranks, name_some
-from .blame import between
+from .blame import between, right_elsewhere
 from .comparison import Row
 from .layouts import SeenPlaces
-from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls
-from .wording import bias_words, times_words
+from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
+from .wording import BEFORE, bias_words, times_words
 
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
+ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
+ANOTHER = (
+    "and not made of `.grad`: is what it is made of that of all ranks, and the norm by which that is clipped, too?"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     """The row to blame with what is told of it; where it is a sum that may be used as whole, the first wrong one behind
     it, if that is the whole sum and something else.
     """
+    if says := _of_stages(row, rows):
+        return replace(row, says=says), used_as_whole
     at = next(i for i, r in enumerate(rows) if r.key == row.key)
     behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
     wrong = next(behind, row) if used_as_whole else row
@@ -65,12 +71,28 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     return replace(row, says=says, clue=clue or row.clue or between(row, rows)), False
 
 
+def _of_stages(row: Row, rows: Sequence[Row]) -> str:
+    """What is said of gradients that are multiplied once more on each stage of a pipeline; "" if they are not."""
+    scaled = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status == "scaled"]
+    stages = {r.ranks: r.factor for r in scaled}
+    powers = {ranks: row.factor**n for n, ranks in enumerate(stages, 1)}
+    if not row.factor or any(abs(r.factor / powers[r.ranks] - 1) > CLOSE for r in scaled) or len(powers) < 2:
+        return ""
+    each = ", ".join(f"{times_words(k)} it on {name_ranks(ranks)}" for ranks, k in stages.items())
+    right = "".join(f", right on {name_ranks([*who])}" for who in [right_elsewhere(row, rows)] if who)
+    return f"multiplied once more on each stage on the way back: {each}{right}"
+
+
 def _told(judge: Any, row: Row) -> tuple[str, str]:
     """What says all, and what says more, of a tensor that fits nowhere on some ranks; the judge has seen all."""
     is_update = row.kind == "grad" or (row.kind == "parameter" and row.step)
     if is_update or (lost := judge.lost(row)) is None:
         return "", ""
     reference, tried = lost
+    if row.clue:  # a buffer of its own is wrong, too
+        counts = [p.shape[0] for p, _ in tried]
+        ask = f". The ranks hold {', '.join(map(str, counts))} samples: is each weighed by its number?"
+        return "", row.clue + ask if len({*counts}) > 1 else row.clue
     dense = {n: es for (k, n, s, _), es in judge.dense.items() if (k, s) == (row.kind, row.step) and n != row.name}
     if row.kind == "parameter":
         weights = {n: matrix_of(es[0]) for n, es in dense.items()}
@@ -195,6 +217,46 @@ def _of_weights(lost: Sequence[Piece], reference: Reference, weights: Mapping[st
     if first.std() > 0 and all(np.isin(p.matrix, reference.matrix).all() for p in lost):
         return "the same numbers in other places: transposed, interleaved or cut otherwise?"
     return ""
+
+
+def set_aside(judge: Any, rows: Sequence[Row]) -> list[Row]:
+    """The rows, without gradients that no optimizer steps on: their signs are not those of one process, and those of
+    the update are. Optimizers that shard their states leave such behind.
+    """
+    lost = [r for r in rows if r.kind == "grad" and r.status == "none"]
+    updates = {(r.name, r.step - 1): r for r in rows if r.kind == "parameter"}
+    votes: dict[int, list[bool]] = {}
+    for r in lost:
+        votes.setdefault(r.step, []).extend(_as_in_one(judge, r))
+    changed = {}
+    for r in lost:
+        update = updates.get((r.name, r.step))
+        if update is None or len(votes[r.step]) < ENOUGH or np.mean(votes[r.step]) < SURE:
+            continue
+        if update.status not in ("fits", "skipped"):
+            if r.step or update.status == "missing" or update.layout == BEFORE:
+                continue
+            says = f"{name_ranks(update.ranks)}: the update is not right ({update.layout}), {ANOTHER}"
+            changed[update.key] = replace(update, says=says)
+        changed[r.key] = r.found("skipped", "not what is stepped on")
+    return [changed.get(r.key, r) for r in rows]
+
+
+def _as_in_one(judge: Any, row: Row) -> list[bool]:
+    """Of numbers of a gradient whose sign is another than in one process: whether their update goes as there."""
+    keys = [("grad", row.name, row.step, 0), *(("parameter", row.name, row.step + n, 0) for n in (0, 1))]
+    if any(key not in judge.dense or key not in judge.ranks for key in keys):
+        return []
+    whole, before, after = (matrix_of(judge.dense[key][0]) for key in keys)
+    wanted = after - before if row.step else -whole  # later steps have a memory
+    ours = [{rank: matrix_of(e) for rank, e in judge.ranks[key]} for key in keys]
+    found: list[bool] = []
+    for own, before, after in ([of.get(rank, whole[:0]) for of in ours] for rank in row.ranks):
+        if own.shape == before.shape == after.shape == whole.shape:
+            size = np.minimum(*(np.abs(g) / max(typical(g), 1e-30) for g in (own, whole)))
+            odd = (own * whole < 0) & (size > ROUNDED) & (after != before)
+            found += [*((after - before) * wanted > 0)[odd]]
+    return found
 
 
 def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:

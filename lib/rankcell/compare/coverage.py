@@ -1,9 +1,12 @@
 """Whether pieces that all lie in a tensor make up all of it: some rows may be on no rank, or on too many."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from ..results import name_ranks
 from .comparison import FINAL, Row
 from .reference import Fit, Piece, Reference, typical
 from .wording import REORDERED, cut_words
@@ -45,7 +48,28 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
             layout = f"{layout}; {several} of {len(rows)} rows {most} times"
             says = f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more"
             return row.found("uncovered", layout, says=says)
+    blocks = [(f.rows, f.columns) for f in fits if f.rows is not None and f.columns is not None]
+    if row.kind == "output" and sure and len(blocks) == len(fits):
+        lacks = np.ones((reference.n, reference.f))
+        for block in blocks:
+            lacks[np.ix_(*block)] = 0
+        if lacks.any():
+            share = f"{lacks.mean():.0%} of it"
+            says = f"each rank has its own features of its own rows only, and {share} is on no rank: what is put "
+            says += "together from these ranks belongs to different samples or positions"
+            return row.found("patchy", f"{layout}; {share} nowhere", says=says)
     return row.found("fits", layout)
+
+
+def moved(row: Row, rows_of: Mapping[tuple[str, str, int], Mapping[int, Any]]) -> Row:
+    """The row of an output; with what to look at if some ranks have other rows than in the step before."""
+    before = rows_of.get((row.name, row.kind, row.step - 1), {})
+    others = [r for r, rows in rows_of[row.key].items() if r in before and not np.array_equal(rows, before[r])]
+    if row.kind != "output" or row.status != "uncovered" or not others or 2 * len(others) > len(before):
+        return row
+    who = name_ranks(others)
+    says = f"other rows of the batch on {who} than in step {row.step}: look at the data that {who} is given"
+    return replace(row, ranks=tuple(others), says=f"{says} ({row.says.partition(':')[0]})")
 
 
 def _is_whole_gap(rows: np.ndarray, shape: tuple[int, ...]) -> bool:

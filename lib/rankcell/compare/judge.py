@@ -16,7 +16,7 @@ from . import clues, layouts
 from .beside import Beside
 from .blame import first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
-from .coverage import ROUNDED, are_near, covered
+from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
 from .wording import ALIKE, BEFORE, UNEVEN, partial_words, said, times_words
@@ -40,7 +40,7 @@ def compare(
     if mesh is not None and places != run.world_size:
         raise NothingToCompare(f"The mesh {dict(mesh)} has {places} places, and the Run has {run.world_size} ranks.")
     judge = Judge(dense, ranks, mesh)
-    rows = judge.rows()
+    rows = clues.set_aside(judge, judge.rows())
     if not rows:
         some = sorted({name for _, name, *_ in ranks})[:4]
         raise NothingToCompare(
@@ -120,6 +120,7 @@ class Judge:
         self.stages: set[tuple[str, int]] = set()  # modules of which a rank has some inner ones only
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
         self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
+        self.rows_of: dict[tuple[str, str, int], dict[int, Any]] = {}  # by the key of a Row: rank -> a Map or None
         self.has_dropout = any(
             e.mask and e.mask not in {d.mask for d in dense.get(key, ())}
             for key, pairs in ranks.items()
@@ -319,7 +320,8 @@ class Judge:
         factors = [fit.factor for _, fit in placed]
         worst = max(factors, key=lambda k: abs(k - 1))
         if worst == 1.0:
-            return covered(row, reference, shape, placed)
+            self.rows_of[row.key] = {p.rank: fit.rows for p, fit in placed if fit.sure}
+            return moved(covered(row, reference, shape, placed), self.rows_of)
         wrong = tuple(sorted({p.rank for p, fit in placed if fit.factor != 1.0}))
         if row.kind != "grad_output":  # there the losses of all ranks count together
             factors = [factor for factor in factors if factor != 1.0]
