@@ -292,7 +292,7 @@ def noted():
         right,
         "model.seen[1] += rank % 2\nmodel.forward = lambda x: model.first(x) * model.scale + model.seen[1]",
     )
-    assert "its buffer `seen` has other numbers on ranks 1, 3" in verdict.text
+    assert "buffer `seen` has other numbers on ranks 1, 3" in verdict.text
 
 
 def test_each_optimizer_has_its_own_gradients_and_may_step_on_copies(four):

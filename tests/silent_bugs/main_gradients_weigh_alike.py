@@ -11,8 +11,8 @@ says: the losses of ranks 0-3 do not count alike
 # %% ranks
 model = gpt()
 parameters = list(model.parameters())
-masters = [nn.Parameter(p.detach().clone()) for p in parameters]
-optimizer = adam(nn.ParameterList(masters))
+flat = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
+optimizer = torch.optim.AdamW([flat], 1e-3)
 texts, targets = (t.split([3, 1, 2, 2])[rank] for t in (x, y))
 
 
@@ -22,11 +22,10 @@ def step():
     loss.backward()
     share = len(texts) / 8
     share = 1 / 4  # broken
-    for master, p in zip(masters, parameters, strict=True):
-        master.grad = p.grad * share
-        dist.all_reduce(master.grad)
+    flat.grad = torch.cat([p.grad.flatten() for p in parameters]) * share
+    dist.all_reduce(flat.grad)
     optimizer.step()
     with torch.no_grad():
-        for master, p in zip(masters, parameters, strict=True):
-            p.copy_(master)
+        for p, new in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.copy_(new.view_as(p))
     return loss.item()
