@@ -171,7 +171,7 @@ SAYS = (
     (
         f"model = gpt()\ndef backward():\n    own(){ADD}\n        p.grad /= 2 if rank == 1 else 4",
         "grad (1,)",
-        "2 times the dense gradient on rank 1: the gradients of ranks 0, 2, 3 are right: is the loss scale the same?",
+        "2 times the dense gradient on rank 1: the gradients of ranks 0, 2, 3 are right: is the loss scale the same",
     ),
 )
 

@@ -98,7 +98,7 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
     sizes = {size: axis for axis, size in mesh.items()}
     k = row.factor
     if others and row.kind == "grad":
-        hint = f"the gradients of {name_ranks(others)} are right: is the loss scale the same?"
+        hint = f"the gradients of {name_ranks(others)} are right: is the loss scale the same, or what they send scaled?"
     elif abs(k - round(k)) < 1e-3 and k > 1:
         over = f" over {sizes[round(k)]}" if round(k) in sizes else ""
         hint = (
