@@ -111,8 +111,7 @@ def rounds(plan: Schedule) -> dict[Action, int]:
     done: dict[Action, int] = {}
     left, now = [deque(actions) for actions in plan.actions], 0
     while following := [actions[0] for actions in left if actions]:
-        ready = [action for action in following if all(n in done for n in plan.needs(action))]
-        if not ready:
+        if not (ready := [action for action in following if all(n in done for n in plan.needs(action))]):
             waits = ((a, [str(n) for n in plan.needs(a) if n not in done]) for a in following)
             lines = (f"  rank {plan.homes[a.stage]} is at {a} and waits for {' and '.join(ns)}" for a, ns in waits)
             raise ScheduleError("\n".join(["The schedule never ends:", *lines]))

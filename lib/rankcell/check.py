@@ -102,8 +102,7 @@ def sharded(
     difference. No dim adds up partial sums: add them before.
     """
     dense = _array(whole)
-    missing = [rank for rank, part in enumerate(parts) if part is None]
-    if missing:
+    if missing := [rank for rank, part in enumerate(parts) if part is None]:
         _fail(f"{name}: there is none on {name_ranks(missing)}.")
     expected = [dense] * len(parts) if dim is None else np.array_split(dense, len(parts), axis=dim)
     whose = "all of the dense tensor" if dim is None else "its part of the dense tensor"

@@ -145,8 +145,7 @@ def find_of_cell(name: str, is_class: bool) -> Any:
     """What a cell defined under `name`, in a process that a rank has started; if it has none, a stand-in that says so
     when it is used: an error while a task is read would end the process, and a Pool starts the next one for ever.
     """
-    found = getattr(sys.modules["__main__"], name, None)
-    if found is not None:
+    if (found := getattr(sys.modules["__main__"], name, None)) is not None:
         return found
 
     def stand_in(*_: Any, **__: Any) -> Any:
@@ -242,14 +241,12 @@ def rank_error(run: Run) -> RankError:
     same = [r for r in run.failed if str(r.error) == str(first.error)]
     alike = " alike" if len(same) > 1 else " first" if len(run.failed) > 1 else ""
     lines = [f"{name_ranks([r.rank for r in same])} of {run.world_size} failed{alike}: {first.error}"]
-    victims = [r.rank for r in run.failed if r.error and r.error.caused_by_abort and r not in same]
-    if victims:
+    if victims := [r.rank for r in run.failed if r.error and r.error.caused_by_abort and r not in same]:
         were = "was" if len(victims) == 1 else "were"
         lines.append(f"  {name_ranks(victims)} waited for it and {were} freed (`error.run.ranks[r].error`)")
     others = [r for r in run.failed if r not in same and r.rank not in victims]
     lines += [f"  rank {r.rank} failed too: {r.error}" for r in others]
-    frames = describe_frames(first.error)
-    if frames:
+    if frames := describe_frames(first.error):
         lines += ["", frames]
     lines += _causes(first.error)
     lines += [f"\n{note}" for note in first.error.notes]

@@ -99,18 +99,10 @@ ETHERNET: Mapping[int, Speed] = {int(g): s for g, s in _table("ethernet").items(
 ON_CHIP: Mapping[str, Speed] = _table("on_chip", READ_AND_WRITE)
 HBM: Mapping[str, Speed] = _table("hbm", READ_AND_WRITE)
 HOST_MEMORY = _table("host", READ_AND_WRITE)["EPYC 7003"]
-GPUS: Mapping[str, GPU] = {
-    name: GPU(
-        name,
-        facts["memory_gb"] * 1e9,
-        _speed(facts["memory"], READ_AND_WRITE),
-        NVLINK[facts["nvlink"]],
-        PCIE[facts["pcie"]],
-        facts["flops"],
-        INFINIBAND.get(facts.get("network", "")),
-    )
-    for name, facts in _FACTS["gpus"].items()
-}
+GPUS: dict[str, GPU] = {}
+for _name, _of in _FACTS["gpus"].items():
+    _rest = NVLINK[_of["nvlink"]], PCIE[_of["pcie"]], _of["flops"], INFINIBAND.get(_of.get("network", ""))
+    GPUS[_name] = GPU(_name, _of["memory_gb"] * 1e9, _speed(_of["memory"], READ_AND_WRITE), *_rest)
 # What others measured, and the published rate beside it.
 REPORTED: Mapping[str, tuple[Speed, Speed]] = {
     name: (speed, _table(_FACTS["reported"][name]["of"][0])[_FACTS["reported"][name]["of"][1]])

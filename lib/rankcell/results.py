@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
@@ -356,16 +357,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
     ranks = sorted(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    parts, i = [], 0
-    while i < len(ranks):
-        j = i
-        while j + 1 < len(ranks) and ranks[j + 1] == ranks[j] + 1:
-            j += 1
-        if j - i >= 2:
-            parts.append(f"{ranks[i]}-{ranks[j]}")
-        else:
-            parts += [str(r) for r in ranks[i : j + 1]]
-        i = j + 1
+    parts: list[str] = []
+    for _, numbered in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        row = [rank for _, rank in numbered]
+        parts += [f"{row[0]}-{row[-1]}"] if len(row) > 2 else map(str, row)
     return "ranks " + ", ".join(parts)
 
 

@@ -137,8 +137,7 @@ def length(events: Iterable[Event]) -> float:
 
 def idle_share(events: Iterable[Event]) -> float:
     """The bubble, measured or predicted: which share of all ranks' time no action ran, from 0 to 1."""
-    chosen = [e for _, e in actions_of(events)]
-    if not chosen:
+    if not (chosen := [e for _, e in actions_of(events)]):
         raise ValueError("None of these events is an action of a pipeline, such as 1F0.")
     ranks = len({e.rank for e in chosen})
     return 1 - sum(e.seconds for e in chosen) / (ranks * length(chosen))

@@ -158,7 +158,7 @@ class Device:
             raise ValueError(f"A copy goes to 'device' or to 'host', not to {to!r}.")
         engine = "H2D" if to == "device" else "D2H"
         time = nbytes / (self.pinned_rate if pinned else self.pageable_rate) if seconds is None else seconds
-        job = self._enqueue(self._current, f"copy {engine}", "copy", engine, time, reads, writes, nbytes)
+        job = self._enqueue(self._current, f"copy {engine}", "copy", engine, time, reads, writes, nbytes=nbytes)
         if not (pinned and non_blocking):
             self._host_waits(frozenset({job}), "copy")
 
@@ -243,17 +243,10 @@ class Device:
     # Inside
 
     def _enqueue(
-        self,
-        stream: Stream,
-        name: str,
-        kind: str,
-        engine: str,
-        seconds: float,
-        reads: Names,
-        writes: Names,
-        nbytes: int = 0,
+        self, stream: Stream, name: str, kind: str, engine: str, seconds: float, *touches: Names, nbytes: int = 0
     ) -> int:
-        start, touched = self.now, (self._touch(reads), self._touch(writes))
+        """`touches`: the buffers that it reads, and those that it writes."""
+        start, touched = self.now, [*map(self._touch, touches)]
         self.now += self.launch
         if self.launch:
             self._note_host(f"launch {name}", start, HOST)

@@ -16,8 +16,7 @@ def _ranks(text: str) -> list[int]:
     """Ranks from "2", "0,2" or "0-2"."""
     found: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
-        if not match:
+        if not (match := re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)):
             raise argparse.ArgumentTypeError(f"{text!r} names no ranks. Write 2, or 0,2, or 0-2.")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return found

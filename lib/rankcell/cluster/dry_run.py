@@ -100,8 +100,7 @@ def read_array(array: str | None) -> tuple[list[int | None], str]:
 def read_minutes(limit: str | None) -> float | None:
     """The minutes of a limit such as "90", "15:00" or "1-12", or None."""
     days, hyphen, rest = (limit or "").rpartition("-")
-    numbers = [int(n) for n in rest.split(":") if n.isdigit()]
-    if not numbers:
+    if not (numbers := [int(n) for n in rest.split(":") if n.isdigit()]):
         return None
     at = numbers if hyphen or len(numbers) == 3 else [0, *numbers]
     hours, minutes, seconds = (at + [0, 0, 0])[:3]

@@ -41,13 +41,9 @@ class Table:
     def __repr__(self) -> str:
         rows = [self.header, *(tuple(c if isinstance(c, str) else c[0] for c in row) for row in self.rows)]
         widths = [max(len(row[k]) for row in rows) for k in range(len(self.header))]
-        return "\n".join(
-            "  ".join(
-                text.rjust(w) if name in self.right else text.ljust(w)
-                for text, w, name in zip(row, widths, self.header, strict=True)
-            ).rstrip()
-            for row in rows
-        )
+        sides = [str.rjust if name in self.right else str.ljust for name in self.header]
+        padded = ([side(text, w) for side, text, w in zip(sides, row, widths, strict=True)] for row in rows)
+        return "\n".join("  ".join(texts).rstrip() for texts in padded)
 
     def _repr_html_(self) -> str:
         def row_of(tag: str, cells: Iterable[str | tuple[str, str]]) -> str:

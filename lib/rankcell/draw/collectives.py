@@ -287,8 +287,7 @@ def _blocks(at: _Places, x: float, y: float, blocks: Sequence[_Block], none: str
     marks = []
     for block in blocks:
         width = at.cell * len(block.numbers)
-        untouched = block.numbers and all(map(math.isnan, block.numbers))
-        if untouched:
+        if untouched := block.numbers and all(map(math.isnan, block.numbers)):
             marks.append(rect(x, y, width, CELL, stroke=MUTED, dash="4 4"))
             texts, step = [nothing], width
         else:

@@ -9,14 +9,7 @@ from ..results import KINDS, Memory
 from .parts import EDGE, WIDTH, Axis, heading, key, swatch, text_width, ticks_beside
 from .svg import INK, MUTED, Figure, drawing, format_bytes, label, line
 
-# From the bottom of the pile to its top.
-COLOURS = {
-    "parameters": "#0072b2",
-    "gradients": "#e69f00",
-    "optimizer": "#009e73",
-    "activations": "#cc79a7",
-    "rest": "#bbbbbb",
-}
+COLOURS = dict(zip(KINDS, ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#bbbbbb"), strict=True))
 _HEIGHT = 420  # px, of a picture without a title
 
 

@@ -38,10 +38,8 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
         sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
         raise ValueError(f"{sides} = {n}, but there are {run.world_size} ranks. Give the mesh of that run.")
     calls = _calls(run.events if isinstance(run, Run) else run, found, n)
-    panels = [
-        (f"{name}: {len(of)} group{'s' * (len(of) > 1)} of {len(of[0])}", of, calls.get(name, []))
-        for name, of in found.items()
-    ]
+    heads = {name: f"{name}: {len(of)} group{'s' * (len(of) > 1)} of {len(of[0])}" for name, of in found.items()}
+    panels = [(heads[name], of, calls.get(name, [])) for name, of in found.items()]
     if calls.get(_REST):
         panels.append((_REST, [tuple(range(n))], calls[_REST]))
     said = [f"{head}: {'; '.join(text for _, text in lines) or 'nothing sent'}." for head, _, lines in panels]

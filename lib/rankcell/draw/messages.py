@@ -37,8 +37,7 @@ def steps(run: Run | Iterable[Event], *, title: str = "") -> Frames:
     What could travel together is in one step: a message comes later than those its sender had sent and received
     before, and those its receiver had received. Numbers that changed are striped in the colours of their ranks.
     """
-    found = _in_steps(pairs(list(run.events if isinstance(run, Run) else run)))
-    if not found:
+    if not (found := _in_steps(pairs(list(run.events if isinstance(run, Run) else run)))):
         raise ValueError("This run holds no send that was received. Collectives: draw.collectives.steps.")
     longest = max(len(_watched(e).before) for m in found for e in (m.sent, m.came))
     if longest > MAX_NUMBERS:

@@ -57,16 +57,10 @@ def groups(run: Run) -> list[list[RankResult]]:
     """The ranks that ran, in order of their lowest rank, together where they said the same."""
     found: dict[Any, list[RankResult]] = {}
     for result in run.ran:
-        said = (
-            result.state,
-            shorten(apply_carriage_returns(result.stdout)),
-            shorten(apply_carriage_returns(result.stderr)),
-            result.order,
-            tuple((d.stdout_offset, _freeze(d.data)) for d in result.displays),
-            _freeze(result.data),
-            repr(result.value) if isinstance(result.value, NotSent) else "",
-            _state(result),
-        )
+        texts = (shorten(apply_carriage_returns(text)) for text in (result.stdout, result.stderr))
+        shown = tuple((d.stdout_offset, _freeze(d.data)) for d in result.displays)
+        value = repr(result.value) if isinstance(result.value, NotSent) else ""
+        said = (result.state, *texts, result.order, shown, _freeze(result.data), value, _state(result))
         found.setdefault(said, []).append(result)
     return list(found.values())
 
@@ -95,16 +89,12 @@ def apply_carriage_returns(text: str) -> str:
 
 def shorten(text: str) -> str:
     """Head and tail of a long text, with the number of lines left out between them."""
-    lines = text.split("\n")
-    if lines[-1] == "":
-        lines.pop()
+    lines = text.removesuffix("\n").split("\n")
     if len(lines) > HEAD + TAIL + 5:
         left_out = len(lines) - HEAD - TAIL
         lines = [*lines[:HEAD], f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...", *lines[-TAIL:]]
-    return "\n".join(
-        line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}... ({len(line) - MAX_LINE:,} more characters)"
-        for line in lines
-    )
+    cut = ((line, len(line) - MAX_LINE) for line in lines)
+    return "\n".join(f"{line[:MAX_LINE]}... ({n:,} more characters)" if n > 0 else line for line, n in cut)
 
 
 def _heading(group: Sequence[RankResult]) -> str:
@@ -140,16 +130,11 @@ def _pieces(result: RankResult) -> list[tuple[str, Any]]:
     at = 0
     for place, kind, what in sorted(marks, key=lambda mark: mark[0]):
         place = min(max(place, at), len(out))
-        pieces.append(("out", _text(out[at:place])))
-        pieces.append((kind, what if kind == "display" else _text(what)))
+        pieces += [("out", _text(out[at:place])), (kind, what if kind == "display" else _text(what))]
         at = place
-    pieces.append(("out", _text(out[at:])))
-    pieces.append(("err", _text(err)))
-    if result.data:
-        pieces.append(("value", Display(result.data)))
-    if isinstance(result.value, NotSent) and not result.data:
-        pieces.append(("value", Display({"text/plain": result.value.text})))
-    return pieces
+    data = {"text/plain": result.value.text} if isinstance(result.value, NotSent) else {}
+    value = [("value", Display(result.data or data))] if result.data or data else []
+    return [*pieces, ("out", _text(out[at:])), ("err", _text(err)), *value]
 
 
 def _text(raw: bytes) -> str:

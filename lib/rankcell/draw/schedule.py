@@ -44,8 +44,7 @@ def grid(what: Schedule | Run | Iterable[Event], over: Iterable[Event] = (), *, 
     in_units = isinstance(what, Schedule)
     if isinstance(what, Schedule):
         what = schedules.predict(what, forward=1 / what.chunks, backward=2 / what.chunks)
-    found = schedules.actions_of([*(what.events if isinstance(what, Run) else what), *over])
-    if not found:
+    if not (found := schedules.actions_of([*(what.events if isinstance(what, Run) else what), *over])):
         raise ValueError(
             'There is nothing to draw: no event is named after an action, such as "1F0". Mark each with '
             "`rankcell.span`."

@@ -44,8 +44,7 @@ def located(
     for rank, own in enumerate(parts):
         for matrix, mine in own.items():
             (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
-            place = _place(mine, whole[matrix])
-            if place is None and (rows, columns) != of:
+            if (place := _place(mine, whole[matrix])) is None and (rows, columns) != of:
                 raise ValueError(
                     f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
                     f"and the part is nowhere in it. A partial sum would have the shape of the whole."

@@ -38,8 +38,7 @@ def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
 def _draws(named: Mapping[str, Iterable[Event]]) -> list[Figure]:
     """A picture by title, all with the same rows and the same length of time."""
     runs = {title: sorted(events, key=lambda e: (e.start, e.rank)) for title, events in named.items()}
-    every = [e for events in runs.values() for e in events]
-    if not every:
+    if not (every := [e for events in runs.values() for e in events]):
         raise ValueError("There is nothing to draw: nothing was enqueued.")
     names = dict(sorted({e.rank: e.group for e in reversed(every)}.items()))
     return [_draw(events, names, max(e.end for e in every), title) for title, events in runs.items()]

@@ -16,15 +16,13 @@ from xml.sax.saxutils import escape
 COLOURS = {
     "compute": "#999999",
     "wait": "#e3e3e3",
-    "send": "#e69f00",
-    "recv": "#e69f00",
+    **dict.fromkeys(("send", "recv"), "#e69f00"),
     "all_reduce": "#0072b2",
     "reduce_scatter": "#56b4e9",
     "all_gather": "#009e73",
     "broadcast": "#cc79a7",
     "reduce": "#882255",  # of another palette (Tol's): Okabe and Ito have eight
-    "scatter": "#d55e00",
-    "gather": "#d55e00",
+    **dict.fromkeys(("scatter", "gather"), "#d55e00"),
     "all_to_all": "#f0e442",
     "barrier": "#444444",
 }
@@ -76,10 +74,8 @@ class Frames:
     def _repr_html_(self) -> str:
         # the pictures share most of their marks: each mark is stored once, a picture as a list of numbers
         parts: dict[str, int] = {}
-        frames = [
-            [parts.setdefault(mark, len(parts)) for mark in re.split("(?<=>)(?=<)", figure.svg)]
-            for figure in self.figures
-        ]
+        marks = (re.split("(?<=>)(?=<)", figure.svg) for figure in self.figures)
+        frames = [[parts.setdefault(mark, len(parts)) for mark in of] for of in marks]
         data: dict[str, object] = {"name": self.name, "parts": list(parts), "frames": frames}
         data |= {"alts": [f.alt for f in self.figures], "labels": self.labels, "still": self.still}
         stored = json.dumps(data).replace("</", "<\\/")

@@ -46,8 +46,7 @@ def timeline(run: Run | Iterable[Event], *, title: str = "") -> Figure:
     Raises:
         ValueError: there are no events.
     """
-    events = sorted(run.events if isinstance(run, Run) else run, key=lambda e: (e.start, e.rank))
-    if not events:
+    if not (events := sorted(run.events if isinstance(run, Run) else run, key=lambda e: (e.start, e.rank))):
         raise ValueError("There is nothing to draw: no rank computed in a span or communicated.")
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
     ready = {_meeting(e): e.start for e in events}  # of the last rank to call it: before that nobody can finish

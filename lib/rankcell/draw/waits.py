@@ -31,8 +31,7 @@ def waits(run: Run) -> Figure:
     Raises:
         ValueError: the cell came to its end by itself, so that nobody waits.
     """
-    standings = sorted(run.standstill, key=lambda s: s.rank)
-    if not standings:
+    if not (standings := sorted(run.standstill, key=lambda s: s.rank)):
         raise ValueError(
             "Nothing to draw: this run has no standstill, its cell came to an end by itself. "
             "Keep the run of the cell that hangs: `%%ranks 4 -o run`, then waits(run)."

@@ -77,8 +77,7 @@ class Cell:
             task = replace(self._task, began=self._task.began + offset)
             mine = [rank for rank in self._members if offsets[rank] == offset]
             host.send(mine, pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
-        cause = self._wait(interrupted)
-        if cause is not None:
+        if (cause := self._wait(interrupted)) is not None:
             self._free(wanted=not isinstance(cause, errors.Deadlock))
         return self._ending(cause)
 
@@ -135,8 +134,7 @@ class Cell:
         states = []
         for rank, part in sorted(received.items()):
             before = self._workers.counts.get(rank, {})
-            status = answers.get(rank)
-            if status is not None and part.runs and status.cell != self._task.cell:
+            if (status := answers.get(rank)) is not None and part.runs and status.cell != self._task.cell:
                 status = None  # it has not taken the task up: what it says is about the cell before
             if not part.runs:
                 states.append(_with_threads(State(rank, "absent", counts=before), status))
@@ -211,14 +209,9 @@ class Cell:
         now = {**earlier, **{rank: state.counts for rank, state in states.items()}}
         # a message that a rank has not taken, because it raised, would be taken for the next one
         left_over = bool(run.failed) and under_way(now.values()) != under_way(earlier.values())
-        broken = (
-            cause is not None
-            or left_over
-            or bool(lost or unmatched or left)
-            or any(state.broken for state in states.values())
-            or any(r.mismatch for r in run.ranks)
-            or len({state.group for state in states.values()}) > 1
-        )
+        broken = cause is not None or bool(left_over or lost or unmatched or left)
+        broken = broken or any(r.mismatch for r in run.ranks) or any(state.broken for state in states.values())
+        broken = broken or len({state.group for state in states.values()}) > 1
         replaced = all(self._workers.host.reachable(rank) for rank in lost)
         error = what_went_wrong(run, cause, unmatched, self._task.pull, replaced=replaced)
         for name, ranks in errors.missing_names(run).items():
@@ -233,10 +226,8 @@ class Cell:
 
     def _unmatched(self, states: Mapping[int, RankState]) -> str | None:
         """A sentence, if some ranks called more than others."""
-        counts = {
-            rank: states[rank].counts if rank in states else self._workers.counts.get(rank, {})
-            for rank in self._workers.received
-        }
+        known = self._workers.counts | {rank: state.counts for rank, state in states.items()}
+        counts = {rank: known.get(rank, {}) for rank in self._workers.received}
         working = [rank for rank, state in states.items() if state.threads]  # may have called more since
         if working:
             later: dict[int, Status | None] = self._workers.ask(working, "status", wait=0.5)
@@ -245,10 +236,9 @@ class Cell:
 
     def _run(self, *, live: bool) -> Run:
         """The run when the cell is over, or so far."""
-        workers, results, pulled = self._workers, [], {}
-        for rank, received in sorted(workers.received.items()):
-            node = workers.host.place_of(rank)[2]
-            results.append(received.result(rank, node, live=live))
+        workers, pulled = self._workers, {}
+        nodes = {rank: workers.host.place_of(rank)[2] for rank in sorted(workers.received)}
+        results = [workers.received[rank].result(rank, node, live=live) for rank, node in nodes.items()]
         if not live:
             done = [r.done for r in workers.received.values() if r.done and r.done.result.error is None]
             pulled = {name: [unpack(d.state.pulled[name]) for d in done] for name in self._task.pull}
@@ -294,8 +284,7 @@ def what_went_wrong(
         error.add(f"The tensors that {name_ranks(summing)} were summing may hold parts of the sum: make them anew.")
     if hidden := _hidden(run):
         error.add(hidden)
-    ended = [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]
-    if ended:
+    if ended := [r.rank for r in run.ran if r.state == "lost" and r.error and r.error.caused_by_abort]:
         were = "was" if len(ended) == 1 else "were"
         error.add(f"{name_ranks(ended)} did not react and {were} replaced: names defined there are gone.")
     return error

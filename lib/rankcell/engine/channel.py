@@ -200,8 +200,7 @@ def write_key(key: bytes, port: int, **more: Any) -> Path:
 def _exactly(sock: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        part = sock.recv(size - len(data))
-        if not part:
+        if not (part := sock.recv(size - len(data))):
             raise EOFError("the other end of the connection is gone")
         data += part
     return data

@@ -87,11 +87,8 @@ def _shared(world_size: int, machine: Machine, note: str) -> Choice:
     time.
     """
     shared = -(-world_size // machine.gpus)
-    environment = {
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MAX_CTAS": str(max(1, CTAS // shared)),
-    }
+    ctas = str(max(1, CTAS // shared))
+    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": ctas}
     if machine.mps:
         return Choice("cuda", "nccl", f"{note} side by side (CUDA MPS)", "", shared, environment)
     better = (
@@ -127,8 +124,7 @@ def nccl_version() -> tuple[int, ...]:
 
 def _mps_runs() -> bool:
     """Whether a daemon of CUDA's Multi-Process Service answers this user."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
+    if (control := shutil.which("nvidia-cuda-mps-control")) is None:
         return False
     try:
         done = subprocess.run(

@@ -67,8 +67,7 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
 
 def finished_if_leaving(state: State) -> State:
     """A rank that stands in `destroy_process_group` calls nothing more, as one that is through."""
-    wait = next((w for w in state.blocking if w.group == LEAVES), None)
-    if wait is None or state.phase != "running":
+    if (wait := next((w for w in state.blocking if w.group == LEAVES), None)) is None or state.phase != "running":
         return state
     where = f" ({at_line(wait.line, wait.file)})" if wait.line else ""
     return replace(state, phase="finished", waits=(), why=f"stands in {LEAVES}{where}")

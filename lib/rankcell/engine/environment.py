@@ -125,16 +125,9 @@ class Names:
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         self.values: dict[str, Any] = module.__dict__
-        self._fixed = {"rank": config.rank, "world_size": config.world_size}
-        self._lent = {
-            **self._fixed,
-            "device": device_of(config),
-            "torch": torch,
-            "dist": dist,
-            "display": display,
-            "get_ipython": shell.get_ipython,
-            "__builtins__": builtins,
-        }
+        self._fixed: dict[str, Any] = {"rank": config.rank, "world_size": config.world_size}
+        lent = {"device": device_of(config), "torch": torch, "dist": dist, "__builtins__": builtins}
+        self._lent = self._fixed | lent | {"display": display, "get_ipython": shell.get_ipython}
         self.values.update(self._lent)
         shell.user_module, shell.user_ns = module, self.values
         self._known = {*sys.modules}

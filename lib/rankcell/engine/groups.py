@@ -15,7 +15,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,10 +124,10 @@ class GroupCalls:
         return contextlib.nullcontext()
 
 
-def replace_in_torch(calls: Mapping[str, tuple[Any, Callable[..., Any]]]) -> None:
-    """Put our function in the place of torch's, by name, wherever torch keeps it."""
-    for name, (original, ours) in calls.items():
-        wrapped: Any = functools.update_wrapper(functools.partial(ours), original)
+def replace_in_torch(*calls: tuple[Any, Callable[..., Any]]) -> None:
+    """Put the second function of each pair in the place of the first one, torch's, wherever torch keeps that."""
+    for original, ours in calls:
+        name, wrapped = original.__name__, functools.update_wrapper(functools.partial(ours), original)
         for module in (dist, dist.distributed_c10d, dist.device_mesh):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapped)
@@ -166,13 +166,7 @@ class Groups(GroupCalls):
 
     def install(self) -> None:
         """From now on the learner's calls come here first."""
-        replace_in_torch(
-            {
-                "new_group": (self._new_group, self.new_group),
-                "destroy_process_group": (self._destroy, self.destroy),
-                "init_process_group": (self._init, self.init),
-            }
-        )
+        replace_in_torch((self._new_group, self.new_group), (self._destroy, self.destroy), (self._init, self.init))
 
     @property
     def renewed(self) -> bool:
@@ -225,8 +219,7 @@ class Groups(GroupCalls):
         config = self._config
         given = inspect.signature(self._init).bind(*args, **kwargs).arguments
         numbers = {name: given[name] for name in ("rank", "world_size") if name in given}
-        asked = [f"{name}={n}" for name, n in numbers.items() if n not in (-1, None, getattr(config, name))]
-        if asked:
+        if asked := [f"{name}={n}" for name, n in numbers.items() if n not in (-1, None, getattr(config, name))]:
             raise GroupError(
                 f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}: a rank cell has "
                 "its ranks already. Leave the arguments out, or choose the number of ranks in the `%%ranks` line."

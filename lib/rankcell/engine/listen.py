@@ -19,29 +19,17 @@ from .match import Signature
 from .operation import KEEP_WORK, Operation, caller, clock, dtype_name, flatten, ranks_of
 from .record import Recorder
 
-# Operation of the dispatcher -> its name in the course.
-OPERATIONS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "barrier": "barrier",
-    "monitored_barrier_": "monitored_barrier",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
+# Name in the course -> operations of the dispatcher, and the other way round.
+_NAMES = {
+    "all_reduce": "allreduce_ allreduce_coalesced_",
+    "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
+    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+    "all_to_all": "alltoall_ alltoall_base_",
+    "recv": "recv_ recv_any_source_",
+    **{name: f"{name}_" for name in ("broadcast", "reduce", "gather", "scatter", "monitored_barrier")},
+    **{name: name for name in ("barrier", "send")},
 }
+OPERATIONS = {operation: name for name, of in _NAMES.items() for operation in of.split()}
 _INPUTS = ("input_tensors", "input_tensor", "input", "inputs", "input_list", "tensors", "tensor")
 _OUTPUTS = ("output_tensors", "output_tensor", "output", "outputs", "output_list", "tensors", "tensor")
 _ROOTS = ("root_rank", "dst", "src")
@@ -139,8 +127,7 @@ class Listener:
         o = Operation(self.op)
         group = self._unbox_group(args[self._at_group])
         o.group, o.ranks = group.group_name, ranks_of(group)
-        first = inputs[0] if inputs else outputs[0] if outputs else None
-        if first is not None and self._matches:
+        if (first := inputs[0] if inputs else outputs[0] if outputs else None) is not None and self._matches:
             o.shape, o.dtype = tuple(first.shape), dtype_name(first.dtype)
         if self.recorder.enqueues:
             o.enqueued = first is None or first.device.type in self.recorder.enqueues
@@ -191,12 +178,12 @@ class Listener:
         # a call of a batch has no Work, or (nccl of torch 2.15) one that is over before the batch is launched
         batched = bool(o.enqueued) and self.batches.add(o)
         if work is None or batched:  # nccl's box is empty where a call does not ask for a Work
-            if batched:
-                pass
-            elif o.enqueued and not self._is_barrier:  # a barrier returns when the device is through with it
+            if (
+                not batched and o.enqueued and not self._is_barrier
+            ):  # a barrier returns when the device is through with it
                 o.passed = streams.mark(tensors[0] if tensors else None)
                 recorder.note_result(o)
-            else:
+            elif not batched:
                 o.done = o.issued
                 recorder.close(o)
             if not self._gives_work or work is not None:
@@ -230,8 +217,7 @@ def _watch_works(recorder: Recorder) -> None:
     messages: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        o = recorder.by_work.pop(work, None)
-        if o is None:
+        if (o := recorder.by_work.pop(work, None)) is None:
             if work in messages:
                 raise RuntimeError(TWICE.format(messages[work]))
             return original_wait(work, *args, **kwargs)
@@ -254,8 +240,7 @@ def _watch_works(recorder: Recorder) -> None:
             recorder.waited(o)
 
     def is_completed(work: Any) -> bool:
-        o = recorder.by_work.get(work)
-        if o is not None and o.op in ("send", "recv"):
+        if (o := recorder.by_work.get(work)) is not None and o.op in ("send", "recv"):
             o.polls += 1
             if o.polls == MAX_POLLS:
                 print(POLLED.format(o.describe()), file=sys.stderr, flush=True)
@@ -318,8 +303,7 @@ def signature_of(o: Operation, inputs: list[Any], outputs: list[Any]) -> bytes:
         return Signature(o.describe(), o.op, dtypes, sends=sends, expects=expects, device=device).packed()
     single = len(inputs) <= 1 and len(outputs) <= 1
     key = (o.op, o.shape, o.dtype, o.reduce_op, o.peer, tensors[0].shape if tensors else None, device, o.thread)
-    found = _signatures.get(key) if single else None
-    if found is None:
+    if (found := _signatures.get(key) if single else None) is None:
         counts = () if o.op == "barrier" else _counts(tensors)
         found = Signature(o.describe(), o.op, counts, o.reduce_op, o.peer, device=device).packed()
         if single:

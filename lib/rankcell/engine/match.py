@@ -201,8 +201,7 @@ class Matcher:
         if self._refused and (earlier := self._refused.get(o.group)) is not None:
             raise MismatchError(earlier, again=True)
         shared = self.store is None or self.near.issuperset(ranks)
-        place = self.table if shared else self.store
-        if place is None:
+        if (place := self.table if shared else self.store) is None:
             return
         for peer, (theirs, line) in place.publish(name, signature, o.line, ranks, o.key).items():
             if peer == self.rank or (symmetric and theirs == signature):

@@ -169,8 +169,7 @@ def queued(pending: Iterable[Operation]) -> list[tuple[Operation, bool]]:
         waits_first = since is not None and o.start is not None and since <= o.start
         one_batch = head.via == o.via == "batch_isend_irecv" and head.line == o.line
         found.append((o, waits_first or not (head is o or one_batch)))
-        awaited = o.awaited
-        if awaited is not None and (since is None or awaited < since):
+        if (awaited := o.awaited) is not None and (since is None or awaited < since):
             since = awaited
     return found
 
@@ -272,8 +271,7 @@ _group_ranks: dict[str, tuple[int, ...]] = {}
 def ranks_of(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group, by name: asking torch each time costs more than the rest of the record."""
     name = group.group_name
-    ranks = _group_ranks.get(name)
-    if ranks is None:
+    if (ranks := _group_ranks.get(name)) is None:
         try:
             ranks = tuple(dist.get_process_group_ranks(group))
         except (KeyError, ValueError):  # while the default group is being set up

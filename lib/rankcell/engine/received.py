@@ -108,15 +108,11 @@ class Received:
                 error = replace(result.error, type="RankFreed", message=message, caused_by_abort=True)
                 result = replace(result, error=error)
         out, err = self.stdout.place, self.stderr.place
-        return replace(
-            result,
-            node=node,
-            value=None if live else unpack(result.value),
-            stdout=self.stdout.whole(),
-            stderr=self.stderr.whole(),
-            displays=tuple(replace(d, stdout_offset=out(d.stdout_offset)) for d in self.displays),
-            order=tuple((err(of_err), out(of_out)) for of_err, of_out in result.order),
-        )
+        displays = tuple(replace(d, stdout_offset=out(d.stdout_offset)) for d in self.displays)
+        order = tuple((err(of_err), out(of_out)) for of_err, of_out in result.order)
+        texts: Any = {"stdout": self.stdout.whole(), "stderr": self.stderr.whole()}
+        value = None if live else unpack(result.value)
+        return replace(result, node=node, value=value, displays=displays, order=order, **texts)
 
 
 def _nbytes(display: Display) -> int:

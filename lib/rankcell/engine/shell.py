@@ -35,20 +35,11 @@ class Publisher(DisplayPublisher):
 
     show: Show | None = None
 
-    def publish(
-        self,
-        data: Any,
-        metadata: Any = None,
-        source: Any = None,
-        *,
-        transient: Any = None,
-        update: Any = False,
-        **_: Any,
-    ) -> None:
+    def publish(self, data: Any, metadata: Any = None, *_: Any, transient: Any = None, **how: Any) -> None:
         """Called by IPython with the display as MIME types; of a widget nobody would hear: its text is shown."""
         if Publisher.show is not None:
             data = {kind: value for kind, value in data.items() if kind != WIDGET}
-            Publisher.show(data, metadata or {}, (transient or {}).get("display_id"), update)
+            Publisher.show(data, metadata or {}, (transient or {}).get("display_id"), how.get("update", False))
 
     def clear_output(self, wait: bool = False) -> None:
         """Nothing to clear: the notebook shows a rank's output anew each time."""

@@ -89,8 +89,7 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     calls = state.calls
     if state.phase == "finished":
         return state.why or f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
-    blocking = state.blocking
-    if not blocking:
+    if not (blocking := state.blocking):
         at = f" at {at_line(state.line, state.file)}" if state.line else ""
         begun = next((w for w in state.waits if w.thread == 0), None)
         unfinished = f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""
@@ -166,13 +165,8 @@ def from_status(status: Status, before: Status | None) -> State:
     waits for a core uses none either, which `Status.in_torch` leaves out; nor does one that waits for its turn in
     Python, but that one wakes up.
     """
-    still = (
-        status.cpu is not None
-        and before is not None
-        and before.cpu is not None
-        and status.cpu - before.cpu < 1e-4
-        and status.switches == before.switches
-    )
+    cpu, switches = (before.cpu, before.switches) if before is not None else (None, None)
+    still = status.cpu is not None and cpu is not None and status.cpu - cpu < 1e-4 and status.switches == switches
     phase = "running" if status.phase in ("starting", "idle") else status.phase
     blocked = status.synchronizes or (status.in_torch and still)
     return State(

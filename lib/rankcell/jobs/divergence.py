@@ -14,6 +14,8 @@ from ..results import Event
 from .records import RankRecord
 
 _BEGIN, _END = "begin", "end"  # of a program, among its calls
+_Paths = dict[int, list[Hashable]]  # by rank
+_Events = dict[int, tuple[Event, ...]]
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,7 @@ def find_divergent_rank(records: Sequence[RankRecord], suspects: Sequence[int]) 
     return _by_new_turn(paths, events, suspects) or _by_majority(records, paths, events, suspects)
 
 
-def _by_new_turn(
-    paths: dict[int, list[Hashable]], events: dict[int, tuple[Event, ...]], suspects: Sequence[int]
-) -> Divergence | None:
+def _by_new_turn(paths: _Paths, events: _Events, suspects: Sequence[int]) -> Divergence | None:
     """By a turn from one call to another that nobody else has made, nor the rank itself before."""
     # (call, next call) -> by rank, the places in its path where it made that turn
     turns: dict[tuple[Hashable, Hashable], dict[int, list[int]]] = {}
@@ -69,10 +69,7 @@ def _by_new_turn(
 
 
 def _by_majority(
-    records: Sequence[RankRecord],
-    paths: dict[int, list[Hashable]],
-    events: dict[int, tuple[Event, ...]],
-    suspects: Sequence[int],
+    records: Sequence[RankRecord], paths: _Paths, events: _Events, suspects: Sequence[int]
 ) -> Divergence | None:
     """By the first call in which a rank differs from most of those that had called the same until then."""
     first = {r.rank: r.calls - len(r.events) for r in records}  # calls that are not kept
@@ -104,9 +101,7 @@ def _by_majority(
 def _path(record: RankRecord) -> list[Hashable]:
     """What a rank called, as far as ranks that run the same program have it in common, with its begin and its end."""
     whole = record.calls == len(record.events)
-    path: list[Hashable] = [_BEGIN if whole else None]
-    for event in record.events:
-        path.append(what(event))
+    path: list[Hashable] = [_BEGIN if whole else None, *map(what, record.events)]
     return [*path, _END] if record.phase == "finished" else path
 
 

@@ -218,11 +218,10 @@ def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwar
     except (TypeError, ValueError):
         rank = size = -1
     # a launcher of its own, such as MPI's, or a world of one, or no runner: the program does as ever
-    inside = arrive(rank, size) if rank >= 0 and size >= 2 else None
-    if inside is None:
+    if (inside := arrive(rank, size) if rank >= 0 and size >= 2 else None) is None:
         return original(*args, **kwargs)
     if inside.recording is None:
         from .recording import Recording
 
         inside.recording = Recording(inside.rank, inside.world_size, inside.token)
-    return inside.recording.init(original, args, kwargs, inside.wait_for_near)
+    return inside.recording.init(lambda: original(*args, **kwargs), inside.wait_for_near)

@@ -63,29 +63,14 @@ class Recording:
         self._before: Status | None = None
         self._groups = _PatientGroups(self.recorder, rank, world_size)
         self._destroy = dist.destroy_process_group
-        replace_in_torch(
-            {
-                "new_group": (dist.new_group, self._groups.new_group),
-                "destroy_process_group": (self._destroy, self.destroy),
-            }
-        )
+        replace_in_torch((dist.new_group, self._groups.new_group), (self._destroy, self.destroy))
 
-    def init(
-        self,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        near: Callable[[], tuple[int, ...] | None],
-    ) -> Any:
+    def init(self, original: Callable[[], Any], near: Callable[[], tuple[int, ...] | None]) -> Any:
         """`init_process_group`, in which this rank waits for all others."""
-        everybody = tuple(range(self.world_size))
-        found = self._groups.waited_for("init_process_group", everybody, lambda: original(*args, **kwargs))
-        pairs = (each.partition(":") for each in dist.get_backend_config().split(","))
-        self.recorder.enqueues = frozenset(  # known from here on
-            device for device, _, backend in pairs if backend in streams.ENQUEUE
-        )
-        here = near()
-        if here is None:  # not all ranks are recorded: there is nobody to be compared with
+        found = self._groups.waited_for("init_process_group", tuple(range(self.world_size)), original)
+        pairs = (each.partition(":") for each in dist.get_backend_config().split(","))  # known from here on
+        self.recorder.enqueues = frozenset(device for device, _, backend in pairs if backend in streams.ENQUEUE)
+        if (here := near()) is None:  # not all ranks are recorded: there is nobody to be compared with
             self.recorder.matcher.table = None
         elif len(here) < self.world_size:
             self.recorder.matcher.near = frozenset(here)

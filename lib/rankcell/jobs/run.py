@@ -124,8 +124,7 @@ class Runner:
             found = verdict.judge(reports)
             return None if found is None or _may_have_finished(found, reports) else (found, reports)
         here = job.records()
-        found = verdict.judge(here)
-        if found is None:
+        if (found := verdict.judge(here)) is None:
             self._proved = None
             return self._stalled(here, now)
         if self._proved is None or self._proved[1] != _standing(here):
@@ -225,8 +224,7 @@ def environment(path: Path) -> dict[str, str]:
 
 def main(options: Any) -> int:
     """Run the command as the options say; the number for the shell."""
-    command = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if not command:
+    if not (command := options.program[1:] if options.program[:1] == ["--"] else options.program):
         print("rankcell run: there is no command. Write it behind --: rankcell run -- torchrun ...", file=sys.stderr)
         return 2
     if int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
@@ -238,8 +236,7 @@ def main(options: Any) -> int:
 def explain(options: Any) -> int:
     """Say of the report in a folder what `rankcell run` said; 0 if it could be read."""
     try:
-        found = [records.load(path.read_bytes()) for path in Path(options.folder).glob("rank-*.pickle")]
-        if not found:
+        if not (found := [records.load(path.read_bytes()) for path in Path(options.folder).glob("rank-*.pickle")]):
             raise ValueError(f"in {options.folder} is no report of `rankcell run`.")
     except ValueError as error:
         print(f"rankcell explain: {error}", file=sys.stderr)

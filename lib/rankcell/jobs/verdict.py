@@ -51,8 +51,7 @@ class JobVerdict:
 
 def is_consequence(record: RankRecord) -> bool:
     """Whether a rank only raised because another one, for which it waited, had gone."""
-    failure = record.failure
-    if failure is None or failure.mismatch is not None or record.phase != "error":
+    if (failure := record.failure) is None or failure.mismatch is not None or record.phase != "error":
         return False
     return bool(_CONSEQUENCE.search(failure.message)) and failure.type not in _OWN_ERRORS
 
@@ -83,8 +82,7 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
         return _mismatched(records, found)
     lost = [r for r in records if r.phase == "lost"]
     raised = [r for r in records if r.phase == "error" and not is_consequence(r)]
-    first = min(lost + raised, key=lambda r: r.at, default=None)
-    if first is not None and first.phase == "lost":
+    if (first := min(lost + raised, key=lambda r: r.at, default=None)) is not None and first.phase == "lost":
         together = [r for r in lost if r.why == first.why and r.at - first.at < 0.1]
         return _lost(states, together if len(together) < len(records) else [first])
     if first is not None:
@@ -103,14 +101,11 @@ def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
     _, first = min(noticed, key=lambda each: each[0])
     calls = dict(first.calls)
     one = next(iter(calls.values()))
+    name = one.group, one.nth, one.op in _PAIRED
     for record in records:
         if one.op in _PAIRED and record.rank not in calls:
             continue
-        there = [
-            call
-            for call in _calls(record, calls)
-            if (call.group, call.nth) == (one.group, one.nth) and (call.op in _PAIRED) == (one.op in _PAIRED)
-        ]
+        there = [c for c in _calls(record, calls) if (c.group, c.nth, c.op in _PAIRED) == name]
         if there:  # who noticed knows its own file only
             known = calls.get(record.rank, there[0])
             calls[record.rank] = replace(known, line=there[0].line, file=there[0].file)
@@ -123,11 +118,8 @@ def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
 
 def _calls(record: RankRecord, pair: Any) -> list[Call]:
     """What a rank called: operations (messages of a `pair`), what it stands in, and the call that did not match."""
-    found = [
-        Call(e.text, e.line, e.seq, e.group, e.op, e.file)
-        for e in record.events
-        if e.op not in _PAIRED or e.peer in pair
-    ]
+    events = (e for e in record.events if e.op not in _PAIRED or e.peer in pair)
+    found = [Call(e.text, e.line, e.seq, e.group, e.op, e.file) for e in events]
     found += [Call(w.text, w.line, w.nth, w.group, w.op, w.file) for w in record.waits if w.op not in _PAIRED]
     if record.failure is not None and record.failure.mismatch is not None:
         found += [call for rank, call in record.failure.mismatch.calls.items() if rank == record.rank]
@@ -152,8 +144,7 @@ def _size(records: Sequence[RankRecord]) -> int:
 def _lost(states: Sequence[State], lost: Sequence[RankRecord]) -> JobVerdict:
     ranks, first = tuple(r.rank for r in lost), lost[0]
     head = f"{name_ranks(ranks)} of {len(states)} {first.why}"
-    waiting = [s for s in states if s.blocking]
-    if waiting:
+    if waiting := [s for s in states if s.blocking]:
         wait, verb = waiting[0].blocking[0], "waits" if len(waiting) == 1 else "wait"
         head += f", and {name_ranks([s.rank for s in waiting])} {verb} in {wait.via or wait.op}"
     seen = at_line(first.line, first.file)
@@ -225,7 +216,8 @@ def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: di
 def parted_before(run: Run) -> str:
     """Of a cell whose calls in one line do not match: how it came to that, or ""."""
     calls = {rank: call for r in run.ran if r.mismatch for rank, call in r.mismatch.calls.items()}
-    return _parted([_of_cell(r) for r in run.ran if r.events], calls, run.world_size)
+    records = (RankRecord(r.rank, events=r.events) for r in run.ran if r.events)
+    return _parted([*records], calls, run.world_size)
 
 
 def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int) -> str:
@@ -247,10 +239,8 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         here, there = _from_lines(own, usual)
         usually = f"{name_ranks(others)} called {call_of(usual, size, others)}{there}"
         return f"They had parted before: {name_ranks(odd)} called {call_of(own, size, odd)}{here} where {usually}."
-    last = [
-        [*takewhile(lambda e: (e.file, e.line) == (one.file, one.line), reversed(events.values()))]
-        for events in before.values()
-    ]
+    at = one.file, one.line
+    last = [[*takewhile(lambda e: (e.file, e.line) == at, reversed(es.values()))] for es in before.values()]
     if not all(last) or len({(c.file, c.line) for c in calls.values()}) > 1:
         return ""
     return (
@@ -266,11 +256,6 @@ def _from_lines(one: Event, other: Event) -> tuple[str, str]:
     ways = next(((a, b) for a, b in zip_longest(one.outer, other.outer) if a != b), (None, None))
     here, there = (f", called from {at_line(way[1], way[0])}," if way else "" for way in ways)
     return here, there.rstrip(",")
-
-
-def _of_cell(result: RankResult) -> RankRecord:
-    phase, calls = "finished" if result.state == "ok" else "running", len(result.events) + result.dropped
-    return RankRecord(result.rank, phase=phase, calls=calls, events=result.events)
 
 
 def unclear(records: Sequence[RankRecord], headline: str, advice: str = "") -> JobVerdict:
@@ -301,8 +286,7 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
 
 def _details(record: RankRecord) -> list[str]:
     lines: list[str] = []
-    frames = record.stack
-    if frames:
+    if frames := record.stack:
         shown = (stacks.own(frames) or frames)[-6:]
         lines = errors.describe_frames(RankFailure("", "", shown)).split("\n")
         lines += [] if shown[-1] is frames[-1] else [f"  (in {frames[-1].name})"]

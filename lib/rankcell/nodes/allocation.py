@@ -221,21 +221,14 @@ class Nodes(Host):
 
 
 def _command(nodes: int, key: Path) -> list[str]:
-    """The command that starts an agent on each node."""
-    return [
-        "srun",
-        "--overlap",  # other steps of this allocation (srun nvidia-smi) still find room
-        f"--nodes={nodes}",
-        f"--ntasks={nodes}",
-        "--ntasks-per-node=1",
-        "--cpu-bind=none",  # the ranks of a node share its cores
-        "--kill-on-bad-exit=1",  # an agent that cannot reach us ends the step, with its reason
-        "--no-kill",  # the loss of a node is our message to tell, not the end of the step
-        "--mpi=none",
-        "--export=ALL",
-        "--job-name=rankcell",
-        *(sys.executable, "-c", "from rankcell.nodes.agent import main; main()", str(key)),
-    ]
+    """The command that starts an agent on each node: beside other steps of this allocation (srun nvidia-smi), the
+    ranks of a node sharing its cores. An agent that cannot reach us ends the step, with its reason; the loss of a node
+    is our message to tell, and not the end of the step.
+    """
+    places = f"--overlap --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpu-bind=none"
+    ends = "--kill-on-bad-exit=1 --no-kill --mpi=none --export=ALL --job-name=rankcell"
+    agent = sys.executable, "-c", "from rankcell.nodes.agent import main; main()", str(key)
+    return ["srun", *places.split(), *ends.split(), *agent]
 
 
 def _accept(

@@ -111,13 +111,11 @@ class Meter:
         seen, kinds = self._seen, self._kinds
         for tensor in tensors:
             if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                known = seen.get(tensor.untyped_storage()._cdata)
-                if known is not None and kinds.get(known[1]) == kind:
+                if (known := seen.get(tensor.untyped_storage()._cdata)) is not None and kinds.get(known[1]) == kind:
                     continue  # the usual case, and this is called for every parameter again and again
             for storage in _storages(tensor, self.device.type):  # one, or those of the parts of a DTensor
                 _, number = seen.get(storage._cdata) or self._meet(storage)
-                now = kinds.get(number)
-                if now is None or _STATES.index(kind) < _STATES.index(now):
+                if (now := kinds.get(number)) is None or _STATES.index(kind) < _STATES.index(now):
                     kinds[number] = kind
 
     def _meet(self, storage: torch.UntypedStorage) -> tuple[Any, int]:
@@ -152,8 +150,7 @@ class Meter:
             return
         for tensor in (*leaves, *tree_leaves(result)):
             for storage in _storages(tensor, self.device.type):
-                found = self._seen.get(storage._cdata)
-                if found is None:
+                if (found := self._seen.get(storage._cdata)) is None:
                     self._meet(storage)
                 elif self._nbytes.get(found[1]) != (nbytes := storage.nbytes()):
                     self._changed[found[1]] = nbytes

@@ -59,19 +59,10 @@ def _watch(name: str, module: nn.Module, note: Callable[[str, float, float], Non
     forwards: list[float] = []
     backwards: list[list[float]] = []  # begin, and the latest gradient of a parameter
 
-    def before_forward(*_: Any) -> None:
-        forwards.append(clock())
-
-    def after_forward(*_: Any) -> None:
-        note(f"forward {name}", forwards.pop(), clock())
-
-    def before_backward(*_: Any) -> None:
-        backwards.append([clock(), 0.0])
-
     def after_backward(_: nn.Module, grad_inputs: Any, __: Any) -> None:
         if any(gradient is not None for gradient in grad_inputs):
             end(backwards[-1], clock())
-        else:  # torch calls this as early as it calls `before_backward`: its parameters come now
+        else:  # torch calls this as early as the hook before it: its parameters come now
             entry = backwards[-1]
             torch.autograd.Variable._execution_engine.queue_callback(lambda: end(entry, entry[1] or clock()))
 
@@ -86,9 +77,9 @@ def _watch(name: str, module: nn.Module, note: Callable[[str, float, float], Non
 
     trained = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
     return [
-        module.register_forward_pre_hook(before_forward),
-        module.register_forward_hook(after_forward, always_call=True),
-        module.register_full_backward_pre_hook(before_backward),
+        module.register_forward_pre_hook(lambda *_: forwards.append(clock())),
+        module.register_forward_hook(lambda *_: note(f"forward {name}", forwards.pop(), clock()), always_call=True),
+        module.register_full_backward_pre_hook(lambda *_: backwards.append([clock(), 0.0])),
         module.register_full_backward_hook(after_backward),
         *(p.register_post_accumulate_grad_hook(after_gradient) for p in trained),
     ]

@@ -121,8 +121,7 @@ class _Execution:
         compute = {"F": self._forward, "B": self._backward}
         for action in self.pipeline.schedule.actions[self.pipeline.rank]:
             self._post_receives(action)
-            result = compute[action.kind](action, self._take(action))
-            if result is not None:
+            if (result := compute[action.kind](action, self._take(action))) is not None:
                 self._pass_on(action, result)
         for work, _ in self.sent.values():
             work.wait()
@@ -149,8 +148,7 @@ class _Execution:
     def _take(self, action: Action) -> Tensor | None:
         """What another stage computed for this action; waits until it is here. None if it needs nothing."""
         stage, _, j = action
-        producer = self.pipeline.producers.get(action)
-        if producer is None:
+        if (producer := self.pipeline.producers.get(action)) is None:
             return None
         if producer.stage > stage and (old := self.sent.pop(Action(stage, "F", j), None)):
             old[0].wait()  # it went out long ago: its gradient is on the way back

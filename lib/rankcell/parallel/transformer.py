@@ -119,15 +119,8 @@ class ParallelAttention(nn.Module):
 class ParallelBlock(nn.Module):
     """One layer of the GPT or the Llama: norm, attention, add; norm, MLP, add."""
 
-    def __init__(
-        self,
-        dense: models.Block | models.LlamaBlock,
-        process_group: ProcessGroup = None,
-        *,
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, dense: models.Block | models.LlamaBlock, group: Group, *, sequence_parallel: bool) -> None:
         super().__init__()
-        group = Group(process_group)
         self.attention_norm = _norm(dense.attention_norm, group, sequence_parallel)
         self.attention = _twin(dense.attention, group, sequence_parallel)
         self.mlp_norm = _norm(dense.mlp_norm, group, sequence_parallel)
@@ -161,11 +154,9 @@ class ParallelDecoder(nn.Module):
     norm: Any
     head: Any
 
-    def __init__(
-        self, dense: models.Decoder, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
+    def __init__(self, dense: models.Decoder, group: Group, *, sequence_parallel: bool) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = Group(process_group), sequence_parallel
+        self.group, self.sequence_parallel = group, sequence_parallel
         self.context, how = dense.context, {"sequence_parallel": sequence_parallel}
         self.token_embedding = VocabParallelEmbedding(dense.token_embedding, self.group, **how)
         self.position_embedding = copy.deepcopy(dense.position_embedding)  # a Llama has none
@@ -260,8 +251,7 @@ def _check_same(model: nn.Module, group: Group) -> None:
     highest = torch.stack([sums, -sums])  # the largest and, negated, the smallest
     group.all_reduce(highest, op=dist.ReduceOp.MAX)
     different = highest.sum(0) > 1e-9 * highest[0].clamp_min(1)
-    names = [name for (name, _), differs in zip(named, different.tolist(), strict=True) if differs]
-    if names:
+    if names := [name for (name, _), differs in zip(named, different.tolist(), strict=True) if differs]:
         raise ValueError(
             f"The ranks of this group hold different models: {len(names)} of {len(named)} parameters differ, "
             f"first {names[0]}. Build it from the same seed on all ranks, or broadcast it first."

@@ -3,7 +3,7 @@ parallelism inside, then context, then data, pipeline stages outside; expert par
 and data.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -54,11 +54,7 @@ class Layout:
 
     def at(self, index: Any) -> Self:
         """The layout at `index` of layouts in arrays; with a mask or indices, those layouts."""
-        picked = {
-            f.name: value[index] if isinstance(value := getattr(self, f.name), np.ndarray) else value
-            for f in fields(self)
-        }
-        return replace(self, **picked)
+        return replace(self, **{name: v[index] for name, v in vars(self).items() if isinstance(v, np.ndarray)})
 
     def microbatches(self, job: Job) -> Any:
         """How many micro-batches each data-parallel rank computes per step."""

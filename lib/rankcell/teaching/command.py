@@ -49,8 +49,7 @@ def run(options: Any) -> int:
         if not lessons:
             why = "--course names the course's own notebooks."
             raise ExerciseError(f"{options.course} holds no lesson with solutions. {why}")
-        found = grading.submissions(options.folder, lessons)
-        if not found:
+        if not (found := grading.submissions(options.folder, lessons)):
             names = ", ".join(lesson.name for lesson in lessons)
             raise ExerciseError(f"{options.folder} holds no notebook of the course (lessons: {names}).")
     except ExerciseError as error:

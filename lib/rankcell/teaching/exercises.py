@@ -125,8 +125,7 @@ class Lesson:
         self.cells = read(path)
         self.exercises: list[Exercise] = []
         for index, cell in enumerate(self.cells):
-            text = exercise_text(cell) if is_exercise(cell) else None
-            if text is not None:
+            if (text := exercise_text(cell) if is_exercise(cell) else None) is not None:
                 checks = tuple(checks_of(self.cells, index))
                 self.exercises.append(Exercise(text, index, checks, cell["source"], stub(cell)))
 

@@ -165,11 +165,8 @@ class Grader:
     def _attempts(self, name: str, answers: Mapping[int, tuple[Sequence[str], float]]) -> dict[int, Attempt]:
         """How answers fare that may take so many seconds, by the places of their exercises."""
         with closing(Playback(self._lessons[name], self._begin, self._stopped.is_set)) as playback:
-            return {
-                e.index: playback.judge(e, *answers[e.index])
-                for e in self._lessons[name].exercises
-                if e.index in answers and not self._stopped.is_set()
-            }
+            answered = (e for e in self._lessons[name].exercises if e.index in answers)
+            return {e.index: playback.judge(e, *answers[e.index]) for e in answered if not self._stopped.is_set()}
 
     def _judgements(self, one: Submission) -> list[Judgement]:
         if one.problem:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -70,18 +71,12 @@ class Session:
         if sys.platform == "linux":
             own["GLOO_SOCKET_IFNAME"] = "lo"
         program = [sys.executable, "-m", "rankcell.teaching.session"]
-        self._process = subprocess.Popen(
-            [*_bubblewrap(self._folder), *program] if walled else program,
-            bufsize=0,
-            cwd=self._folder,
-            env=kept | own,
-            start_new_session=True,  # Ctrl-C is for the grader, who then ends it
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._orders, self._answers = self._process.stdin, self._process.stdout
+        command = [*_bubblewrap(self._folder), *program] if walled else program
+        how: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+        how["start_new_session"] = True  # Ctrl-C is for the grader, who then ends it
+        self._process = subprocess.Popen(command, cwd=self._folder, env=kept | own, **how)
+        self._orders: Any = self._process.stdin
+        self._answers: Any = self._process.stdout
 
     def run(self, cells: Sequence[str], seconds: float, given_up: Callable[[], bool]) -> Attempt:
         """Run the cells until one fails. They may take `seconds`, more if they had to wait for a core meanwhile."""

@@ -64,8 +64,7 @@ def main() -> None:
 
 def _error_of(result: Any) -> str:
     """The error of a cell as the student reads it, without the lines of code around it; empty if there was none."""
-    error = result.error_before_exec or result.error_in_exec
-    if error is None:
+    if (error := result.error_before_exec or result.error_in_exec) is None:
         return ""
     try:
         text = f"{type(error).__name__}: {error}"
