@@ -101,11 +101,9 @@ def rounds(plan: Schedule) -> dict[Action, int]:
     Raises `ScheduleError` where an action is missing or comes twice, and where some wait for ever: it names them.
     """
     counts = Counter(action for actions in plan.actions for action in actions)
-    wanted = Counter(
-        Action(stage, kind, j)
-        for stage, j in product(range(plan.n_stages), range(plan.n_microbatches))
-        for kind in ("FIW" if (stage, j) in plan.split else "FB")
-    )
+    places = product(range(plan.n_stages), range(plan.n_microbatches))
+    kinds = {(stage, j): "FIW" if (stage, j) in plan.split else "FB" for stage, j in places}
+    wanted = Counter(Action(stage, kind, j) for (stage, j), of in kinds.items() for kind in of)
     for action in [*(wanted - counts), *(counts - wanted)]:
         raise ScheduleError(f"{action} {'comes twice' if counts[action] > wanted[action] else 'is missing'}.")
     done: dict[Action, int] = {}

@@ -198,8 +198,7 @@ class CellSyntaxError(UserFacingError, ValueError):
     def __init__(self, error: SyntaxError) -> None:
         said = f"{error.msg}, line {error.lineno}"
         if error.text:
-            text = error.text.strip()
-            said += f"\n    {text}"
+            said += f"\n    {error.text.strip()}"
             if error.offset:
                 left_out = len(error.text) - len(error.text.lstrip())
                 said += "\n    " + " " * max(error.offset - 1 - left_out, 0) + "^"

@@ -339,7 +339,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-@torch.no_grad()
 # What they cost, by formula
 
 

@@ -327,11 +327,10 @@ class Run:
 
     @property
     def wire(self) -> tuple[tuple[int, ...], ...] | None:
-        """Bytes that really arrived at rank j from rank i in the cell: `wire[i][j]`, by the kernel's TCP
-        counters.
+        """Bytes that really arrived at rank j from rank i in the cell: `wire[i][j]`, by the kernel's TCP counters.
 
-        Headers of gloo's messages are counted too. Counted where they arrive: a send may return before its
-        last bytes have left. None where there are no such counters (nccl, macOS).
+        Headers of gloo's messages are counted too. Counted where they arrive: a send may return before its last bytes
+        have left. None where there are no such counters (nccl, macOS).
         """
         if not self.ranks or any(r.connections is None for r in self.ran) or self.backend != "gloo":
             return None

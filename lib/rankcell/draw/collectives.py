@@ -336,10 +336,8 @@ def stripes(sets: Iterable[tuple[int, ...]]) -> str:
     """The patterns that `fill_of` names: one per set of ranks whose numbers were combined."""
     patterns = []
     for sources in sorted({s for s in sets if len(s) > 1}):
-        bands = "".join(
-            f'<rect x="{8 * i}" width="8" height="8" fill="{pale(rank_colour(r), _LEGIBLE)}"/>'
-            for i, r in enumerate(sources)
-        )
+        fills = enumerate(pale(rank_colour(r), _LEGIBLE) for r in sources)
+        bands = "".join(f'<rect x="{8 * i}" width="8" height="8" fill="{fill}"/>' for i, fill in fills)
         patterns.append(
             f'<pattern id="s{"-".join(map(str, sources))}" width="{8 * len(sources)}" height="8" '
             f'patternUnits="userSpaceOnUse" patternTransform="rotate(45)">{bands}</pattern>'

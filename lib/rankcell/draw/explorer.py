@@ -29,15 +29,11 @@ def panel(draw: Callable[..., Any], choices: Mapping[str, Sequence[Any]], *, sta
     import ipywidgets  # a heavy import, which only this function needs
 
     controls: dict[str, Any] = {}
+    look = {"style": {"description_width": "8em"}, "layout": {"width": "min(30em, calc(100% - 8px))"}}
     for name, values in choices.items():
-        words = any(isinstance(v, str) for v in values)
-        controls[name] = (ipywidgets.Dropdown if words else ipywidgets.SelectionSlider)(
-            options=[(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values],
-            value=start.get(name, values[0]),
-            description=name,
-            style={"description_width": "8em"},
-            layout={"width": "min(30em, calc(100% - 8px))"},
-        )
+        kind = ipywidgets.Dropdown if any(isinstance(v, str) for v in values) else ipywidgets.SelectionSlider
+        options = [(f"{v:g}" if isinstance(v, float) else str(v), v) for v in values]
+        controls[name] = kind(options=options, value=start.get(name, values[0]), description=name, **look)
     picture = ipywidgets.HTML()
 
     def show(_: Any = None) -> None:

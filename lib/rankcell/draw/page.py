@@ -29,7 +29,9 @@ def as_text(run: Run) -> str:
     """`run` for a terminal: a heading per group of ranks that said the same, then what they said."""
     parts = []
     for group in groups(run):
-        body = [text for kind, piece in _pieces(group[0]) if (text := _as_text(piece))]
+        pieces = (piece for _, piece in _pieces(group[0]))
+        plain = (p.rstrip("\n") if isinstance(p, str) else str(p.data.get("text/plain", "")) for p in pieces)
+        body = [*filter(None, plain)]
         said = [_heading(group), *(textwrap.indent(text, "  ", lambda line: True) for text in body)]
         parts.append("\n".join(said) if body else f"{said[0]}: {_state(group[0])}")
     return "\n".join([*parts, *_dropped(run)])
@@ -139,10 +141,6 @@ def _pieces(result: RankResult) -> list[tuple[str, Any]]:
 
 def _text(raw: bytes) -> str:
     return shorten(apply_carriage_returns(raw.decode("utf-8", "replace")))
-
-
-def _as_text(piece: str | Display) -> str:
-    return piece.rstrip("\n") if isinstance(piece, str) else str(piece.data.get("text/plain", ""))
 
 
 def _as_html(kind: str, piece: str | Display) -> str:

@@ -10,10 +10,7 @@ from .svg import Figure
 
 
 def sketch(name: str, **words: object) -> Figure:
-    """The drawing data/sketches/NAME.svg, each {word} in it and in its alt text replaced.
-
-    sketch("two_trees")
-    """
+    """The drawing data/sketches/NAME.svg, each {word} in it and in its alt text replaced: `sketch("two_trees")`."""
     svg = resources.files("rankcell").joinpath(f"data/sketches/{name}.svg").read_text("utf-8").strip()
     svg = re.sub(r"{(\w+)}", lambda found: html.escape(str(words[found[1]])), svg)
     alt = re.search('aria-label="([^"]*)"', svg)

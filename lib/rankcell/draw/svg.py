@@ -90,8 +90,7 @@ def drawing(width: float, height: float, *marks: str, alt: str) -> Figure:
     """
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" '
-        f'font-family="{FONT}">'
+        f'height="{height:g}" role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" font-family="{FONT}">'
         f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{"".join(marks)}</svg>'
     )
     return Figure(svg, alt)

@@ -125,11 +125,8 @@ class Cell:
     def _look(self) -> None:
         """Find out what every rank is doing now."""
         received = self._workers.received
-        asked = [
-            rank
-            for rank, r in received.items()
-            if not r.over or (r.done and r.done.state.threads) or (not r.runs and rank in self._workers.with_threads)
-        ]
+        idle = {rank for rank in self._workers.with_threads if not received[rank].runs}
+        asked = [n for n, r in received.items() if not r.over or n in idle or (r.done and r.done.state.threads)]
         answers: dict[int, Status | None] = self._workers.ask(asked, "status", wait=0.3)
         states = []
         for rank, part in sorted(received.items()):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..results import at_line, name_ranks
 from .messages import LEAVES, Wait
-from .states import CELL, OVER, State, call_of, describe, missing_peers
+from .states import CELL, OVER, State, call_of, doing, missing_peers
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def finished_if_leaving(state: State) -> State:
 
 def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diagnosis:
     ended = sorted({m for waits in stuck.values() for _, missing in waits for m in missing if m in over})
-    lines = tuple(describe(states[r], len(states)) for r in sorted(states))
+    lines = tuple(f"rank {r}  {doing(states[r], len(states))}" for r in sorted(states))
     if ended:
         return _ended(states, stuck, ended, lines)
     circle = _circle(stuck)  # the others only wait behind them
@@ -107,10 +107,8 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
         head = f"{who} {in_order if several else 'wait for each other in different process groups'}."
         if (odd := _odd_by_number(states, stuck, circle)) is not None:
             victim, left = next((r, w) for r in circle for w, missing in stuck[r] if odd in missing)
-            head = (
-                f"rank {odd} calls {call_of(waits[odd], len(states))} without {call_of(left, len(states))} that rank "
-            )
-            head += f"{victim} waits in."
+            own, other = (call_of(wait, len(states)) for wait in (waits[odd], left))
+            head = f"rank {odd} calls {own} without {other} that rank {victim} waits in."
         advice = (
             "Has a rank left out a call, or do they take the groups in different order? Take them in one order that "
             "holds for all ranks, say all rows before all columns."
@@ -296,9 +294,8 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> st
             absent = [r for r in fewer if r not in ran]
             why = f" ({name_ranks(absent)} did not run this cell)" if absent else ""
             return (
-                f"{name_ranks(more)} called {extra} {'collective' if extra == 1 else 'collectives'} more than "
-                f"{name_ranks(fewer)}{why}, and did not wait for the answer.\n"
-                f"Every rank of a group must call the same collectives in the same order. The process group was "
-                f"set up anew, so that the next cell starts clean."
+                f"{name_ranks(more)} called {extra} collective{'s' * (extra > 1)} more than {name_ranks(fewer)}{why}, "
+                "and did not wait for the answer.\nEvery rank of a group must call the same collectives in the same "
+                "order. The process group was set up anew, so that the next cell starts clean."
             )
     return None

@@ -70,11 +70,6 @@ def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[i
     return tuple(r for r in wait.ranks if r != rank and count(r, wait.key) < wait.seq)
 
 
-def describe(state: State, world_size: int) -> str:
-    """One rank's state in a line."""
-    return f"rank {state.rank}  {doing(state, world_size)}"
-
-
 def doing(state: State, world_size: int, *, many: bool = False) -> str:
     """What a rank is doing, in words, to follow its name, or the names of `many` that do the same."""
     s = "" if many else "s"

@@ -166,13 +166,9 @@ def keep_alive(sock: socket.socket, *, reads_always: bool) -> None:
 
 def _interfaces() -> dict[str, str]:
     """Network interface that is up -> its IPv4 address."""
-    up = psutil.net_if_stats()
-    return {
-        name: entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == socket.AF_INET and name in up and up[name].isup
-    }
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    entries = ((name, entry) for name, of in psutil.net_if_addrs().items() if name in up for entry in of)
+    return {name: entry.address for name, entry in entries if entry.family == socket.AF_INET}
 
 
 def interface_problem(name: str | None) -> str:

@@ -179,13 +179,9 @@ class Nodes(Host):
         with socket.create_server(("", 0), backlog=max(nodes, 8)) as listener:
             path = channel.write_key(key, listener.getsockname()[1])
             try:
-                self._srun = subprocess.Popen(
-                    _command(nodes, path),
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # an interrupt of the notebook is for the ranks' cell, not for srun
-                )
+                how: Any = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
+                how["start_new_session"] = True  # an interrupt of the notebook is for the ranks' cell, not for srun
+                self._srun = subprocess.Popen(_command(nodes, path), **how)
                 self._nodes = _accept(listener, key, nodes, self._srun, self._log)
             finally:
                 path.unlink(missing_ok=True)

@@ -222,18 +222,14 @@ def ring_attention(
     """
     if documents is not None:
         raise ValueError("The ring knows no documents in a sequence. Give one document in each.")
-    _check_shapes(query, key, value)
-    ring = _Ring(process_group, layout)
-    _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
-    return _RingAttention.apply(query, key, value, ring)
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not query.shape == key.shape == value.shape:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(
             f"Query, key and value need one shape, (batch, heads, length / W, d_head); they have {shapes}."
         )
+    ring = _Ring(process_group, layout)
+    _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
+    return _RingAttention.apply(query, key, value, ring)
 
 
 def share_of_mean(losses: Tensor, *, process_group: dist.ProcessGroup | None = None) -> Tensor:

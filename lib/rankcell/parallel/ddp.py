@@ -101,7 +101,6 @@ class DDP(nn.Module):
                 p.register_post_accumulate_grad_hook(partial(self._gradient_is_ready, bucket, index))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `module` computes."""
         if torch.is_grad_enabled():
             if self._will_finish:  # a backward raised, and left buckets half full
                 self._reset()

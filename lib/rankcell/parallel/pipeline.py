@@ -106,9 +106,9 @@ class _Execution:
         self.pipeline, self.inputs, self.targets = pipeline, inputs, targets
         self.samples = sum(map(len, inputs))
         self.coming = deque(pipeline.messages)
-        self.posted: dict[Action, tuple[dist.Work, Tensor]] = {}  # receives, with their buffers
+        self.posted: dict[Action, tuple[Any, Tensor]] = {}  # Works of receives, with their buffers
         self.here: dict[Action, Tensor] = {}  # what stages of this same rank computed
-        self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a buffer lives until its send is waited for
+        self.sent: dict[Action, tuple[Any, Tensor]] = {}  # a buffer lives until its send is waited for
         self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
         self.losses: dict[int, Tensor] = {}  # of the last stage, by micro-batch: shares of the loss
 
@@ -141,9 +141,8 @@ class _Execution:
         while self.coming and pipeline.key(self.coming[0]) < (turn + pipeline.ahead, rank):
             producer = self.coming.popleft()
             buffer = torch.empty(self._shape(producer), dtype=pipeline.dtype, device=pipeline.device)
-            work = dist.irecv(buffer, group=pipeline.group, group_src=pipeline.homes[producer.stage])
-            assert work is not None
-            self.posted[producer] = work, buffer
+            source = pipeline.homes[producer.stage]
+            self.posted[producer] = dist.irecv(buffer, group=pipeline.group, group_src=source), buffer
 
     def _take(self, action: Action) -> Tensor | None:
         """What another stage computed for this action; waits until it is here. None if it needs nothing."""
@@ -173,9 +172,8 @@ class _Execution:
                 f"{pipeline.dtype} {shape}. Make `between` say what the stages do."
             )
         result = result.contiguous()
-        work = dist.isend(result, group=pipeline.group, group_dst=pipeline.homes[user.stage])
-        assert work is not None
-        self.sent[action] = work, result
+        target = pipeline.homes[user.stage]
+        self.sent[action] = dist.isend(result, group=pipeline.group, group_dst=target), result
 
     def _shape(self, action: Action) -> tuple[int, ...]:
         return len(self.inputs[action.microbatch]), *self.pipeline.between

@@ -204,8 +204,7 @@ class ColumnParallelLinear(ParallelLayer):
     ) -> "ColumnParallelLinear":
         """This rank's part of `dense`, which must be the same on all ranks."""
         if not uneven:
-            what = "output features of a column-parallel layer"
-            Group(process_group).check_divides(dense.out_features, what)
+            Group(process_group).check_divides(dense.out_features, "output features of a column-parallel layer")
         layer = cls(dense, process_group, **options)
         layer.out_features = dense.out_features
         return layer
@@ -215,7 +214,6 @@ class ColumnParallelLinear(ParallelLayer):
         return self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's outputs."""
         return columns(x, [self])[0]
 
 
@@ -231,12 +229,10 @@ class RowParallelLinear(ParallelLayer):
     @classmethod
     def from_linear(cls, dense: nn.Linear, process_group: ProcessGroup = None, **options: Any) -> "RowParallelLinear":
         """This rank's part of `dense`, which must be the same on all ranks."""
-        what = "input features of a row-parallel layer"
-        Group(process_group).check_divides(dense.in_features, what)
+        Group(process_group).check_divides(dense.in_features, "input features of a row-parallel layer")
         return cls(dense, process_group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole sum, or this rank's part of the sequence."""
         if x.shape[-1] != self.weight.shape[1]:
             raise ValueError(
                 f"This row-parallel layer expects {self.weight.shape[1]} input features on each of "

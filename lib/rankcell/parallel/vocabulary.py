@@ -30,7 +30,6 @@ class VocabParallelEmbedding(ParallelLayer):
             raise ValueError(f"A vocabulary of {self.num_embeddings} is too small for {self.group.size} ranks.")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The vectors of all tokens, or of this rank's part of the sequence."""
         _check_tokens(tokens, self.num_embeddings, "token")
         mine = self.group.part(self.num_embeddings)
         local = tokens - mine.start
