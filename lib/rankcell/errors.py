@@ -343,10 +343,8 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankL
         if asserted := _DEVICE_ASSERT.search(result.stderr):
             message = message.replace(" (a crash in C code)", f" after a device-side assert: {asserted[1]}")
         ends.setdefault(message, []).append(result.rank)
-    lines = []
-    for message, ranks in ends.items():
-        end = re.sub("^was ", "were ", message) if len(ranks) > 1 else message
-        lines.append(f"{name_ranks(ranks)} of {run.world_size} {end}")
+    said = {end: re.sub("^was ", "were ", end) if len(ranks) > 1 else end for end, ranks in ends.items()}
+    lines = [f"{name_ranks(ranks)} of {run.world_size} {said[end]}" for end, ranks in ends.items()]
     if not replaced:
         lines.append(
             "All ranks of this world were ended, and their names are gone. The next cell starts new ones, as "

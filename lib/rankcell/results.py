@@ -345,10 +345,8 @@ class Run:
     @property
     def failed(self) -> tuple[RankResult, ...]:
         """The ranks that did not finish, the earliest failure first, victims of another's last."""
-        bad = [r for r in self.ran if r.state != "ok"]
-        return tuple(
-            sorted(bad, key=lambda r: (bool(r.error and r.error.caused_by_abort), r.error.at if r.error else 0.0))
-        )
+        bad = sorted((r for r in self.ran if r.state != "ok"), key=lambda r: r.error.at if r.error else 0.0)
+        return tuple(sorted(bad, key=lambda r: bool(r.error and r.error.caused_by_abort)))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -192,9 +192,7 @@ def _entries(bars: Sequence[_Bar]) -> list[tuple[str, Swatch | None]]:
     if any(b.kind != "comm" for b in bars):
         entries.append(("compute", swatch(COLOURS["compute"])))
     names = {"send": "send, recv", "recv": ""} if {"send", "recv"} <= found else {}
-    for op in ops:
-        if name := names.get(op, op):
-            entries.append((name, swatch(COLOURS.get(op, COLOURS["barrier"]))))
+    entries += [(name, swatch(COLOURS.get(op, COLOURS["barrier"]))) for op in ops if (name := names.get(op, op))]
     if any(b.waiting for b in bars):
         entries.append(("waits (lighter)", swatch(pale(COLOURS.get(ops[0], MUTED), _WAITING))))
     if any(b.lane is not None for b in bars):

@@ -150,10 +150,8 @@ class Names:
             given = self.values[name]
             if type(given) is not int or given != ours:
                 self.values[name] = ours
-                changed.append(
-                    f"the cell gave `{name}` another value; the next cell finds it as it was. Take another name for "
-                    f"yours."
-                )
+                kept = "the next cell finds it as it was. Take another name for yours."
+                changed.append(f"the cell gave `{name}` another value; {kept}")
         return [*changed, *self._edited()]
 
     def _edited(self) -> list[str]:

@@ -178,9 +178,8 @@ class Listener:
         # a call of a batch has no Work, or (nccl of torch 2.15) one that is over before the batch is launched
         batched = bool(o.enqueued) and self.batches.add(o)
         if work is None or batched:  # nccl's box is empty where a call does not ask for a Work
-            if (
-                not batched and o.enqueued and not self._is_barrier
-            ):  # a barrier returns when the device is through with it
+            # a barrier returns when the device is through with it
+            if not batched and o.enqueued and not self._is_barrier:
                 o.passed = streams.mark(tensors[0] if tensors else None)
                 recorder.note_result(o)
             elif not batched:

@@ -77,10 +77,8 @@ def _problem(a: Signature, b: Signature, ranks: Sequence[int], rank: int, peer: 
     sizes = (len(a.sends), len(a.expects))
     if sizes != (len(b.sends), len(b.expects)) or max(i, j) >= min(sizes):
         return "different numbers of splits"
-    for sender, receiver, rows, expected in (
-        (rank, peer, a.sends[j], b.expects[i]),
-        (peer, rank, b.sends[i], a.expects[j]),
-    ):
+    ways = (rank, peer, a.sends[j], b.expects[i]), (peer, rank, b.sends[i], a.expects[j])
+    for sender, receiver, rows, expected in ways:
         if rows != expected:
             return f"rank {sender} sends {rows} to rank {receiver}, which expects {expected}"
     return ""

@@ -193,13 +193,14 @@ class WatchedJob:
 
     def reports(self) -> list[RankRecord]:
         """The same with stacks and last operations."""
-        answers = self.ask(list(self.living), "report", wait=ANSWER)
-        return [
-            replace(report, blocked=record.blocked, idle=record.idle)
-            if isinstance(report := answers.get(record.rank), RankRecord) and not record.over
-            else record
-            for record in self.records()
-        ]
+        said = {
+            n: r for n, r in self.ask(list(self.living), "report", wait=ANSWER).items() if isinstance(r, RankRecord)
+        }
+        known = {r.rank: r for r in self.records()}
+        new = {
+            n: replace(r, blocked=known[n].blocked, idle=known[n].idle) for n, r in said.items() if not known[n].over
+        }
+        return [*(known | new).values()]
 
 
 def _how_it_ended(pid: int) -> str:
