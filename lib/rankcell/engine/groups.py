@@ -127,10 +127,9 @@ class GroupCalls:
 def replace_in_torch(*calls: tuple[Any, Callable[..., Any]]) -> None:
     """Put the second function of each pair in the place of the first one, torch's, wherever torch keeps that."""
     for original, ours in calls:
-        name, wrapped = original.__name__, functools.update_wrapper(functools.partial(ours), original)
+        wrapped = functools.update_wrapper(functools.partial(ours), original)
         for module in (dist, dist.distributed_c10d, dist.device_mesh):
-            if getattr(module, name, None) is original:
-                setattr(module, name, wrapped)
+            vars(module).update({name: wrapped for name, kept in vars(module).items() if kept is original})
 
 
 def _forget_meshes() -> None:
