@@ -1,6 +1,7 @@
 """A layer of experts, `Mixture`, and the same layer with its experts spread over ranks, `ExpertParallel`: tokens travel
 to their experts in one all-to-all and come back in another. Outputs, gradients and dropped tokens are those of
 `Mixture` on all ranks' tokens, in the order of the ranks. It broadcasts nothing: routers must start equal.
+`split_to_group` gives each rank its part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rankcell.parallel import group
+from rankcell.parallel import group, tensor
 from rankcell.parallel.experts import Routing, route
 
 
@@ -128,3 +129,10 @@ def shared_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     layers = [layer for layer in module.modules() if isinstance(layer, ExpertParallel)]
     spread = {p for layer in layers for p in layer.experts.parameters()}
     return (p for p in module.parameters() if p not in spread)
+
+
+def split_to_group(x: Tensor, dim: int, *, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's part along `dim` of `x`, which every rank holds whole. Backward an all-gather."""
+    group = tensor.Group(process_group)
+    group.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
+    return tensor._Pair.apply(x, lambda x: group.own(x, dim), lambda grad: group.all_gather(grad, dim))

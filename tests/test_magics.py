@@ -63,6 +63,14 @@ def test_a_module_that_was_edited_is_told_once_unless_a_rank_loads_it_anew(
         assert (says in capsys.readouterr().out) == told, text
 
 
+def test_a_module_that_only_the_notebook_finds_is_told_with_its_folder(cell, shell, tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("def f(): return 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shell.run_cell("import only_here")
+    with pytest.raises(RankError, match=f"found only_here in {tmp_path}: `sys.path.append"):
+        cell("2", "import only_here")
+
+
 def test_a_model_comes_back_as_a_list_and_a_class_of_the_notebook_is_asked_for(cell, shell, tmp_path, capsys):
     shell.run_cell("import torch\nclass Net(torch.nn.Linear): pass\nnet = Net(1, 1)")
     save = f"torch.save(net, '{tmp_path}/net')"

@@ -14,7 +14,7 @@ from rankcell import models, schedules
 from rankcell.parallel import context, experts, tensor as tp
 from rankcell.parallel.context import ContextParallel, positions, ring_attention, split
 from rankcell.parallel.ddp import DDP
-from mixtures import ExpertParallel, Mixture
+from mixtures import ExpertParallel, Mixture, split_to_group
 from rankcell.parallel.experts import route
 from rankcell.parallel.pipeline import Pipeline, split_gpt
 from rankcell.parallel.transformer import tensor_parallel
@@ -47,7 +47,7 @@ shared evenly by 4 ranks. Choose a multiple of 4, or a group whose size divides 
 tp.RowParallelLinear.from_linear(nn.Linear(5, 4)) -> 5 (input features of a row-parallel layer) cannot be shared evenly
 tensor_parallel(models.GPT(9, 12, n_heads=3)) -> 3 (attention heads) cannot be shared evenly
 tensor_parallel(gpt(), sequence_parallel=True)(tokens[:, :3]) -> 3 (tokens of a sequence) cannot be shared evenly
-tp.split_to_group(ones(3, 5), 1) -> 5 (dim 1 of a tensor of shape (3, 5)) cannot be shared evenly
+split_to_group(ones(3, 5), 1) -> 5 (dim 1 of a tensor of shape (3, 5)) cannot be shared evenly
 tp.reduce_scatter(ones(3, 5), 0) -> 3 (dim 0 of a tensor of shape (3, 5)) cannot be shared evenly
 tensor_parallel(gpt())(zero.repeat(1, 9)) -> 9 tokens are more than the context of 8. Cut the sequence.
 tensor_parallel(models.Attention(24, 12, n_kv_heads=3)) -> 3 key/value heads cannot be shared by 4 ranks: neither \

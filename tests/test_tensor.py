@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rankcell
+from mixtures import split_to_group
 from rankcell import models
 from rankcell.parallel import tensor as tp
 from rankcell.parallel.transformer import ParallelDropout, tensor_parallel
@@ -50,8 +51,8 @@ def pairs(x, dim):
     """Each function before one that undoes it, with something else on every rank in between."""
     act = lambda x: torch.sin((1.0 + dist.get_rank()) * x)
     yield tp.reduce_from_group(act(tp.copy_to_group(x)))
-    yield tp.gather_from_group(act(tp.split_to_group(x, dim)), dim)
-    yield tp.reduce_from_group(act(tp.all_gather(tp.split_to_group(x, dim), dim)))
+    yield tp.gather_from_group(act(split_to_group(x, dim)), dim)
+    yield tp.reduce_from_group(act(tp.all_gather(split_to_group(x, dim), dim)))
     yield tp.gather_from_group(tp.reduce_scatter(act(tp.copy_to_group(x)), dim), dim)
 
 
@@ -86,7 +87,7 @@ def layers(bias, sequence):
     expected = down(torch.tanh(up(x)))
     weights = drawn(*expected.shape, name="loss")
     (expected * weights).sum().backward()
-    y = row(torch.tanh(column(tp.split_to_group(x2, 1) if sequence else x2)))
+    y = row(torch.tanh(column(split_to_group(x2, 1) if sequence else x2)))
     y = tp.gather_from_group(y, 1) if sequence else y
     (y * weights).sum().backward()
     found = {

@@ -1,8 +1,7 @@
 """What communication costs by the latency-bandwidth model: a message of S bytes takes alpha + beta * S. Sends and
 collectives as formulas in seconds; the line through measured times; algorithm and bus bandwidth as nccl-tests defines
 them. S (`nbytes`) is always the whole array: what a rank holds before a reduce-scatter or all-reduce and after an
-all-gather. The model knows no contention, no time to add numbers, no protocols, and no cores that ranks on one machine
-share.
+all-gather. The model knows no contention, no time to add numbers, no protocols, and no cores that ranks share.
 """
 
 import math

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from IPython.core.completer import SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -251,6 +252,11 @@ def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
         for name in dict.fromkeys(unset)
         if name in os.environ
     ]
+    strange = (re.match(r"No module named '(\w+)'", f.message) for f in failures if f.type == "ModuleNotFoundError")
+    for name in dict.fromkeys(m[1] for m in strange if m):
+        if file := getattr(sys.modules.get(name), "__file__", None):
+            folder = Path(file).parent
+            hints.append(f"The notebook found {name} in {folder}: `sys.path.append('{folder}')` in a rank cell, too.")
     for name in (n for n in errors.missing_names(run) if n in notebook):
         if isinstance(notebook[name], types.ModuleType):
             hints.append(f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too.")

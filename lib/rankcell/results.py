@@ -194,8 +194,7 @@ class Mismatch:
 @dataclass(frozen=True)
 class RankFailure:
     """Why a rank did not finish the cell: the exception as text, its frames, and when it happened. `causes` are those
-    behind it, each with how it led here: "caused by" (`raise ... from`), "while handling", or "1 of 2" in an
-    ExceptionGroup.
+    behind it, each with how it led here: "caused by" (`raise ... from`), "while handling", "1 of 2" of a group.
     """
 
     type: str

@@ -30,9 +30,9 @@ step = training(model, adam(model), lambda: cross_entropy(model(x), y))
 # %% ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from mixtures import ExpertParallel, Mixture
+from mixtures import ExpertParallel, Mixture, split_to_group
 from rankcell.models import MLP, initialise
-from rankcell.parallel.tensor import reduce_from_group, split_to_group
+from rankcell.parallel.tensor import reduce_from_group
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
 dp, ep = mesh.get_local_rank("dp"), mesh.get_local_rank("ep")

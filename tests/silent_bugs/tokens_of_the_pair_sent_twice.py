@@ -30,9 +30,9 @@ nn.init.normal_(model.embed.weight, generator=generator(1, "embed"))
 step = training(model, adam(model), lambda: cross_entropy(model(x), y))
 
 # %% ranks
-from mixtures import ExpertParallel, Mixture
+from mixtures import ExpertParallel, Mixture, split_to_group
 from rankcell.models import MLP, initialise
-from rankcell.parallel.tensor import gather_from_group, split_to_group
+from rankcell.parallel.tensor import gather_from_group
 
 pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]

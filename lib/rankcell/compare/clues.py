@@ -271,8 +271,7 @@ def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
     for masks in alike.values():
         if len(masks) > 1:
             *_, most, few = sorted(masks.values(), key=len, reverse=True)
-            says = (
-                f"drops other numbers on {name_ranks(few)} than on {name_ranks(most)}, though all were given the same"
-            )
-            return row.found("none", "masks differ", ranks=tuple(few), says=f"{says}: the ranks part")
+            says = f"drops other numbers on {name_ranks(few)} than on {name_ranks(most)}"
+            says += ", though all were given the same: the ranks part"
+            return row.found("none", "masks differ", ranks=tuple(few), says=says)
     return row.found("skipped", "dropout")

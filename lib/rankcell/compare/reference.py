@@ -185,9 +185,7 @@ class Reference(_Sizes):
         return k if fits and abs(k) >= 1e-6 else None
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
-        """Whether a matrix differs from that part by the same in every row: a bias that is added elsewhere, or by every
-        rank.
-        """
+        """Whether a matrix differs from that part by the same in every row: a bias added elsewhere, or by all."""
         part, slack = self._part(rows, columns)
         limits = self.limits(part, slack)
         if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):

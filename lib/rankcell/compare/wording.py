@@ -76,9 +76,11 @@ def _sentence(
     if begins and row.kind == "output":
         look += ", or at what it is given: nothing is computed before it, and its weights are right"
     elif begins:
-        look = "and the forward is right: look at the loss, this gradient is the first that comes back from it. Is a "
-        look += "sum in it summed again on the way back, and does what it gathers from other ranks send gradients back?"
-    more = f". {row.clue[0].upper()}{row.clue[1:]}" if row.clue else ""
+        look = (
+            "and the forward is right: look at the loss, this gradient is the first that comes back from it. Are its "
+        )
+        look += "targets right, is a sum in it summed again on the way back, does what it gathers send gradients back?"
+    more = f"{'' if look.endswith('?') else '.'} {row.clue[0].upper()}{row.clue[1:]}" if row.clue else ""
     return f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), {look}{more}"
 
 

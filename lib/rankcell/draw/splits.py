@@ -1,6 +1,5 @@
 """Who holds what: matrices under several splits, side by side. A matrix is an outline; the part that a rank holds is
-filled, or hatched where its numbers are only its share of a sum. Between the ranks stands what they must tell each
-other.
+filled, or hatched where its numbers are only its share of a sum. Between the ranks stands what they tell each other.
 """
 
 from collections.abc import Mapping, Sequence

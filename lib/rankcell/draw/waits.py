@@ -1,6 +1,5 @@
 """Who waits for whom: `run.standstill` as a graph, one circle per rank, an arrow from each rank that waits to the ranks
-it waits for, in the colour of the operation that it stands in. Arrows that close a cycle are thick: nobody in it can
-ever go on.
+it waits for, in the colour of the operation that it stands in. Arrows that close a cycle are thick: nobody can go on.
 """
 
 import math

@@ -110,8 +110,7 @@ def look(recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: s
 
 
 def threads(recorder: Recorder, ours: set[int | None], *, busy: bool) -> bool:
-    """Whether another thread than `ours` is inside the learner's code; if `busy`, one that stands in no operation, and
-    so may still answer.
+    """Whether another thread than `ours` is in the learner's code; if `busy`, one in no operation, which may answer.
 
     A thread of a library that waits for work, such as a progress bar's, has no frame of the learner's.
     """

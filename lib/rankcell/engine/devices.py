@@ -83,8 +83,7 @@ def choose(world_size: int, device: str, machine: Machine) -> Choice:
 
 def _shared(world_size: int, machine: Machine, note: str) -> Choice:
     """Ranks share GPUs over nccl: https://docs.nvidia.com/deeplearning/nccl, NCCL 2.30, environment variables. NVLS is
-    for GPUs of one rank each. The kernels of all ranks of a GPU wait for each other: they must fit on it at the same
-    time.
+    for GPUs of one rank each. The kernels of all ranks of a GPU wait for each other: they must fit on it together.
     """
     shared = -(-world_size // machine.gpus)
     ctas = str(max(1, CTAS // shared))

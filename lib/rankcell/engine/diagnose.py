@@ -274,8 +274,7 @@ def _ahead(states: Mapping[int, State], ended: Sequence[int], waiting: Sequence[
 
 
 def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> str | None:
-    """A sentence if some ranks called more collectives of a group than others by the end of a cell that `ran` ran, else
-    None.
+    """A sentence if some ranks called more collectives of a group than others by the end of a cell on `ran`, else None.
 
     Such a cell ended only because the extra call did not wait (the root of a broadcast, `async_op=True`); the next
     collective would be matched with the wrong one. `counts` holds, by rank, the calls under each `Wait.key`.

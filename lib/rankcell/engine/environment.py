@@ -158,19 +158,16 @@ class Names:
         """What to do about modules whose file has changed since they were loaded; told once for each change."""
         found = []
         for name in sys.modules.keys() - self._known:
-            file = getattr(sys.modules[name], "__file__", None) or ""
-            if not any(part in file for part in report.NOT_OURS) and Path(file).is_file():
-                self._imported[name] = sys.modules[name].__spec__, Path(file).read_bytes()
-        self._known = {*sys.modules}
-        for name, (spec, text) in self._imported.items():
-            file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-            if file.is_file():
-                self._imported[name] = now, changed = sys.modules[name].__spec__, file.read_bytes()
-                if now is spec and changed != text:
-                    found.append(
-                        f"{file.name} has changed since this rank loaded it: `importlib.reload({name})` in a rank "
-                        "cell, or `%ranks restart`."
-                    )
+            file = Path(getattr(sys.modules[name], "__file__", None) or "")
+            if any(part in str(file) for part in report.NOT_OURS) or not file.is_file():
+                continue
+            now = sys.modules[name].__spec__, file.read_bytes()
+            before, self._imported[name] = self._imported.get(name, now), now
+            if now[0] is before[0] and now[1] != before[1]:
+                found.append(
+                    f"{file.name} has changed since this rank loaded it: `importlib.reload({name})` in a rank cell, "
+                    "or `%ranks restart`."
+                )
         return found
 
     def pull(self, name: str) -> bytes | str:

@@ -3,7 +3,8 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -224,20 +225,14 @@ def caller(depth: int = 1) -> tuple[int, str, str, tuple[tuple[str, int], ...]]:
         code = frame.f_code
         kind = kind_of(code)
         if kind is True:
-            return frame.f_lineno, via, file_of(code), tuple(islice(_around(frame.f_back), OUTER))
+            around = traceback.walk_stack(frame.f_back) if frame.f_back else ()
+            outer = ((file_of(f.f_code), n) for f, n in around if kind_of(f.f_code) is True)
+            return frame.f_lineno, via, file_of(code), tuple(islice(outer, OUTER))
         if kind is None:
             via = type(frame.f_locals.get("self")).__name__
         elif kind:
             via = kind
         last, frame = frame, frame.f_back
-
-
-def _around(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    """File and line of the learner's frames from here outwards."""
-    while frame is not None:
-        if kind_of(frame.f_code) is True:
-            yield file_of(frame.f_code), frame.f_lineno
-        frame = frame.f_back
 
 
 def file_of(code: Any) -> str:

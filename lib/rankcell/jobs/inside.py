@@ -128,9 +128,7 @@ class Inside:
         return self.near
 
     def record(self) -> RankRecord:
-        """What the main thread does now, and how much this process has used with those that it has started, without
-        this thread.
-        """
+        """What the main thread does now, and what this process and its children have used, less this thread."""
         children = stacks.children(self.pid)
         record = RankRecord(
             self.rank, self.world_size, self.phase, at=time.time(), moved=sum(map(_moved, (self.pid, *children))),

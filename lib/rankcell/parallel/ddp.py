@@ -1,8 +1,7 @@
 """Data parallelism: the same model on every rank, other data, and one average of the gradients. `DDP` wraps any module,
 in any process group. During the backward it averages the gradients in buckets, while the backward of earlier layers
 still runs. It does not split the data (a sampler does), normalise over all ranks in BatchNorm (`nn.SyncBatchNorm` does,
-on GPUs), or learn the real order of use: its buckets follow the order in which the module lists its parameters,
-backwards.
+on GPUs), or learn the real order of use: its buckets follow the module's list of parameters, backwards.
 """
 
 from collections.abc import Iterator, Sequence

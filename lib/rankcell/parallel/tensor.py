@@ -125,13 +125,6 @@ def reduce_from_group(x: Tensor, *, process_group: ProcessGroup = None) -> Tenso
     return _Pair.apply(x, Group(process_group).sum, _same)
 
 
-def split_to_group(x: Tensor, dim: int = FEATURES, *, process_group: ProcessGroup = None) -> Tensor:
-    """This rank's part along `dim` of `x`, which every rank holds whole. Backward an all-gather."""
-    group = Group(process_group)
-    group.check_divides(x.shape[dim], f"dim {dim} of a tensor of shape {tuple(x.shape)}")
-    return _Pair.apply(x, lambda x: group.own(x, dim), lambda grad: group.all_gather(grad, dim))
-
-
 def gather_from_group(
     x: Tensor, dim: int = FEATURES, *, total: int | None = None, process_group: ProcessGroup = None
 ) -> Tensor:

@@ -1,7 +1,6 @@
 """The tensor-parallel twins of the course's models: GPT, Llama, their blocks, attention and MLPs. `tensor_parallel`
 turns a dense model into its twin over a group of ranks, from the layers of `parallel.tensor` and `parallel.vocabulary`.
-Parts keep their names, so `tensor.full_state_dict` gives back what the dense model has. It knows no documents in a
-sequence.
+Parts keep their names, so `tensor.full_state_dict` gives back what the dense model has. It knows no documents.
 """
 
 import copy

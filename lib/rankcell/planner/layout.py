@@ -1,6 +1,5 @@
 """A job, which is given, and the ways to lay it out over GPUs. Ranks are numbered as Megatron does it: tensor
-parallelism inside, then context, then data, pipeline stages outside; expert parallelism takes neighbours out of context
-and data.
+parallelism inside, then context, then data, pipeline stages outside; experts take neighbours out of context and data.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,6 @@
 """The exercises of a lesson: which cells they are, and what a student gets of them. A solution is a code cell with the
 tag `solution` (in a student's copy: `exercise`) whose first comment is `# Exercise N: what to do`. The cells below it,
-up to the next solution, heading or deliberate error, are its checks. Cells are the mappings of nbformat 4; none is run
-here.
+up to the next solution, heading or deliberate error, are its checks. Cells are the mappings of nbformat 4.
 """
 
 import difflib
