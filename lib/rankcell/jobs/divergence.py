@@ -3,7 +3,7 @@ last operations.
 
 Ranks that wait for each other are alike to blame as far as the waiting goes. What tells them apart is what they called
 before: one of them has gone from one line to another as nobody else did, nor itself before; or most ranks that did the
-same so far went on in another way. It names nobody where ranks lawfully do different things, or where not one stands out.
+same so far went on in another way. It names nobody where ranks lawfully do different things, or where no one is odd.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
