@@ -78,7 +78,7 @@ HANGS = {
         "for group in (a, b) if rank == 0 else (b, a):\n    if rank < 2: dist.all_reduce(x, group=group)",
         "ranks 0, 1 wait for each other in different process groups.",
         "rank 0  waits in all_reduce(float32[4]) (call 1 of the group of ranks 0, 1, line 4)",
-        "Take them in one order that holds for all ranks",
+        "Take the groups in one order that holds for all ranks",
     ),
     "a call of a sub-group left out": (
         "pairs = dist.new_group([0, 1]), dist.new_group([2, 3])\nx = torch.ones(4)\n"

@@ -109,10 +109,9 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
             victim, left = next((r, w) for r in circle for w, missing in stuck[r] if odd in missing)
             own, other = (call_of(wait, len(states)) for wait in (waits[odd], left))
             head = f"rank {odd} calls {own} without {other} that rank {victim} waits in."
-        advice = (
-            "Has a rank left out a call, or do they take the groups in different order? Take them in one order that "
-            "holds for all ranks, say all rows before all columns."
-        )
+        advice = "Take the groups in one order that holds for all ranks, say all rows before all columns."
+        if not several:
+            advice = f"Has a rank left out a call, or do they take the groups in different order? {advice}"
     else:
         head = f"{who} wait for each other."
         advice = "Every rank of a group must call the same operations in the same order."
