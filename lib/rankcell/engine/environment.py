@@ -157,9 +157,10 @@ class Names:
     def _edited(self) -> list[str]:
         """What to do about modules whose file has changed since they were loaded; told once for each change."""
         found = []
-        for name in sys.modules.keys() - self._known:
-            file = Path(getattr(sys.modules[name], "__file__", None) or "")
-            if any(part in str(file) for part in report.NOT_OURS) or not file.is_file():
+        for name in sys.modules.keys() - self._known if len(sys.modules) > len(self._known) else ():
+            path = getattr(sys.modules[name], "__file__", None) or ""
+            if any(part in path for part in report.NOT_OURS) or not (file := Path(path)).is_file():
+                self._known.add(name)  # none of the learner's
                 continue
             now = sys.modules[name].__spec__, file.read_bytes()
             before, self._imported[name] = self._imported.get(name, now), now
