@@ -158,11 +158,15 @@ class Names:
         """What to do about modules whose file has changed since they were loaded; told once for each change."""
         found = []
         for name in sys.modules.keys() - self._known if len(sys.modules) > len(self._known) else ():
-            path = getattr(sys.modules[name], "__file__", None) or ""
+            about = vars(module) if isinstance(module := sys.modules.get(name), types.ModuleType) else {}
+            path = str(about.get("__file__"))
             if any(part in path for part in report.NOT_OURS) or not (file := Path(path)).is_file():
                 self._known.add(name)  # none of the learner's
                 continue
-            now = sys.modules[name].__spec__, file.read_bytes()
+            try:
+                now = about.get("__spec__"), file.read_bytes()
+            except OSError:  # somebody takes it away, or it may not be read
+                continue
             before, self._imported[name] = self._imported.get(name, now), now
             if now[0] is before[0] and now[1] != before[1]:
                 found.append(
