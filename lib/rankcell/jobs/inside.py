@@ -81,9 +81,9 @@ class Inside:
         leave, self._left = sys.exit, ""
 
         def exit_from(status: Any = None) -> None:
-            *_, frame = stacks.own(self._stack()) or [None]
-            if frame is not None and "(" not in frame.source.partition("exit(")[2]:  # as in sys.exit(main())
-                self._left = f"ended with sys.exit() in {at_line(frame.lineno, frame.filename)}"
+            for frame in stacks.own(self._stack())[-1:] if threading.get_ident() == self._main else ():
+                if "(" not in frame.source.partition("exit(")[2]:  # not as in sys.exit(main())
+                    self._left = f"ended with sys.exit() in {at_line(frame.lineno, frame.filename)}"
             leave(status)
 
         sys.excepthook, sys.exit = excepthook, exit_from  # type: ignore[assignment]
