@@ -112,6 +112,22 @@ def test_a_wait_for_what_is_over_is_recorded(run):
         assert waited.wait_start >= waited.done == waited.end and left.wait_start is None
 
 
+def test_a_wait_is_recorded_where_the_work_is_over_before_the_program_has_it(run):
+    source = """
+    from rankcell.engine.listen import Listener
+    answered = Listener._answered
+    def late(self, o, *given):
+        result = answered(self, o, *given)
+        while o.done is None: pass
+        return result
+    Listener._answered = late
+    dist.all_reduce(torch.ones(4), async_op=True).wait()
+    Listener._answered = answered
+    """
+    for result in run(source).ranks:
+        assert result.events[0].wait_start >= result.events[0].done
+
+
 def test_spans_are_recorded_beside_communication(run):
     source = """
     from rankcell import span

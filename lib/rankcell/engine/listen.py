@@ -189,7 +189,7 @@ class Listener:
                 return result
             # a kernel in Python must return one
             return (*result[:-1], _no_work()) if isinstance(result, tuple) else _no_work()
-        o.work = work
+        o.work = recorder.latest = work
         recorder.by_work[work] = o
         if o.enqueued:  # its future is done when the work is enqueued: the work itself is asked
             o.passed = streams.done(work)

@@ -46,11 +46,11 @@ class Recorder(Observer):
 
     def _begin_cell(self, cell: str, *, values: bool) -> None:
         self.cell, self.keep_values = cell, values
-        self.operations: deque[Operation] = deque()
-        self.total = 0  # operations
+        self.operations, self.total = deque[Operation](), 0
         self.broken = False  # a wait failed: gloo has closed the connection, whoever caught the error
         self.failed_call: Call | None = None  # the last operation that raised
         self.failed_wait: Wait | None = None  # the same, as others are told of it
+        self.latest: Any = None  # a Work that may be over before the program holds it, and would be gone then
         self.trace: tuple[Any, ...] = ()  # what other parts observed
         self._before = dict(self.counts)
 
@@ -154,7 +154,7 @@ class Recorder(Observer):
 
     def waited(self, o: Operation) -> None:
         """The program has waited for `o`."""
-        o.wait_end = clock() if o.done is None else None  # what was over before has its end
+        o.wait_end, self.latest = clock() if o.done is None else None, None  # what was over before has its end
         if o.error is None and o.landing is not None:
             tensor, buffer = o.landing
             tensor.copy_(buffer)
