@@ -447,6 +447,12 @@ def test_an_interrupt_ends_the_cell(four, what):
     works(four)
 
 
+def test_an_interrupt_reaches_what_the_ranks_have_started(four):
+    four.run("import subprocess\np = subprocess.Popen(['sleep', '600'])")
+    fails(four, "p.wait()", RankTimeout, timeout=1)
+    four.run("p.wait(60)")  # raises where it still runs
+
+
 def test_a_timeout_says_where_every_rank_was(four):
     error = fails(four, "import time\nif rank == 1: time.sleep(60)\ndist.barrier()", RankTimeout, timeout=1)
     lines = str(error).splitlines()

@@ -117,6 +117,10 @@ def test_an_interrupt_leaves_kernel_and_names(kernel, tmp_path):
     kernel.run("here = 'kept'")
     for n in (4, 2):
         kernel.run(f"%%ranks {n}\nthere = rank")
+    kernel.run("import os\nos.environ['SET_LATER'] = '1'")
+    assert "in a rank cell, or in the notebook" in " ".join(
+        kernel.run("%%ranks 2\nimport os\nos.environ['SET_LATER']").split()
+    )  # Python's modules are no frozen ones in a kernel
     kernel.start(WAITS, tmp_path)
     kernel.manager.interrupt_kernel()
     until(lambda: "kept" in kernel.run("here"))  # cells sent before it is through are dropped by Jupyter

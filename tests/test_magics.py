@@ -165,8 +165,17 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell, monkeypatch)
     ):
         cell("4", "np.ones(1)")
     monkeypatch.setenv("SET_LATER", "1")
-    with pytest.raises(RankError, match=r"The notebook has os.environ\['SET_LATER'\].*`%ranks restart`"):
+    with pytest.raises(RankError, match=r"set it in a rank cell, or in the notebook before `%ranks restart`"):
         cell("4", "import os\nos.environ['SET_LATER']")
+    cell("4", "max, filter = rank, lambda x: x")
+    with pytest.raises(RankError, match=r"`max` is of type int here, which hides Python's `max`: `del max`"):
+        cell("4", "max(1, 2)")
+    with pytest.raises(RankError) as other:
+        cell("4", "filter(1)(2)")  # callable, and what it gives is not
+    assert "hides" not in str(other.value)
+    cell("4", "del max, filter")
+    with pytest.raises(RankError, match="A rank has no keyboard, so the debugger cannot ask"):
+        cell("4", "import IPython\nIPython.embed()")
     with pytest.raises(RankError) as other:
         cell("4", "settings = {}\nsettings['SET_LATER']")
     assert "os.environ" not in str(other.value)
@@ -177,6 +186,36 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell, monkeypatch)
     with pytest.raises(PullError, match="nothing on ranks 0-3: no such name") as missing:
         cell("4 --pull some,nothing", "some = rank")
     assert shell.user_ns["some"] == [0, 1, 2, 3] and missing.value.run.values == [None] * 4
+
+
+def test_a_model_of_a_group_is_no_value_for_the_notebook(shell, capsys):
+    assert not shell.run_cell(
+        "%%ranks 4 --pull model\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))"
+    ).success
+    told = capsys.readouterr()
+    assert "as a model in DDP does: pull what is in it, its `.module`" in " ".join(told.out.split())
+    assert "put `%%ranks 4`" not in told.err
+
+
+def test_a_model_of_which_ranks_trained_copies(shell, capsys):
+    """The notebook is told when it uses its own one, once; not if nothing was trained, or it was loaded."""
+    cell = "%%ranks 4 --push model,still\nstill(torch.ones(1, 2))\n"
+    train = cell + "with torch.no_grad(): model.weight += 1"
+    shell.user_ns |= {"model": torch.nn.Linear(2, 2), "still": torch.nn.Linear(2, 2)}
+    for first, second, times in (
+        (train, "model.bias", 1),
+        (train, "still.bias", 0),
+        (cell, "model.bias", 0),
+        (train, "model.load_state_dict(model.state_dict())", 0),
+        (train.replace("still\n", "still --pull model\n"), "model[0].bias", 0),
+    ):
+        shell.run_cell(first)
+        shell.run_cell(second)
+        shell.run_cell(second)
+        assert capsys.readouterr().err.count("The ranks have trained copies of `model`") == times, (
+            first,
+            second,
+        )
 
 
 @pytest.mark.parametrize("source", ["rank", "import torch.distributed as dist\ndist.get_rank()", "lr"])

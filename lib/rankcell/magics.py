@@ -29,12 +29,14 @@ from .draw import page
 from .engine import devices, launch, world
 from .results import Run
 
-_OS = "<frozen os>"  # how Python calls the file of its module `os`
-
 # Where the kernel has ended nobody takes the line of its last second away; the page itself says so then.
 _ENDED = (
     "<style>@keyframes rankcell-ended{to{font-size:1em}}</style><span style='font-size:0;"
     "animation:rankcell-ended 0s 9s forwards'> (no news for 9 s: has the kernel ended?)</span>"
+)
+_COPIED = (
+    "The ranks have trained copies of `{0}`, and this one is as it was: end the rank cell with `weights = "
+    "{0}.state_dict()`, add `--pull weights`, and load them here: `{0}.load_state_dict(weights[0])`."
 )
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 
@@ -48,6 +50,7 @@ class RankMagics(Magics):
         self.shell: Any = shell
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
+        self._copied: dict[str, Any] = {}  # models that ranks have trained: this one, and its `versions`
         self._started = False  # a world; the first one waits for torch, and tells of one that was not tried
 
     @line_cell_magic
@@ -108,6 +111,8 @@ class RankMagics(Magics):
             if hasattr(names.get(name), "state_dict")  # the notebook's own model
         ]
         _tell(ranks)
+        self._copied = {n: copied for n, copied in self._copied.items() if n not in (options.push or ())}
+        self._copied |= {n: (names[n], source.versions(names[n])) for n in ranks.trained if n not in run.pulled}
         return self._keep(run, options)
 
     def _translated(self, cell: str) -> str:
@@ -195,11 +200,17 @@ class RankMagics(Magics):
         error = result.error_in_exec
         name = error.name if isinstance(error, NameError) else None
         theirs = [w.world_size for w in self.worlds.values() if w.alive and name in w.names]
-        if name in ("rank", "world_size", "device", "dist") or "Default process group has not been" in str(error):
+        outside = isinstance(error, ValueError) and "Default process group has not been" in str(error)
+        if name in ("rank", "world_size", "device", "dist") or outside:
             print("Only ranks have that: put `%%ranks 4` on the first line of the cell.", file=sys.stderr)
         elif theirs:
             here = f"or define {name} here, too (`--pull {name}` in the line of a rank cell fetches its values)."
             print(f"Only the ranks have {name}: begin the cell with `%%ranks {theirs[-1]}`, {here}", file=sys.stderr)
+        text = str(result.info.raw_cell)
+        for name in [n for n in self._copied if re.search(rf"\b{n}\b", text) and not text.lstrip().startswith("%%")]:
+            model, before = self._copied.pop(name)
+            if self.shell.user_ns.get(name) is model and source.versions(model) == before:
+                print(_COPIED.format(name), file=sys.stderr)
 
     @context_matcher(identifier="rankcell")
     def match(self, context: Any) -> SimpleMatcherResult:
@@ -243,15 +254,7 @@ def _tell(ranks: world.Ranks) -> None:
 def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
     """What to do where a rank failed for want of something that the notebook has."""
     failures = [r.error for r in run.failed if r.error is not None]
-    # raised in os.environ itself, not in a dictionary of the learner's with such a key
-    unset = [
-        f.message.strip("'") for f in failures if f.type == "KeyError" and f.frames and f.frames[-1].filename == _OS
-    ]
-    hints = [
-        f"The notebook has os.environ[{name!r}], set after the ranks began: `%ranks restart`, or set it there, too."
-        for name in dict.fromkeys(unset)
-        if name in os.environ
-    ]
+    hints: list[str] = []
     strange = (re.match(r"No module named '(\w+)'", f.message) for f in failures if f.type == "ModuleNotFoundError")
     for name in dict.fromkeys(m[1] for m in strange if m):
         if file := getattr(sys.modules.get(name), "__file__", None):

@@ -5,6 +5,7 @@ import ast
 import functools
 import re
 import shlex
+import sys
 from typing import Any
 
 from .errors import OptionError, unknown_option
@@ -58,6 +59,12 @@ def _whole(what: str, example: str, least: int) -> Any:
         return int(text)
 
     return number
+
+
+def versions(model: Any) -> list[int]:
+    """How often each weight of a model was changed in place; none of what is no model."""
+    module = getattr(sys.modules.get("torch.nn"), "Module", ())
+    return [0 if p.is_inference() else p._version for p in model.parameters()] if isinstance(model, module) else []
 
 
 # The options of the `%%ranks` line, as argparse takes them.

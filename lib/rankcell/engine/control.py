@@ -63,7 +63,7 @@ class Control:
         leaves with the clean error of a closed connection.
         """
         if wanted:
-            signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
+            os.killpg(os.getpgrp(), signal.SIGINT)  # also what the cell has started, as Jupyter does
             self._await_end(BACK)
         if self._rank.running:
             self._rank.groups.close()

@@ -13,6 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
 
+import IPython
 import torch
 import torch.distributed as dist
 import torch.distributed.launcher.api as launcher
@@ -44,7 +45,7 @@ def enter(config: StartRank) -> None:
     torch.set_num_threads(1)
     _print_bars()
     builtins.input = functools.partial(_no_keyboard, "")
-    sys.breakpointhook = functools.partial(_no_keyboard, report.BDB_NOTE)
+    sys.breakpointhook = IPython.embed = functools.partial(_no_keyboard, report.BDB_NOTE)
     spawn = mp.spawn
 
     def spawn_or_explain(fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 from ..results import Display, NotSent, RankFailure, RankResult
 from .messages import Done
 
+_IN_A_GROUP = ". It holds a process group, as a model in DDP does: pull what is in it, its `.module` or a state_dict()"
+
 HEAD, TAIL = 2 << 20, 1 << 20  # bytes kept of what a rank writes in a cell: its beginning and its end
 MAX_DISPLAYS, MAX_DISPLAY_NBYTES = 300, 64 << 20  # of one rank and cell; the oldest go
 
@@ -126,4 +128,5 @@ def unpack(packed: Any) -> Any:
     try:
         return pickle.loads(packed)
     except BaseException as error:  # noqa: BLE001 - kept as the reason why there is no value
-        return NotSent("", f"cannot be read here: {type(error).__name__}: {error}")
+        why = f"cannot be read here: {type(error).__name__}: {error}".rstrip(".")
+        return NotSent("", why + _IN_A_GROUP * ("process group" in why))

@@ -1,6 +1,9 @@
 """Inside a rank: what it tells the notebook of an exception and of a value, so that both can travel."""
 
+import builtins
 import io
+import linecache
+import os
 import re
 import sysconfig
 import traceback
@@ -28,6 +31,11 @@ BDB_NOTE = (
 )
 _EXIT = "sys.exit() ended the cell on this rank. The rank itself lives on, with its names."
 _ARGV = " If argparse called it: a rank has no command line, so write `parse_args(['--name', 'value'])`."
+_ENVIRONMENT = (
+    "The environment of a rank is what the notebook's was when the ranks began: set it in a rank cell, or in the "
+    "notebook before `%ranks restart`."
+)
+_HIDDEN = "`{0}` is of type {1} here, which hides Python's `{0}`: `del {0}` in a rank cell, and take another name."
 _NOTES = {  # by a part of the exception: what to do
     "BdbQuit": BDB_NOTE,
     "is not part of group": "`src`, `dst` are ranks of the world, `group_src` and `group_dst` count within the group.",
@@ -55,6 +63,7 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
         message = "" if error.code is None else _safely(lambda: str(error.code), "")
     kind, frames = type(error).__name__, _frames(error)
     notes += [note for text, note in _NOTES.items() if text in f"{kind}: {message}"]
+    notes += _safely(lambda: _of_names(error), [])
     if "_launcher(" in str(frames) and kind != "SpawnError":  # those of accelerate
         notes.append("This cell runs on several ranks already: call the function itself, without a launcher.")
     told = isinstance(error, SpawnError)  # what is behind it is a traceback of the other process
@@ -89,6 +98,17 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
         else "Another rank has left: it destroyed its process group, gave up an operation, or failed."
     )
     return replace(found, message=message, notes=(*found.notes, note), causes=causes)
+
+
+def _of_names(error: BaseException) -> list[str]:
+    """What to do where a name is not what it is in the notebook: of the environment, or one of Python's own."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    if isinstance(error, KeyError) and frame.f_code is type(os.environ).__getitem__.__code__:
+        return [_ENVIRONMENT]
+    here = frame.f_globals | frame.f_locals
+    called = re.findall(r"\b([a-z]\w*)\(", linecache.getline(frame.f_code.co_filename, line))
+    hidden = {name for name in called if hasattr(builtins, name) and not callable(here.get(name, int))}
+    return [_HIDDEN.format(name, type(here[name]).__name__) for name in hidden if "not callable" in str(error)]
 
 
 def _causes(error: BaseException, depth: int) -> list[tuple[str, RankFailure]]:

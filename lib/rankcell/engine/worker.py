@@ -22,7 +22,7 @@ import cloudpickle
 
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
-from ..source import split
+from ..source import split, versions
 from . import control, current, environment, listen, record, report, shell, system
 from .channel import Channel
 from .groups import Groups
@@ -62,6 +62,7 @@ class Rank:
         self._pid = os.getpid()
         self._notes: list[str] = []
         self._exit = ""  # what ended the cell early, without an error
+        self._models: dict[str, Any] = {}  # that the cell was given: the model, and which versions its weights had
         environment.enter(config)
         self._process = environment.Process()
         self._process.restore(self._on_interrupt)
@@ -162,6 +163,7 @@ class Rank:
             exit=self._exit, open=sum(not o.finished for o in list(recorder.open.values())),
             threads=control.threads(recorder, {self.main_thread, self.control.thread.ident}, busy=False),
             names=tuple(n for n in self.names if not n.startswith("_")), notes=tuple(dict.fromkeys(self._notes)),
+            trained=tuple(name for name, (value, before) in self._models.items() if versions(value) != before),
         )  # fmt: skip
 
     def _work(self, task: Task, start: float) -> tuple[Any, float]:
@@ -170,6 +172,7 @@ class Rank:
         for item in pushed.values():
             self._names.lend(item)
         self.names.update(pushed)
+        self._models = {name: (value, versions(value)) for name, value in pushed.items() if versions(value)}
         self._exit, value = "", None
         try:
             if task.call:

@@ -54,6 +54,7 @@ class Ranks:
         self.world_size = world_size
         self.alive = True  # whether the world can run cells
         self.names: tuple[str, ...] = ()
+        self.trained: tuple[str, ...] = ()  # models that the last cell was given, and has changed
         self._cells = 0
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -223,7 +224,7 @@ class Ranks:
         self._workers.keep(ending.states)
         self.notes += _notes(ending)
         if good := [s for rank, s in ending.states.items() if ending.run.ranks[rank].error is None]:
-            self.names = good[0].names
+            self.names, self.trained = good[0].names, good[0].trained
         if not ending.broken:
             return
         try:
