@@ -32,7 +32,7 @@ GROUPS = {
             "draw.held",
             "draw.matrices",
         ),
-        *("draw.streams", "draw.sketches", "draw.explorer", "draw.svg"),
+        *("draw.streams", "draw.sketches", "draw.svg"),
     ],
     "Strategies": [
         *("parallel.ddp", "parallel.tensor", "parallel.vocabulary"),

@@ -8,7 +8,6 @@ from rankcell import hardware as hw
 from rankcell.draw import charts, memory
 from rankcell.draw.bars import bars
 from rankcell.draw.charts import Rung, Series
-from rankcell.draw.explorer import Column
 from rankcell.draw.svg import Figure, Frames, format_bytes, format_seconds
 from rankcell.results import Memory
 
@@ -54,7 +53,6 @@ def test_a_slider_stores_every_mark_once():
         and '"finding <\\/1>"' in page
     )
     assert repr(Frames((one, two), ("a", "b"))) == "[a] finding </1>\n[b] finding </2>"
-    assert Column((one, two))._repr_html_() == f"{one._repr_html_()}\n{two._repr_html_()}"
 
 
 def test_a_ladder_says_its_factors():

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from rankcell import schedules
-from rankcell.draw.explorer import panel
 from rankcell.draw.parts import WIDTH, pale
 from rankcell.draw.schedule import grid
 from rankcell.draw.streams import stacked, streams
@@ -146,25 +145,3 @@ def test_later_stages_are_explained():
     stages = grid(schedules.interleaved(2, 4, 2))
     assert stages.alt == "2 ranks, 4 micro-batches; predicted: done after 13.5 forwards, ranks idle 11 %."
     assert "later stage: paler" in words(stages)
-
-
-def test_the_panel_draws_anew_at_each_move():
-    def planned(schedule="1F1B", ranks=4):
-        make = {"1F1B": schedules.one_f_one_b, "zero bubble": schedules.zero_bubble}[schedule]
-        return grid(make(ranks, 8))
-
-    shown = panel(planned, {"schedule": ["1F1B", "zero bubble"], "ranks": [2, 3, 4]}, start={"ranks": 4})
-    controls = {c.description: c for c in shown.children if getattr(c, "description", "")}
-    assert list(controls) == ["schedule", "ranks"]
-    picture = shown.children[-2]
-    assert picture.value == planned()._repr_html_()
-    controls["schedule"].value, controls["ranks"].value = "zero bubble", 3
-    assert picture.value == planned("zero bubble", 3)._repr_html_()
-
-    def draw(n):
-        if n == 2:
-            raise ValueError("2 < 3 is not allowed.")
-        return planned(ranks=n)
-
-    shown = panel(draw, {"n": [1, 2]}, start={"n": 2})
-    assert shown.children[1].value == "<p>2 &lt; 3 is not allowed.</p>"
