@@ -193,6 +193,12 @@ MISMATCHES = {
         "if rank < 2: dist.all_reduce(torch.ones(3 + rank), group=a)\nelse: dist.barrier()",
         "rank 0 calls all_reduce(float32[3]) where rank 1 calls all_reduce(float32[4]): different shapes.",
     ),
+    "different numbers of groups before one of its members alone": (
+        "local = {'use_local_synchronization': True}\nif rank % 3 == 0: dist.new_group([0, 3], **local)\n"
+        "dist.new_group([0, 1, 2], **local)",
+        "rank 0 calls new_group([0, 1, 2]) beside 1 other group where ranks 1, 2 call new_group([0, 1, 2]) beside 0 "
+        "other groups: different numbers of groups before.",
+    ),
     "different shapes in a reduce-scatter": (
         "dist.reduce_scatter_tensor(torch.ones(2 if rank else 1), torch.ones(8 if rank else 4))",
         "rank 0 calls reduce_scatter(float32[4]) where ranks 1-3 call reduce_scatter(float32[8]): different "
@@ -505,6 +511,12 @@ def test_a_group_that_one_rank_makes_ends_without_harm(four):
     assert "replaced" not in said and "outside the new group" in said
     with pytest.raises(RankError, match="Rank 9 is out of range"):
         four.run("dist.new_group([0, 9])")
+
+
+def test_groups_of_their_members_alone_in_equal_numbers(four):
+    """The halves differ, and every rank is in one of them before the second group of all."""
+    source = "for ranks in (range(4), [rank // 2 * 2, rank // 2 * 2 + 1], range(4)):\n"
+    four.run(f"{source}    dist.barrier(dist.new_group(list(ranks), use_local_synchronization=True))")
 
 
 def test_new_group_on_some_ranks_only(four):

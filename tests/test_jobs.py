@@ -4,14 +4,16 @@
 """
 
 import pickle
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from rankcell import command
-from rankcell.engine.messages import Wait
-from rankcell.jobs import recording, records, verdict
+from rankcell.engine import channel
+from rankcell.engine.messages import Answer, Question, Wait
+from rankcell.jobs import inside, recording, records, verdict
 from rankcell.jobs.records import RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
@@ -59,6 +61,28 @@ def test_a_report_holds_the_last_operations():
     ]
     ranks = SimpleNamespace(recorder=SimpleNamespace(operations=operations), rank=0, _epoch=0.0)
     assert [e.seq for e in recording.Recording.events(ranks)] == list(range(5, recording.LAST + 5))
+
+
+def test_a_rank_that_is_asked_all_the_time_still_says_what_it_does():
+    """Else it is taken to compute, and ranks that stand still are never reported."""
+    runner, theirs = channel.pair()
+    rank = SimpleNamespace(
+        _channel=channel.Channel(theirs), _answer=lambda _: 0, record=lambda: RankRecord(7),
+        _released=threading.Event(), _near_known=threading.Event(),
+    )  # fmt: skip
+    thread = threading.Thread(target=inside.Inside._serve, args=(rank,))
+    thread.start()
+    said = 0
+    for number in range(300_000):
+        runner.send(Question(number, "report"))
+        while not isinstance(runner.receive(), Answer):
+            said += 1
+        if said == 2:
+            break
+    runner.close()
+    thread.join()
+    theirs.close()
+    assert said == 2
 
 
 def test_nobody_is_blamed_while_somebody_may_still_come():

@@ -36,7 +36,7 @@ class Signature(NamedTuple):
     root: int | None = None
     sends: tuple[int, ...] = ()  # of an all_to_all: rows for each rank of the group
     expects: tuple[int, ...] = ()  # ... and rows from each
-    members: int = 0  # a digest of what new_group was given
+    members: int = 0  # a digest of what new_group was given; of a local one the groups before
     device: str = ""  # "cpu" where the world's own device is another: its backend is another, too
 
     def packed(self) -> bytes:
@@ -59,7 +59,7 @@ def _problem(a: Signature, b: Signature, ranks: Sequence[int], rank: int, peer: 
     if a.op != b.op:
         return "different operations"
     if a.members != b.members:
-        return "different lists of ranks"
+        return "different lists of ranks" if a.op == "new_group" else "different numbers of groups before"
     if a.device != b.device:
         return "a tensor on the CPU and one on a GPU"
     if a.tensors != b.tensors:

@@ -91,14 +91,16 @@ class Inside:
         self.thread.start()
 
     def _serve(self) -> None:
+        said = 0.0
         with contextlib.suppress(EOFError, OSError):  # the runner is gone: the program goes on
             while True:
                 select.select([self._channel], [], [], POLL)
                 questions = self._channel.poll()
                 for question in questions:
                     self._channel.send(Answer(question.number, self._answer(question)))
-                if not questions:
+                if not questions or time.monotonic() - said > POLL:  # also where questions come without a pause
                     # what is over is said once, by `end`
+                    said = time.monotonic()
                     self._channel.send(replace(self.record(), phase="running"))
         self._released.set()
         self._near_known.set()
