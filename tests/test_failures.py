@@ -497,6 +497,23 @@ def test_send_in_one_cell_and_receive_in_the_next(four):
     assert run.values[1] == [0.0, 1.0, 2.0]
 
 
+def test_a_call_that_gave_up_waiting_is_no_closed_connection(four, tmp_path):
+    source = f"""
+import time, datetime, pathlib
+gave_up, x = pathlib.Path({str(tmp_path / "up")!r}), torch.ones(2)
+group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.5))
+if rank == 1:
+    try: dist.all_reduce(x, group=group)
+    finally: gave_up.touch()
+while rank == 0 and not gave_up.exists(): time.sleep(0.1)
+"""
+    said = str(fails(four, source))
+    assert said.startswith(
+        "rank 1 of 4 failed: RuntimeError: all_reduce(float32[2]) waited 0.5 s, its timeout, for "
+    )
+    assert "late, not lost" in said and "closed" not in said
+
+
 def test_an_extra_collective_that_does_not_wait_is_found(four):
     error = fails(four, "x = torch.ones(4)\nif rank == 0: w = dist.all_reduce(x, async_op=True)", Deadlock)
     assert str(error).startswith(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankcell import command
+from rankcell import command, errors
 from rankcell.engine import channel
 from rankcell.engine.messages import Answer, Question, Wait
 from rankcell.jobs import inside, recording, records, verdict
@@ -100,6 +100,20 @@ def test_a_closed_connection_is_a_consequence():
     assert found.kind == "hang" and found.culprits == (1,)
     own = replace(victim, failure=RankFailure("RuntimeError", "shape '[3]' is invalid"))
     assert verdict.judge([own, gone, waiting(2)]).culprits == (0,)
+
+
+def test_who_computes_while_others_wait_until_their_timeout():
+    computing = RankRecord(1, 3, counts={("0", WORLD): 3}, line=5, file=TRAIN)
+    gave_up = RankFailure("RuntimeError", f"all_reduce(float32[8]) waited 5 s, {errors.LATE}")
+    victim = replace(waiting(0), phase="error", waits=(), failure=gave_up, failed_in=waiting(0).waits[0])
+    found = verdict.judge([victim, computing, waiting(2)])
+    assert found.culprits == (1,) and found.places == ((TRAIN, 5),)
+    said = (
+        "rank 0 of 3 failed: RuntimeError: all_reduce(float32[8]) waited 5 s, its timeout, for rank 1, which"
+    )
+    assert found.headline == f"{said} computes at line 5 of train.py"
+    came = replace(waiting(1), waits=())  # it has come: it is not known who was late
+    assert verdict.judge([victim, came, waiting(2)]).headline.endswith(errors.LATE)
 
 
 def test_the_first_failure_is_to_blame():

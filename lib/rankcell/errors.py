@@ -286,6 +286,7 @@ def _causes(failure: RankFailure, indent: str = "") -> list[str]:
 
 
 _PAIRED = ("send", "recv")
+LATE = "its timeout, for another rank"  # of a call that has waited so long
 
 
 def mismatch_error(run: Run) -> RankMismatch:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..errors import LATE
 from ..results import Event, Standing, at_line, name_ranks
 from .messages import Status, Wait
 
@@ -68,6 +69,16 @@ def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[i
         key = (*wait.key[:-1], other)
         return () if count(wait.peer, key) >= wait.seq else (wait.peer,)
     return tuple(r for r in wait.ranks if r != rank and count(r, wait.key) < wait.seq)
+
+
+def late(wait: Wait, states: Sequence[State], rank: int) -> tuple[list[State], str]:
+    """Those that still compute where `rank` has waited for them until its timeout, and that in words."""
+    by_rank = {s.rank: s for s in states}
+    missing = [by_rank[r] for r in missing_peers(wait, by_rank, rank)]
+    if not (found := [s for s in missing if s.phase == "running" and not s.blocking]):
+        return found, LATE
+    does = doing(found[0], len(states), many=len(found) > 1)
+    return found, LATE.replace("another rank", f"{name_ranks([s.rank for s in found])}, which {does}")
 
 
 def doing(state: State, world_size: int, *, many: bool = False) -> str:

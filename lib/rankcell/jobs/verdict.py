@@ -14,7 +14,7 @@ from typing import Any
 from .. import errors
 from ..engine import diagnose
 from ..engine.messages import Wait
-from ..engine.states import SCRIPT, State, call_of, missing_peers, rows
+from ..engine.states import SCRIPT, State, call_of, late, missing_peers, rows
 from ..results import Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 from . import stacks
 from .divergence import Divergence, find_divergent_rank, what
@@ -89,8 +89,8 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
         return _raised(states, raised)
     if proof is not None:
         return _deadlock({r.rank: r for r in records}, states, proof)
-    victims = [r for r in records if is_consequence(r)]
-    return _raised(states, victims) if victims else None
+    victims = sorted((r for r in records if is_consequence(r)), key=lambda r: r.at)
+    return _late(states, victims[0], _raised(states, victims)) if victims else None
 
 
 def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
@@ -167,6 +167,15 @@ def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict
     places = tuple((f.filename, f.lineno) for f in reversed(stacks.own(first.frames)))
     told = rows(states, len(states), same) if any(s.phase != "error" for s in states) else ()
     return JobVerdict("error", same, head, told, "", places, detail.strip("\n"))
+
+
+def _late(states: Sequence[State], first: RankRecord, found: JobVerdict) -> JobVerdict:
+    """Where a call has waited until its timeout, the verdict names who computes meanwhile."""
+    who, said = late(first.failed_in, states, first.rank) if first.failed_in else ([], "")
+    if not who or not found.headline.endswith(errors.LATE):
+        return found
+    head, places = found.headline.replace(errors.LATE, said), tuple((s.file, s.line) for s in who if s.line)
+    return replace(found, culprits=tuple(s.rank for s in who), headline=head, places=places)
 
 
 def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: diagnose.Diagnosis) -> JobVerdict:
