@@ -102,6 +102,25 @@ def test_a_closed_connection_is_a_consequence():
     assert verdict.judge([own, gone, waiting(2)]).culprits == (0,)
 
 
+def test_a_connection_that_closed_while_the_program_stood_in_c():
+    """DDP waits in C++, and nobody has told the recorder that its call failed."""
+    ddp = waiting(0).waits[0]
+    recorder = SimpleNamespace(
+        failed_call=None, failed_wait=None, operations=[SimpleNamespace(wait=lambda: ddp)]
+    )
+    rank = SimpleNamespace(recording=SimpleNamespace(recorder=recorder))
+    counted = replace(waiting(0), waits=(), phase="error")
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57221.")
+    victim = inside.Inside._failed(rank, counted, closed)
+    gone = RankRecord(1, 3, "finished", counts={("0", WORLD): 3}, calls=3)
+    found = verdict.judge([victim, gone, waiting(2)])
+    assert found.culprits == (1,) and found.rows[1].startswith(
+        "ranks 0, 2  wait in all_reduce(float32[8]) (call 4"
+    )
+    assert found.headline == "rank 1 finished the script without the all_reduce that ranks 0, 2 wait in."
+    assert inside.Inside._failed(rank, counted, RuntimeError("shape '[3]' is invalid")).failed_in is None
+
+
 def test_who_computes_while_others_wait_until_their_timeout():
     computing = RankRecord(1, 3, counts={("0", WORLD): 3}, line=5, file=TRAIN)
     gave_up = RankFailure("RuntimeError", f"all_reduce(float32[8]) waited 5 s, {errors.LATE}")

@@ -63,6 +63,8 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
     return replace(found, mismatch=error.details) if isinstance(error, MismatchError) else found
 
 
+CLOSED = "a connection to another rank is closed"
+GONE = CLOSED, LATE  # how the message of a call ends for which others never came
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|Socket closed|gloo/transport", re.IGNORECASE)
 _GAVE_UP = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete")
 _STALE = re.compile(
@@ -90,7 +92,7 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
     closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)
     if not closed and not _STALE.search(found.message):
         return found
-    message = "a connection to another rank is closed" if closed else _ADDRESS.sub("", found.message)
+    message = CLOSED if closed else _ADDRESS.sub("", found.message)
     note = (
         "The process groups of earlier cells were closed when a cell failed. What holds one (a group, a model in "
         "DDP or FSDP, a device mesh) must be made anew: run the cells that make them again."

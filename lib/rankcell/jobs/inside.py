@@ -174,6 +174,8 @@ class Inside:
         failure = report.without_addresses(failure, renewed=False)
         of_operations = failure.type in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
         failed_in = recorder.failed_wait if recorder and of_operations else None
+        if recorder and recorder.operations and failed_in is None and failure.message.endswith(report.GONE):
+            failed_in = recorder.operations[-1].wait()  # C++ has waited for it, as DDP does
         # where the others are gone, the operation that waited for them fails: the stack tells where it stood
         stack = failure.frames if failed_in is not None else ()
         return replace(record, why=str(failure), failure=failure, failed_in=failed_in, stack=stack)
