@@ -296,6 +296,17 @@ def test_a_group_is_named_without_its_address(four):
     assert said.startswith("ranks 2, 3 of 4 failed alike: ") and "0x" not in said
 
 
+def test_a_line_of_an_earlier_cell_is_named_with_the_line_that_led_there(four):
+    four.run("def sums(n):\n    dist.all_reduce(torch.ones(n))", filename="<cell 2>")
+    said = str(fails(four, "if rank == 1:\n    dist.barrier()\nsums(2)", RankMismatch, filename="<cell 3>"))
+    assert "rank 1         barrier() at line 2 (call 1)" in said
+    assert "ranks 0, 2, 3  all_reduce(float32[2]) at line 2 of cell 2, from line 3 (call 1)" in said
+    said = str(fails(four, "if rank:\n    sums(2)", Deadlock, filename="<cell 4>"))
+    assert "(call 1 of the world, line 2 of cell 2, from line 2)" in said
+    own = "def sums():\n    dist.barrier()\nif rank: sums()"
+    assert "(call 1 of the world, line 2)" in str(fails(four, own, Deadlock, filename="<cell 5>"))
+
+
 def test_one_line_that_is_called_for_other_things(four):
     source = """
 for epoch in range(2):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..results import Call, Event, Values, Watched, call_text
+from ..results import FROM, Call, Event, Values, Watched, call_text
 from .messages import Wait
 
 clock = time.monotonic  # one clock for all processes of a machine
@@ -25,6 +25,7 @@ NONBLOCKING_GRACE = 1.0  # seconds in a call that should return at once, after w
 KEEP_WORK = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _TORCH = f"{Path(torch.__file__).parent}/"
 _OURS = ("engine", "observers", "compare", "jobs")
+cell = {"runs": ""}  # the name of the one that runs, as of a file
 _LIBRARY = (_TORCH, *(f"/rankcell/{part}/" for part in _OURS), "<frozen")
 
 
@@ -78,7 +79,16 @@ class Operation:
 
     def call(self) -> Call:
         """This call as a message shows it."""
-        return Call(self.describe(), self.line, self.nth, self.group, self.op, self.file)
+        return Call(self.describe(), self.line, self.nth, self.group, self.op, self._where())
+
+    def place(self) -> str:
+        """Its line and file as one text, for other ranks; of a long path the end."""
+        return f"{self.line} {self._where()[-200:]}"
+
+    def _where(self) -> str:
+        """The file of its line, and where that is not the cell that runs, the line there that led to it."""
+        led = next((n for file, n in self.outer if not file), 0) if self.file and cell["runs"] else 0
+        return f"{self.file}{FROM}{led}" if led else self.file
 
     @property
     def waiting(self) -> bool:
@@ -125,7 +135,7 @@ class Operation:
     def wait(self, *, behind: bool = False) -> Wait:
         """This operation as the notebook is told of it while it is not over; `behind` others on the device."""
         thread = 0 if self._main_thread_answers() else self.thread
-        shared = {name: getattr(self, name) for name in _OF_WAIT}
+        shared = {name: getattr(self, name) for name in _OF_WAIT} | {"file": self._where()}
         return Wait(text=self.describe(), waiting=self.waiting and not behind, thread=thread, **shared)
 
     def _main_thread_answers(self) -> bool:
@@ -236,8 +246,10 @@ def caller(depth: int = 1) -> tuple[int, str, str, tuple[tuple[str, int], ...]]:
 
 
 def file_of(code: Any) -> str:
-    """The file that a line of the learner's stands in; "" for a cell, which has none."""
+    """The file that a line of the learner's stands in, or "cell 2"; "" for the cell that runs, which has none."""
     name: str = code.co_filename
+    if name.startswith("<cell ") and name != cell["runs"]:
+        return name.strip("<>")
     return "" if name.startswith("<") or "ipykernel_" in name else name
 
 

@@ -23,7 +23,7 @@ import cloudpickle
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
 from ..source import split
-from . import control, current, environment, listen, record, report, shell, system
+from . import control, current, environment, listen, operation, record, report, shell, system
 from .channel import Channel
 from .groups import Groups
 from .match import SignatureTable
@@ -171,6 +171,7 @@ class Rank:
             self._names.lend(item)
         self.names.update(pushed)
         self._exit, value = "", None
+        operation.cell["runs"] = "" if task.call else task.filename
         try:
             if task.call:
                 function, args, kwargs = cloudpickle.loads(task.call)

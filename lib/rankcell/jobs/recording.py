@@ -32,7 +32,7 @@ class _ProgramsStore(SignatureStore):
 
     ended = False
 
-    def publish(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, int]]:
+    def publish(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, str]]:
         if not self.ended:
             try:
                 return super().publish(*args, **kwargs)

@@ -15,7 +15,7 @@ from .. import errors
 from ..engine import diagnose
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, late, missing_peers, rows
-from ..results import Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
+from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 from . import stacks
 from .divergence import Divergence, find_divergent_rank, what
 from .records import RankRecord
@@ -106,13 +106,9 @@ def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
         if one.op in _PAIRED and record.rank not in calls:
             continue
         there = [c for c in _calls(record, calls) if (c.group, c.nth, c.op in _PAIRED) == name]
-        if there:  # who noticed knows its own file only
+        if there:
             known = calls.get(record.rank, there[0])
             calls[record.rank] = replace(known, line=there[0].line, file=there[0].file)
-        elif record.rank in calls and not calls[record.rank].file:
-            line = calls[record.rank].line
-            file = next((e.file for e in record.events if e.line == line), "")
-            calls[record.rank] = replace(calls[record.rank], file=file)
     return replace(first, calls=calls)
 
 
@@ -225,6 +221,7 @@ def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: di
 def parted_before(run: Run) -> str:
     """Of a cell whose calls in one line do not match: how it came to that, or ""."""
     calls = {rank: call for r in run.ran if r.mismatch for rank, call in r.mismatch.calls.items()}
+    calls = {rank: replace(call, file=call.file.partition(FROM)[0]) for rank, call in calls.items()}
     records = (RankRecord(r.rank, events=r.events) for r in run.ran if r.events)
     return _parted([*records], calls, run.world_size)
 
