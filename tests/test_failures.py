@@ -74,10 +74,10 @@ HANGS = {
         "one more batch",
     ),
     "two groups in opposite order": (
-        "a, b = dist.new_group([0, 1]), dist.new_group([0, 1])\nx = torch.ones(4)\n"
+        "a, b = dist.new_group([0, 1], group_desc='rows'), dist.new_group([0, 1])\nx = torch.ones(4)\n"
         "for group in (a, b) if rank == 0 else (b, a):\n    if rank < 2: dist.all_reduce(x, group=group)",
         "ranks 0, 1 wait for each other in different process groups.",
-        "rank 0  waits in all_reduce(float32[4]) (call 1 of the group of ranks 0, 1, line 4)",
+        "rank 0  waits in all_reduce(float32[4]) (call 1 of group 'rows' of ranks 0, 1, line 4)",
         "Take the groups in one order that holds for all ranks",
     ),
     "a call of a sub-group left out": (

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..results import at_line, name_ranks
 from .messages import LEAVES, Wait
-from .states import CELL, OVER, State, call_of, doing, missing_peers
+from .states import CELL, OVER, State, call_of, doing, missing_peers, twins
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def finished_if_leaving(state: State) -> State:
 
 def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diagnosis:
     ended = sorted({m for waits in stuck.values() for _, missing in waits for m in missing if m in over})
-    lines = tuple(f"rank {r}  {doing(states[r], len(states))}" for r in sorted(states))
+    same_ranks = twins(states.values())
+    lines = tuple(f"rank {r}  {doing(states[r], len(states), twins=same_ranks)}" for r in sorted(states))
     if ended:
         return _ended(states, stuck, ended, lines)
     circle = _circle(stuck)  # the others only wait behind them

@@ -1,5 +1,6 @@
 """Inside a rank: one communication from its call to its end, and who called it."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -136,7 +137,8 @@ class Operation:
         """This operation as the notebook is told of it while it is not over; `behind` others on the device."""
         thread = 0 if self._main_thread_answers() else self.thread
         shared = {name: getattr(self, name) for name in _OF_WAIT} | {"file": self._where()}
-        return Wait(text=self.describe(), waiting=self.waiting and not behind, thread=thread, **shared)
+        waiting, called = self.waiting and not behind, called_by_torch(self.group)
+        return Wait(text=self.describe(), waiting=waiting, thread=thread, called=called, **shared)
 
     def _main_thread_answers(self) -> bool:
         """Whether it called, or a thread of C++ such as autograd's on a GPU, which it waits for."""
@@ -285,6 +287,14 @@ def ranks_of(group: Any) -> tuple[int, ...]:
             return tuple(range(group.size()))
         _group_ranks[name] = ranks
     return ranks
+
+
+def called_by_torch(name: Any) -> str:
+    """What the program calls the group of this name in torch: its `group_desc` where it gave one, else the name."""
+    with contextlib.suppress(RuntimeError):
+        described = dist.distributed_c10d._resolve_process_group(name).group_desc
+        return str(name[:12] if described in ("", "undefined") else described)  # a name may be a hash
+    return ""
 
 
 def forget_groups() -> None:
