@@ -152,8 +152,8 @@ def test_the_first_failure_is_to_blame():
 
 
 def test_a_mismatch_names_the_minority_and_everybodys_line():
-    calls = {0: Call("all_reduce(float32[8])", 12, 2, "0", "all_reduce"),
-             1: Call("all_reduce(float32[7])", 12, 2, "0", "all_reduce")}  # fmt: skip
+    calls = {0: Call("all_reduce(float32[8])", 14, 2, "0", "all_reduce", TRAIN),
+             1: Call("all_reduce(float32[7])", 12, 2, "0", "all_reduce", TRAIN)}  # fmt: skip
     failure = RankFailure("MismatchError", "...", mismatch=Mismatch("different shapes", calls))
     odd = RankRecord(1, 3, "error", failure=failure, events=(event(1, seq=2, shape=(7,), line=12),), at=1.0)
     rest = [replace(waiting(r), events=(event(r, seq=2, line=14),)) for r in (0, 2)]

@@ -105,12 +105,11 @@ class Received:
             result = RankResult(rank, "lost", error=self.lost)
         elif self.done is not None:
             result = self.done.result
-            if result.error:
-                error = replace(result.error, message=result.error.message.replace(LATE, self.late))
-                result = replace(result, error=error)
-            if result.error and self.freed and not result.error.mismatch:
-                message = "freed from an operation that could not finish, or interrupted"
-                error = replace(result.error, type="RankFreed", message=message, caused_by_abort=True)
+            if (error := result.error) is not None:
+                error = replace(error, message=error.message.replace(LATE, self.late))
+                if self.freed and not error.mismatch:
+                    message = "freed from an operation that could not finish, or interrupted"
+                    error = replace(error, type="RankFreed", message=message, caused_by_abort=True)
                 result = replace(result, error=error)
         out, err = self.stdout.place, self.stderr.place
         displays = tuple(replace(d, stdout_offset=out(d.stdout_offset)) for d in self.displays)

@@ -83,10 +83,7 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
         return replace(found, causes=causes)
     if gave_up := _GAVE_UP.search(found.message):
         what = found.call.text if found.call else "an operation"
-        note = (
-            "A rank that computes for so long is late, not lost: give the group a longer timeout= where it is made, or "
-            "do that work elsewhere."
-        )
+        note = "A rank that computes is late, not lost: give the group a longer timeout=, or do that work elsewhere."
         message = f"{what} waited {int(gave_up[1]) / 1000:g} s, {LATE}"
         return replace(found, message=message, notes=(*found.notes, note), causes=causes)
     closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)

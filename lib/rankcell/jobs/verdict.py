@@ -101,25 +101,19 @@ def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
     _, first = min(noticed, key=lambda each: each[0])
     calls = dict(first.calls)
     one = next(iter(calls.values()))
-    name = one.group, one.nth, one.op in _PAIRED
-    for record in records:
-        if one.op in _PAIRED and record.rank not in calls:
-            continue
-        there = [c for c in _calls(record, calls) if (c.group, c.nth, c.op in _PAIRED) == name]
-        if there:
-            known = calls.get(record.rank, there[0])
-            calls[record.rank] = replace(known, line=there[0].line, file=there[0].file)
+    for record in records if one.op not in _PAIRED else ():
+        if there := [c for c in _calls(record) if (c.group, c.nth) == (one.group, one.nth)]:
+            calls.setdefault(record.rank, there[0])
     return replace(first, calls=calls)
 
 
-def _calls(record: RankRecord, pair: Any) -> list[Call]:
-    """What a rank called: operations (messages of a `pair`), what it stands in, and the call that did not match."""
-    events = (e for e in record.events if e.op not in _PAIRED or e.peer in pair)
-    found = [Call(e.text, e.line, e.seq, e.group, e.op, e.file) for e in events]
-    found += [Call(w.text, w.line, w.nth, w.group, w.op, w.file) for w in record.waits if w.op not in _PAIRED]
+def _calls(record: RankRecord) -> list[Call]:
+    """The collectives that a rank called, with the one that it stands in and the one that did not match."""
+    found = [Call(e.text, e.line, e.seq, e.group, e.op, e.file) for e in record.events]
+    found += [Call(w.text, w.line, w.nth, w.group, w.op, w.file) for w in record.waits]
     if record.failure is not None and record.failure.mismatch is not None:
         found += [call for rank, call in record.failure.mismatch.calls.items() if rank == record.rank]
-    return found
+    return [call for call in found if call.op not in _PAIRED]
 
 
 def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
