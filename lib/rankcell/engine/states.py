@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..errors import LATE
@@ -137,14 +138,10 @@ def call_of(call: Event | Wait, world_size: int, ranks: Sequence[int] = ()) -> s
 def rows(states: Sequence[State], world_size: int, first: Sequence[int] = ()) -> tuple[str, ...]:
     """What each rank does, those that do the same together; the ranks in `first` before the others."""
     alike: dict[tuple[bool, str], list[State]] = {}
-    same_ranks = twins(states)
+    words = partial(doing, world_size=world_size, twins=twins(states))
     for state in sorted(states, key=lambda s: (s.rank not in first, s.rank)):
-        does = doing(state, world_size, twins=same_ranks)
-        alike.setdefault((state.rank not in first, does), []).append(state)
-    named = [
-        (name_ranks([s.rank for s in same]), doing(same[0], world_size, many=len(same) > 1, twins=same_ranks))
-        for same in alike.values()
-    ]
+        alike.setdefault((state.rank not in first, words(state)), []).append(state)
+    named = [(name_ranks([s.rank for s in same]), words(same[0], many=len(same) > 1)) for same in alike.values()]
     width = max((len(name) for name, _ in named), default=0)
     return tuple(f"{name:<{width}}  {text}" for name, text in named)
 
