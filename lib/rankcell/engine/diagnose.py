@@ -129,17 +129,12 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
 
 def _circle(stuck: _Stuck) -> tuple[int, ...]:
     """The ranks that wait for themselves, through others; all if nobody does."""
-    waits_for = {r: {m for _, missing in waits for m in missing if m in stuck} for r, waits in stuck.items()}
-    circle = []
-    for rank in stuck:
-        found: set[int] = set()
-        todo = set(waits_for[rank])
-        while todo:
-            found |= todo
-            todo = {m for r in todo for m in waits_for[r]} - found
-        if rank in found:
-            circle.append(rank)
-    return tuple(sorted(circle or stuck))
+    reach = {r: {m for _, missing in waits for m in missing if m in stuck} for r, waits in stuck.items()}
+    for middle in stuck:
+        for found in reach.values():
+            if middle in found:
+                found |= reach[middle]
+    return tuple(sorted([r for r in stuck if r in reach[r]] or stuck))
 
 
 def _odd_by_number(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> int | None:
