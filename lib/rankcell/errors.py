@@ -302,12 +302,11 @@ def mismatch_error(run: Run) -> RankMismatch:
             call = failure.call  # not all that were freed stood in the same call
             if wrong.op not in _PAIRED and (call.group, call.nth) == (wrong.group, wrong.nth):
                 calls[result.rank] = call
-    for result in run.ran:  # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
-        for event in result.events:
-            if wrong.op in _PAIRED or event.op in _PAIRED:
-                continue  # a send and its receive know each other, and have numbers of their own
-            if result.rank not in calls and (event.group, event.seq) == (wrong.group, wrong.nth):
-                calls[result.rank] = Call(event.text, event.line, event.seq, event.group, file=event.file)
+    # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
+    for event in run.events if wrong.op not in _PAIRED else ():
+        # a send and its receive know each other, and have numbers of their own
+        if event.op not in _PAIRED and (event.group, event.seq) == (wrong.group, wrong.nth):
+            calls.setdefault(event.rank, Call(event.text, event.line, event.seq, event.group, file=event.file))
     texts: dict[str, list[int]] = {}
     rows: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
