@@ -69,6 +69,38 @@ def test_an_operation_that_nobody_stands_in_blocks_nobody():
     assert diagnose([held, State(1, "finished"), State(2, "finished")]) is not None
 
 
+def test_a_circle_of_messages_and_collectives_is_no_order_of_groups():
+    """Stage 0 sends the next batch; stage 1 waits for it in a sum of its pipeline."""
+    ranks, sums = (0, 1, 2, 3), {2: (0, 2), 3: (1, 3)}
+    found = diagnose(
+        [
+            *(transfer(r, "send", r + 2, ranks=ranks) for r in (0, 1)),
+            *(collective(r, group=str(r), ranks=sums[r]) for r in sums),
+        ]
+    )
+    assert found.headline == "ranks 0, 1 wait in send without the all_reduce that ranks 2, 3 stand in."
+    assert found.advice.startswith(
+        "Either ranks 0, 1 left that call out, or ranks 2, 3 make it once too often"
+    )
+    came = replace(transfer(0, "send", 1), counts={("0", "p2p", 0, 1, 0, "send"): 1, ("1", (0, 1)): 1})
+    assert diagnose([came, collective(1, group="1", ranks=(0, 1)), State(2, "running")]) is None
+
+
+def test_groups_of_the_same_ranks_are_told_apart():
+    def lines(*groups, ranks=(WORLD, WORLD)):
+        states = [collective(r, group=g, ranks=ranks[r]) for r, g in enumerate(groups)]
+        named = [replace(s, waits=(replace(s.waits[0], called=f"of {s.rank}"),)) for s in states]
+        return diagnose([*named, State(2, "finished")]).lines[:2]
+
+    assert [line.partition(" (call 1 of ")[2] for line in lines("1", "2")] == [
+        "group 'of 0' of all ranks, line 2)",
+        "group 'of 1' of all ranks, line 2)",
+    ]
+    assert "of 0" not in str(lines("1", "1"))
+    assert "of 0" not in str(lines("1", "2", ranks=((0, 2), WORLD)))
+    assert "the world" in lines("0", "1")[0] and "a group of all ranks" in lines("0", "1")[1]
+
+
 def test_calls_that_nobody_waited_for_are_counted_at_the_end():
     key = ("0", (0, 1))
     assert unmatched({0: {key: 2}, 1: {key: 2}}, [0, 1]) is None

@@ -74,10 +74,10 @@ HANGS = {
         "one more batch",
     ),
     "two groups in opposite order": (
-        "a, b = dist.new_group([0, 1]), dist.new_group([0, 1])\nx = torch.ones(4)\n"
+        "a, b = dist.new_group([0, 1], group_desc='rows'), dist.new_group([0, 1])\nx = torch.ones(4)\n"
         "for group in (a, b) if rank == 0 else (b, a):\n    if rank < 2: dist.all_reduce(x, group=group)",
         "ranks 0, 1 wait for each other in different process groups.",
-        "rank 0  waits in all_reduce(float32[4]) (call 1 of the group of ranks 0, 1, line 4)",
+        "rank 0  waits in all_reduce(float32[4]) (call 1 of group 'rows' of ranks 0, 1, line 4)",
         "Take the groups in one order that holds for all ranks",
     ),
     "a call of a sub-group left out": (
@@ -193,6 +193,12 @@ MISMATCHES = {
         "if rank < 2: dist.all_reduce(torch.ones(3 + rank), group=a)\nelse: dist.barrier()",
         "rank 0 calls all_reduce(float32[3]) where rank 1 calls all_reduce(float32[4]): different shapes.",
     ),
+    "different numbers of groups before one of its members alone": (
+        "local = {'use_local_synchronization': True}\nif rank % 3 == 0: dist.new_group([0, 3], **local)\n"
+        "dist.new_group([0, 1, 2], **local)",
+        "rank 0 calls new_group([0, 1, 2]) beside 1 other group where ranks 1, 2 call new_group([0, 1, 2]) beside 0 "
+        "other groups: different numbers of groups before.",
+    ),
     "different shapes in a reduce-scatter": (
         "dist.reduce_scatter_tensor(torch.ones(2 if rank else 1), torch.ones(8 if rank else 4))",
         "rank 0 calls reduce_scatter(float32[4]) where ranks 1-3 call reduce_scatter(float32[8]): different "
@@ -288,6 +294,17 @@ def test_a_group_is_named_without_its_address(four):
     source = f"{groups}dist.broadcast(torch.ones(2), 0, group=a if rank < 2 else b)"
     said = str(fails(four, source))
     assert said.startswith("ranks 2, 3 of 4 failed alike: ") and "0x" not in said
+
+
+def test_a_line_of_an_earlier_cell_is_named_with_the_line_that_led_there(four):
+    four.run("def sums(n):\n    dist.all_reduce(torch.ones(n))", filename="<cell 2>")
+    said = str(fails(four, "if rank == 1:\n    dist.barrier()\nsums(2)", RankMismatch, filename="<cell 3>"))
+    assert "rank 1         barrier() at line 2 (call 1)" in said
+    assert "ranks 0, 2, 3  all_reduce(float32[2]) at line 2 of cell 2, from line 3 (call 1)" in said
+    said = str(fails(four, "if rank:\n    sums(2)", Deadlock, filename="<cell 4>"))
+    assert "(call 1 of the world, line 2 of cell 2, from line 2)" in said
+    own = "def sums():\n    dist.barrier()\nif rank: sums()"
+    assert "(call 1 of the world, line 2)" in str(fails(four, own, Deadlock, filename="<cell 5>"))
 
 
 def test_one_line_that_is_called_for_other_things(four):
@@ -497,6 +514,23 @@ def test_send_in_one_cell_and_receive_in_the_next(four):
     assert run.values[1] == [0.0, 1.0, 2.0]
 
 
+def test_a_call_that_gave_up_waiting_is_no_closed_connection(four, tmp_path):
+    source = f"""
+import time, datetime, pathlib
+gave_up, x = pathlib.Path({str(tmp_path / "up")!r}), torch.ones(2)
+group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.5))
+if rank == 1:
+    try: dist.all_reduce(x, group=group)
+    finally: gave_up.touch()
+while rank == 0 and not gave_up.exists(): time.sleep(0.1)
+"""
+    said = str(fails(four, source))
+    assert said.startswith(
+        "rank 1 of 4 failed: RuntimeError: all_reduce(float32[2]) waited 0.5 s, its timeout, for "
+    )
+    assert "late, not lost" in said and "closed" not in said
+
+
 def test_an_extra_collective_that_does_not_wait_is_found(four):
     error = fails(four, "x = torch.ones(4)\nif rank == 0: w = dist.all_reduce(x, async_op=True)", Deadlock)
     assert str(error).startswith(
@@ -511,6 +545,12 @@ def test_a_group_that_one_rank_makes_ends_without_harm(four):
     assert "replaced" not in said and "outside the new group" in said
     with pytest.raises(RankError, match="Rank 9 is out of range"):
         four.run("dist.new_group([0, 9])")
+
+
+def test_groups_of_their_members_alone_in_equal_numbers(four):
+    """The halves differ, and every rank is in one of them before the second group of all."""
+    source = "for ranks in (range(4), [rank // 2 * 2, rank // 2 * 2 + 1], range(4)):\n"
+    four.run(f"{source}    dist.barrier(dist.new_group(list(ranks), use_local_synchronization=True))")
 
 
 def test_new_group_on_some_ranks_only(four):

@@ -4,14 +4,16 @@
 """
 
 import pickle
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from rankcell import command
-from rankcell.engine.messages import Wait
-from rankcell.jobs import recording, records, verdict
+from rankcell import command, errors
+from rankcell.engine import channel
+from rankcell.engine.messages import Answer, Question, Wait
+from rankcell.jobs import inside, recording, records, verdict
 from rankcell.jobs.records import RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
@@ -61,6 +63,28 @@ def test_a_report_holds_the_last_operations():
     assert [e.seq for e in recording.Recording.events(ranks)] == list(range(5, recording.LAST + 5))
 
 
+def test_a_rank_that_is_asked_all_the_time_still_says_what_it_does():
+    """Else it is taken to compute, and ranks that stand still are never reported."""
+    runner, theirs = channel.pair()
+    rank = SimpleNamespace(
+        _channel=channel.Channel(theirs), _answer=lambda _: 0, record=lambda: RankRecord(7),
+        _released=threading.Event(), _near_known=threading.Event(),
+    )  # fmt: skip
+    thread = threading.Thread(target=inside.Inside._serve, args=(rank,))
+    thread.start()
+    said = 0
+    for number in range(300_000):
+        runner.send(Question(number, "report"))
+        while not isinstance(runner.receive(), Answer):
+            said += 1
+        if said == 2:
+            break
+    runner.close()
+    thread.join()
+    theirs.close()
+    assert said == 2
+
+
 def test_nobody_is_blamed_while_somebody_may_still_come():
     computing = RankRecord(1, 3, counts={("0", WORLD): 3}, line=5, file=TRAIN)
     assert verdict.judge([waiting(0), computing, waiting(2)]) is None
@@ -76,6 +100,39 @@ def test_a_closed_connection_is_a_consequence():
     assert found.kind == "hang" and found.culprits == (1,)
     own = replace(victim, failure=RankFailure("RuntimeError", "shape '[3]' is invalid"))
     assert verdict.judge([own, gone, waiting(2)]).culprits == (0,)
+
+
+def test_a_connection_that_closed_while_the_program_stood_in_c():
+    """DDP waits in C++, and nobody has told the recorder that its call failed."""
+    ddp = waiting(0).waits[0]
+    recorder = SimpleNamespace(
+        failed_call=None, failed_wait=None, operations=[SimpleNamespace(wait=lambda: ddp)]
+    )
+    rank = SimpleNamespace(recording=SimpleNamespace(recorder=recorder))
+    counted = replace(waiting(0), waits=(), phase="error")
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57221.")
+    victim = inside.Inside._failed(rank, counted, closed)
+    gone = RankRecord(1, 3, "finished", counts={("0", WORLD): 3}, calls=3)
+    found = verdict.judge([victim, gone, waiting(2)])
+    assert found.culprits == (1,) and found.rows[1].startswith(
+        "ranks 0, 2  wait in all_reduce(float32[8]) (call 4"
+    )
+    assert found.headline == "rank 1 finished the script without the all_reduce that ranks 0, 2 wait in."
+    assert inside.Inside._failed(rank, counted, RuntimeError("shape '[3]' is invalid")).failed_in is None
+
+
+def test_who_computes_while_others_wait_until_their_timeout():
+    computing = RankRecord(1, 3, counts={("0", WORLD): 3}, line=5, file=TRAIN)
+    gave_up = RankFailure("RuntimeError", f"all_reduce(float32[8]) waited 5 s, {errors.LATE}")
+    victim = replace(waiting(0), phase="error", waits=(), failure=gave_up, failed_in=waiting(0).waits[0])
+    found = verdict.judge([victim, computing, waiting(2)])
+    assert found.culprits == (1,) and found.places == ((TRAIN, 5),)
+    said = (
+        "rank 0 of 3 failed: RuntimeError: all_reduce(float32[8]) waited 5 s, its timeout, for rank 1, which"
+    )
+    assert found.headline == f"{said} computes at line 5 of train.py"
+    came = replace(waiting(1), waits=())  # it has come: it is not known who was late
+    assert verdict.judge([victim, came, waiting(2)]).headline.endswith(errors.LATE)
 
 
 def test_the_first_failure_is_to_blame():
@@ -95,8 +152,8 @@ def test_the_first_failure_is_to_blame():
 
 
 def test_a_mismatch_names_the_minority_and_everybodys_line():
-    calls = {0: Call("all_reduce(float32[8])", 12, 2, "0", "all_reduce"),
-             1: Call("all_reduce(float32[7])", 12, 2, "0", "all_reduce")}  # fmt: skip
+    calls = {0: Call("all_reduce(float32[8])", 14, 2, "0", "all_reduce", TRAIN),
+             1: Call("all_reduce(float32[7])", 12, 2, "0", "all_reduce", TRAIN)}  # fmt: skip
     failure = RankFailure("MismatchError", "...", mismatch=Mismatch("different shapes", calls))
     odd = RankRecord(1, 3, "error", failure=failure, events=(event(1, seq=2, shape=(7,), line=12),), at=1.0)
     rest = [replace(waiting(r), events=(event(r, seq=2, line=14),)) for r in (0, 2)]

@@ -107,6 +107,9 @@ _ADVICE = {
     "different lists of ranks": "Every rank of the world must call new_group for every group, with the same list, "
     "also the ranks outside it: for i in (0, 2): new_group([i, i + 1]), and each rank keeps its own. Or let only the "
     "members call it, with use_local_synchronization=True.",
+    "different numbers of groups before": "With use_local_synchronization=True torch names a group after its ranks and "
+    "the number of groups that a rank is in: all members must be in equally many. Make this group first, or let every "
+    "rank call new_group for every group, without use_local_synchronization.",
     "different roots": "src or dst must name the same rank on every rank.",
     "different reduce operations": "Pass the same `op=` on every rank.",
 }
@@ -283,6 +286,7 @@ def _causes(failure: RankFailure, indent: str = "") -> list[str]:
 
 
 _PAIRED = ("send", "recv")
+LATE = "its timeout, for another rank"  # of a call that has waited so long
 
 
 def mismatch_error(run: Run) -> RankMismatch:
@@ -298,12 +302,11 @@ def mismatch_error(run: Run) -> RankMismatch:
             call = failure.call  # not all that were freed stood in the same call
             if wrong.op not in _PAIRED and (call.group, call.nth) == (wrong.group, wrong.nth):
                 calls[result.rank] = call
-    for result in run.ran:  # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
-        for event in result.events:
-            if wrong.op in _PAIRED or event.op in _PAIRED:
-                continue  # a send and its receive know each other, and have numbers of their own
-            if result.rank not in calls and (event.group, event.seq) == (wrong.group, wrong.nth):
-                calls[result.rank] = Call(event.text, event.line, event.seq, event.group, file=event.file)
+    # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
+    for event in run.events if wrong.op not in _PAIRED else ():
+        # a send and its receive know each other, and have numbers of their own
+        if event.op not in _PAIRED and (event.group, event.seq) == (wrong.group, wrong.nth):
+            calls.setdefault(event.rank, Call(event.text, event.line, event.seq, event.group, file=event.file))
     texts: dict[str, list[int]] = {}
     rows: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
@@ -318,7 +321,8 @@ def mismatch_error(run: Run) -> RankMismatch:
     width = max(len(name_ranks(ranks)) for ranks in rows.values())
     lines = [f"  {name_ranks(ranks):<{width}}  {row}" for row, ranks in rows.items()]
     advice = _ADVICE.get(first.problem, _SPLITS)
-    if wrong.op not in _PAIRED and len({(call.file, call.line) for call in calls.values()}) > 1:
+    elsewhere = len({(call.file, call.line) for call in calls.values()}) > 1
+    if elsewhere and wrong.op not in _PAIRED and first.problem != "different numbers of groups before":
         advice = (
             "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take "
             f"the same things in another order? {_ADVICE['different operations']}"

@@ -160,8 +160,11 @@ class Call:
     file: str = ""
 
 
+FROM = ", from line "  # behind a file or "cell 2": the line of the cell that runs which led there
+
+
 def at_line(line: int, file: str = "") -> str:
-    """A place in words: "line 4" of a cell, "line 4 of train.py"; "" where it is not known."""
+    """A place in words: "line 4" of the cell that runs, or "line 4 of cell 2"; "" where it is not known."""
     if not line:
         return ""
     return f"line {line} of {PurePath(file).name}" if file else f"line {line}"

@@ -18,7 +18,7 @@ from ..results import NotSent, Run, name_ranks
 from . import diagnose, system
 from .messages import RankState, Status, Task
 from .received import unpack
-from .states import State, from_status, rows, standings, summary
+from .states import State, from_status, late, rows, standings, summary
 from .workers import Workers, under_way
 
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
@@ -151,6 +151,10 @@ class Cell:
             else:  # it holds the interpreter in a long C call: busy, as far as anybody can tell
                 states.append(State(rank, "running", counts=before))
         self._states = states
+        for state in states:
+            if state.why.endswith(received[state.rank].late) and state.rank in self._last:
+                for wait in self._last[state.rank].waits[-1:]:
+                    _, received[state.rank].late = late(wait, states, state.rank)
 
     def _where(self, headline: str) -> str:
         """`headline`, and under it where the ranks were; those in the same place together."""

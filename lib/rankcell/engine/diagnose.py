@@ -11,7 +11,7 @@ from typing import Any
 
 from ..results import at_line, name_ranks
 from .messages import LEAVES, Wait
-from .states import CELL, OVER, State, call_of, doing, missing_peers
+from .states import CELL, OVER, State, call_of, doing, missing_peers, twins
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def finished_if_leaving(state: State) -> State:
 
 def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diagnosis:
     ended = sorted({m for waits in stuck.values() for _, missing in waits for m in missing if m in over})
-    lines = tuple(f"rank {r}  {doing(states[r], len(states))}" for r in sorted(states))
+    same_ranks = twins(states.values())
+    lines = tuple(f"rank {r}  {doing(states[r], len(states), twins=same_ranks)}" for r in sorted(states))
     if ended:
         return _ended(states, stuck, ended, lines)
     circle = _circle(stuck)  # the others only wait behind them
@@ -83,6 +84,9 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
     who = name_ranks(list(waits))
     blame = min(waits)
     kinds = {w.op for w in waits.values()}
+    come = [r for r, w in waits.items() if w.op == "new_group"]
+    come = come or [r for r, w in waits.items() if w.op not in ("send", "recv")]
+    rest = [r for r in waits if r not in come and any(r in missing for c in come for _, missing in stuck[c])]
     if kinds == {"send"}:
         head = f"{who} all send first, and nobody receives."
         advice = (
@@ -95,12 +99,16 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
     elif kinds <= {"send", "recv"}:
         head = f"the sends and receives of {who} do not fit together."
         advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
-    elif "new_group" in kinds and len(kinds) > 1:
-        come = [r for r, w in waits.items() if w.op == "new_group"]
-        rest = [r for r in waits if r not in come]
-        call = waits[rest[0]].via or waits[rest[0]].op
-        head = f"{_who(rest, 'wait')} in {call} without the new_group that {_who(come, 'stand')} in."
-        advice = _by_whom(waits[come[0]].group, waits[come[0]].ranks)
+    elif rest:
+        missed = waits[come[0]]
+        calls = sorted({waits[r].via or waits[r].op for r in rest})
+        head = f"{_who(rest, 'wait')} in {' or '.join(calls)} without the {missed.via or missed.op} that "
+        head += f"{_who(come, 'stand')} in."
+        advice = (
+            f"Either {name_ranks(rest)} left that call out, or {_who(come, 'make')} it once too often or too early."
+        )
+        if missed.op == "new_group":
+            advice = _by_whom(missed.group, missed.ranks)
     elif len({w.group for w in waits.values()}) > 1:
         in_order = "take their process groups in different order, and each waits for the other"
         several = len({w.group for w in waits.values()}) > 2  # one call left out makes no such circle
@@ -121,17 +129,12 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
 
 def _circle(stuck: _Stuck) -> tuple[int, ...]:
     """The ranks that wait for themselves, through others; all if nobody does."""
-    waits_for = {r: {m for _, missing in waits for m in missing if m in stuck} for r, waits in stuck.items()}
-    circle = []
-    for rank in stuck:
-        found: set[int] = set()
-        todo = set(waits_for[rank])
-        while todo:
-            found |= todo
-            todo = {m for r in todo for m in waits_for[r]} - found
-        if rank in found:
-            circle.append(rank)
-    return tuple(sorted(circle or stuck))
+    reach = {r: {m for _, missing in waits for m in missing if m in stuck} for r, waits in stuck.items()}
+    for middle in stuck:
+        for found in reach.values():
+            if middle in found:
+                found |= reach[middle]
+    return tuple(sorted([r for r in stuck if r in reach[r]] or stuck))
 
 
 def _odd_by_number(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int]) -> int | None:

@@ -56,14 +56,17 @@ class GroupCalls:
         if local and self.rank not in members:
             return None
         make = functools.partial(self._new_group, ranks, limit, *args, **kwargs)
+        text, beside = f"new_group({list(members)})", len(dist.distributed_c10d._world.pg_names) - 1
         if local:
             # its members alone come to it, in any order: nobody else counts it
-            label = f"new_group of {list(members)}"
-            group = self.waited_for("new_group", members, make, label=label, members=members)
+            whom, label = members, f"new_group of {list(members)}"
+            # torch names it after its ranks and this number: under different names nobody meets
+            text += f" beside {beside} other group{'s' * (beside != 1)}"
+            signature = Signature(text, "local new_group", members=beside)
         else:
-            digest = zlib.crc32(repr(members).encode())
-            signature = Signature(f"new_group({list(members)})", "new_group", members=digest)
-            group = self.waited_for("new_group", world, make, signature=signature, members=members)
+            whom, label = world, ""
+            signature = Signature(text, "new_group", members=zlib.crc32(repr(members).encode()))
+        group = self.waited_for("new_group", whom, make, label=label, signature=signature, members=members)
         if isinstance(group, dist.ProcessGroup):
             self._note_timeout(group, timeout)
         return group

@@ -36,7 +36,7 @@ class Signature(NamedTuple):
     root: int | None = None
     sends: tuple[int, ...] = ()  # of an all_to_all: rows for each rank of the group
     expects: tuple[int, ...] = ()  # ... and rows from each
-    members: int = 0  # a digest of what new_group was given
+    members: int = 0  # a digest of what new_group was given; of a local one the groups before
     device: str = ""  # "cpu" where the world's own device is another: its backend is another, too
 
     def packed(self) -> bytes:
@@ -59,7 +59,7 @@ def _problem(a: Signature, b: Signature, ranks: Sequence[int], rank: int, peer: 
     if a.op != b.op:
         return "different operations"
     if a.members != b.members:
-        return "different lists of ranks"
+        return "different lists of ranks" if a.op == "new_group" else "different numbers of groups before"
     if a.device != b.device:
         return "a tensor on the CPU and one on a GPU"
     if a.tensors != b.tensors:
@@ -84,7 +84,7 @@ def _problem(a: Signature, b: Signature, ranks: Sequence[int], rank: int, peer: 
     return ""
 
 
-Published = dict[int, tuple[bytes, int]]  # by rank: its signature, packed, and its line
+Published = dict[int, tuple[bytes, str]]  # by rank: its signature, packed, and its line and file
 
 
 class SignatureTable:
@@ -102,7 +102,7 @@ class SignatureTable:
     @classmethod
     def layout(cls, world_size: int) -> tuple[int, int]:
         """Bytes of a slot, which holds rows for every rank, and the number of a rank's slots."""
-        slot = 1024 + 16 * world_size
+        slot = 1280 + 16 * world_size
         return slot, max(4, min(cls.SLOTS, cls.PER_RANK // slot))
 
     @classmethod
@@ -117,29 +117,29 @@ class SignatureTable:
         self.map = mmap.mmap(fd, self.nbytes(world_size))
         self._fence = threading.Lock()
 
-    def publish(self, name: str, signature: bytes, line: int, ranks: Iterable[int], _: Hashable) -> Published:
+    def publish(self, name: str, signature: bytes, place: str, ranks: Iterable[int], _: Hashable) -> Published:
         """Publish this rank's `signature` under `name`; returns what others of `ranks` have published, by rank."""
         key = zlib.crc32(name.encode()) << 8 | 1
         at = (self.rank * self.slots + (key >> 8) % self.slots) * self.slot
-        memory, size = self.map, self._HEAD.size
-        if len(signature) > self.slot - size:  # nothing is compared rather than half of it
+        memory, size, both = self.map, self._HEAD.size, signature + place.encode(errors="replace")
+        if len(both) > self.slot - size:  # nothing is compared rather than half of it
             return {}
         self._KEY.pack_into(memory, at, 0)
-        memory[at + size : at + size + len(signature)] = signature
-        self._LENGTH.pack_into(memory, at + 8, line, len(signature))
+        memory[at + size : at + size + len(both)] = both
+        self._LENGTH.pack_into(memory, at + 8, len(signature), len(both))
         self._KEY.pack_into(memory, at, key)  # last: whoever sees the key sees the rest
         with self._fence:  # a full memory barrier: our write is out before we read the peers' slots
             pass
         return {r: found for r in ranks if r != self.rank and (found := self._read(key, r)) is not None}
 
-    def _read(self, key: int, rank: int) -> tuple[bytes, int] | None:
+    def _read(self, key: int, rank: int) -> tuple[bytes, str] | None:
         at = (rank * self.slots + (key >> 8) % self.slots) * self.slot
-        found, line, length = self._HEAD.unpack_from(self.map, at)
+        found, end, length = self._HEAD.unpack_from(self.map, at)
         if found != key:
             return None
         at_text = at + self._HEAD.size
         text = self.map[at_text : at_text + length]
-        return (text, line) if self._HEAD.unpack_from(self.map, at)[0] == key else None
+        return (text[:end], text[end:].decode()) if self._HEAD.unpack_from(self.map, at)[0] == key else None
 
 
 class SignatureStore:
@@ -153,10 +153,10 @@ class SignatureStore:
         self.store, self.rank = store, rank
         self._complete: dict[Hashable, str] = {}
 
-    def publish(self, name: str, signature: bytes, line: int, ranks: Sequence[int], stream: Hashable) -> Published:
+    def publish(self, name: str, signature: bytes, place: str, ranks: Sequence[int], stream: Hashable) -> Published:
         """As that of the table. `name` is a later operation of `stream`: the one before is forgotten."""
         name = f"call|{name}"
-        self.store.append(name, json.dumps([self.rank, line, signature.decode("latin-1")]) + "\n")
+        self.store.append(name, json.dumps([self.rank, place, signature.decode("latin-1")]) + "\n")
         lines = map(json.loads, self.store.get(name).decode().splitlines())
         found = {rank: (text.encode("latin-1"), at) for rank, at, text in lines}
         if len(found) == max(len(ranks), 2):
@@ -199,15 +199,18 @@ class Matcher:
         if self._refused and (earlier := self._refused.get(o.group)) is not None:
             raise MismatchError(earlier, again=True)
         shared = self.store is None or self.near.issuperset(ranks)
-        if (place := self.table if shared else self.store) is None:
+        if (board := self.table if shared else self.store) is None:
             return
-        for peer, (theirs, line) in place.publish(name, signature, o.line, ranks, o.key).items():
+        for peer, (theirs, at) in board.publish(name, signature, o.place(), ranks, o.key).items():
             if peer == self.rank or (symmetric and theirs == signature):
                 continue
             problem, text = difference(signature, theirs, ranks, self.rank, peer)
             if problem:
                 mine = o.call()
-                mismatch = Mismatch(problem, {self.rank: mine, peer: replace(mine, text=text, line=line)})
+                line, _, file = at.partition(" ")
+                mismatch = Mismatch(
+                    problem, {self.rank: mine, peer: replace(mine, text=text, line=int(line), file=file)}
+                )
                 self.found = self.found or mismatch
                 self._refused[o.group] = mismatch
                 raise MismatchError(mismatch)

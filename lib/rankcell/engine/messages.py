@@ -149,6 +149,7 @@ class Wait:
     via: str = ""
     waiting: bool = True  # Python stands in it
     thread: int = 0  # that called it; 0: the main thread
+    called: str = ""  # the group: its `group_desc`, or its name in torch; "" if it has none
 
 
 @dataclass(frozen=True)

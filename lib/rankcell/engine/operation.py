@@ -1,5 +1,6 @@
 """Inside a rank: one communication from its call to its end, and who called it."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..results import Call, Event, Values, Watched, call_text
+from ..results import FROM, Call, Event, Values, Watched, call_text
 from .messages import Wait
 
 clock = time.monotonic  # one clock for all processes of a machine
@@ -25,6 +26,7 @@ NONBLOCKING_GRACE = 1.0  # seconds in a call that should return at once, after w
 KEEP_WORK = {"isend", "irecv", "batch_isend_irecv"}  # calls whose Work the program has
 _TORCH = f"{Path(torch.__file__).parent}/"
 _OURS = ("engine", "observers", "compare", "jobs")
+cell = {"runs": ""}  # the name of the one that runs, as of a file
 _LIBRARY = (_TORCH, *(f"/rankcell/{part}/" for part in _OURS), "<frozen")
 
 
@@ -78,7 +80,16 @@ class Operation:
 
     def call(self) -> Call:
         """This call as a message shows it."""
-        return Call(self.describe(), self.line, self.nth, self.group, self.op, self.file)
+        return Call(self.describe(), self.line, self.nth, self.group, self.op, self._where())
+
+    def place(self) -> str:
+        """Its line and file as one text, for other ranks; of a long path the end."""
+        return f"{self.line} {self._where()[-200:]}"
+
+    def _where(self) -> str:
+        """The file of its line, and where that is not the cell that runs, the line there that led to it."""
+        led = next((n for file, n in self.outer if not file), 0) if self.file and cell["runs"] else 0
+        return f"{self.file}{FROM}{led}" if led else self.file
 
     @property
     def waiting(self) -> bool:
@@ -125,8 +136,9 @@ class Operation:
     def wait(self, *, behind: bool = False) -> Wait:
         """This operation as the notebook is told of it while it is not over; `behind` others on the device."""
         thread = 0 if self._main_thread_answers() else self.thread
-        shared = {name: getattr(self, name) for name in _OF_WAIT}
-        return Wait(text=self.describe(), waiting=self.waiting and not behind, thread=thread, **shared)
+        shared = {name: getattr(self, name) for name in _OF_WAIT} | {"file": self._where()}
+        waiting, called = self.waiting and not behind, called_by_torch(self.group)
+        return Wait(text=self.describe(), waiting=waiting, thread=thread, called=called, **shared)
 
     def _main_thread_answers(self) -> bool:
         """Whether it called, or a thread of C++ such as autograd's on a GPU, which it waits for."""
@@ -236,8 +248,10 @@ def caller(depth: int = 1) -> tuple[int, str, str, tuple[tuple[str, int], ...]]:
 
 
 def file_of(code: Any) -> str:
-    """The file that a line of the learner's stands in; "" for a cell, which has none."""
+    """The file that a line of the learner's stands in, or "cell 2"; "" for the cell that runs, which has none."""
     name: str = code.co_filename
+    if name.startswith("<cell ") and name != cell["runs"]:
+        return name.strip("<>")
     return "" if name.startswith("<") or "ipykernel_" in name else name
 
 
@@ -273,6 +287,14 @@ def ranks_of(group: Any) -> tuple[int, ...]:
             return tuple(range(group.size()))
         _group_ranks[name] = ranks
     return ranks
+
+
+def called_by_torch(name: Any) -> str:
+    """What the program calls the group of this name in torch: its `group_desc` where it gave one, else the name."""
+    with contextlib.suppress(RuntimeError):
+        described = dist.distributed_c10d._resolve_process_group(name).group_desc
+        return str(name[:12] if described in ("", "undefined") else described)  # a name may be a hash
+    return ""
 
 
 def forget_groups() -> None:

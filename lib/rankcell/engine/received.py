@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..errors import LATE
 from ..results import Display, NotSent, RankFailure, RankResult
 from .messages import Done
 
@@ -68,6 +69,7 @@ class Received:
     displays: list[Display] = field(default_factory=list)
     done: Done | None = None
     lost: RankFailure | None = None
+    late: str = LATE  # whom its call has waited for until its timeout
     freed: bool = False  # we ended its cell: what it raised then is our doing
 
     @property
@@ -105,9 +107,11 @@ class Received:
             result = RankResult(rank, "lost", error=self.lost)
         elif self.done is not None:
             result = self.done.result
-            if result.error and self.freed and not result.error.mismatch:
-                message = "freed from an operation that could not finish, or interrupted"
-                error = replace(result.error, type="RankFreed", message=message, caused_by_abort=True)
+            if (error := result.error) is not None:
+                error = replace(error, message=error.message.replace(LATE, self.late))
+                if self.freed and not error.mismatch:
+                    message = "freed from an operation that could not finish, or interrupted"
+                    error = replace(error, type="RankFreed", message=message, caused_by_abort=True)
                 result = replace(result, error=error)
         out, err = self.stdout.place, self.stderr.place
         displays = tuple(replace(d, stdout_offset=out(d.stdout_offset)) for d in self.displays)

@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import MismatchError, SpawnError
+from ..errors import LATE, MismatchError, SpawnError
 from ..results import Call, Frame, NotSent, RankFailure
 
 MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
@@ -72,7 +72,10 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
     return replace(found, mismatch=error.details) if isinstance(error, MismatchError) else found
 
 
+CLOSED = "a connection to another rank is closed"
+GONE = CLOSED, LATE  # how the message of a call ends for which others never came
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|Socket closed|gloo/transport", re.IGNORECASE)
+_GAVE_UP = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete")
 _STALE = re.compile(
     r"not initialized in the world group map|Could not resolve the process group|Invalid process group"
     r"|Group <.*> is not registered"
@@ -87,10 +90,15 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
     causes = tuple((h, c) for h, c in found.causes if not (_CLOSED.search(c.message) or _STALE.search(c.message)))
     if found.type == "KeyboardInterrupt":  # it came when the connection was closed already
         return replace(found, causes=causes)
+    if gave_up := _GAVE_UP.search(found.message):
+        what = found.call.text if found.call else "an operation"
+        note = "A rank that computes is late, not lost: give the group a longer timeout=, or do that work elsewhere."
+        message = f"{what} waited {int(gave_up[1]) / 1000:g} s, {LATE}"
+        return replace(found, message=message, notes=(*found.notes, note), causes=causes)
     closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)
     if not closed and not _STALE.search(found.message):
         return found
-    message = "a connection to another rank is closed" if closed else _ADDRESS.sub("", found.message)
+    message = CLOSED if closed else _ADDRESS.sub("", found.message)
     note = (
         "The process groups of earlier cells were closed when a cell failed. What holds one (a group, a model in "
         "DDP or FSDP, a device mesh) must be made anew: run the cells that make them again."

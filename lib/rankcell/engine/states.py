@@ -1,9 +1,11 @@
 """What each rank is doing, from what it answers, and in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ..errors import LATE
 from ..results import Event, Standing, at_line, name_ranks
 from .messages import Status, Wait
 
@@ -70,7 +72,17 @@ def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[i
     return tuple(r for r in wait.ranks if r != rank and count(r, wait.key) < wait.seq)
 
 
-def doing(state: State, world_size: int, *, many: bool = False) -> str:
+def late(wait: Wait, states: Sequence[State], rank: int) -> tuple[list[State], str]:
+    """Those that still compute where `rank` has waited for them until its timeout, and that in words."""
+    by_rank = {s.rank: s for s in states}
+    missing = [by_rank[r] for r in missing_peers(wait, by_rank, rank)]
+    if not (found := [s for s in missing if s.phase == "running" and not s.blocking]):
+        return found, LATE
+    does = doing(found[0], len(states), many=len(found) > 1)
+    return found, LATE.replace("another rank", f"{name_ranks([s.rank for s in found])}, which {does}")
+
+
+def doing(state: State, world_size: int, *, many: bool = False, twins: Collection[str] = ()) -> str:
     """What a rank is doing, in words, to follow its name, or the names of `many` that do the same."""
     s = "" if many else "s"
     if state.phase == "error":
@@ -92,18 +104,32 @@ def doing(state: State, world_size: int, *, many: bool = False) -> str:
     wait = blocking[0]
     where = f", {at_line(wait.line, wait.file)}" if wait.line else ""
     inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
-    of = f"of the group of {name_ranks(wait.ranks)}"
-    if wait.op in ("send", "recv"):
-        of = "of this pair"
-    elif len(wait.ranks) == world_size:
-        of = "of the world" if wait.group in ("0", "new_group", "init_process_group") else "of a group of all ranks"
-    return f"wait{s} in {wait.text}{inside} (call {wait.nth} {of}{where})"
+    of = "this pair" if wait.op in ("send", "recv") else _group_of(wait, world_size)
+    if wait.group in twins:
+        of = f"group {wait.called!r} of {of.partition(' of ')[2]}"
+    return f"wait{s} in {wait.text}{inside} (call {wait.nth} of {of}{where})"
+
+
+_OF_WORLD = ("0", "new_group", "init_process_group")
+
+
+def _group_of(call: Event | Wait, world_size: int) -> str:
+    if len(call.ranks) < world_size:
+        return f"the group of {name_ranks(call.ranks)}"
+    return "the world" if call.group in _OF_WORLD else "a group of all ranks"
+
+
+def twins(states: Iterable[State]) -> set[str]:
+    """Groups in which ranks wait and that have the same ranks: in words they are alike, but for their names."""
+    waits = [s.blocking[0] for s in states if s.blocking]
+    waits = [w for w in waits if w.called and w.group not in _OF_WORLD and w.op not in ("send", "recv")]
+    return {w.group for w in waits if any(w.ranks == v.ranks and w.group != v.group for v in waits)}
 
 
 def call_of(call: Event | Wait, world_size: int, ranks: Sequence[int] = ()) -> str:
     """A call, its group, and where; of `ranks` that may each have called it in a group of their own."""
     where = f" at {at_line(call.line, call.file)}" if call.line else ""
-    group = "the world" if len(call.ranks) == world_size else f"the group of {name_ranks(call.ranks)}"
+    group = _group_of(call, world_size)
     if not set(ranks) <= set(call.ranks):
         group = "their groups"
     return f"{call.text} of {group}{where}" if call.op not in ("send", "recv") else f"{call.text}{where}"
@@ -112,11 +138,10 @@ def call_of(call: Event | Wait, world_size: int, ranks: Sequence[int] = ()) -> s
 def rows(states: Sequence[State], world_size: int, first: Sequence[int] = ()) -> tuple[str, ...]:
     """What each rank does, those that do the same together; the ranks in `first` before the others."""
     alike: dict[tuple[bool, str], list[State]] = {}
+    words = partial(doing, world_size=world_size, twins=twins(states))
     for state in sorted(states, key=lambda s: (s.rank not in first, s.rank)):
-        alike.setdefault((state.rank not in first, doing(state, world_size)), []).append(state)
-    named = [
-        (name_ranks([s.rank for s in same]), doing(same[0], world_size, many=len(same) > 1)) for same in alike.values()
-    ]
+        alike.setdefault((state.rank not in first, words(state)), []).append(state)
+    named = [(name_ranks([s.rank for s in same]), words(same[0], many=len(same) > 1)) for same in alike.values()]
     width = max((len(name) for name, _ in named), default=0)
     return tuple(f"{name:<{width}}  {text}" for name, text in named)
 

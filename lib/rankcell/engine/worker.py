@@ -23,7 +23,7 @@ import cloudpickle
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
 from ..source import split, versions
-from . import control, current, environment, listen, record, report, shell, system
+from . import control, current, environment, listen, operation, record, report, shell, system
 from .channel import Channel
 from .groups import Groups
 from .match import SignatureTable
@@ -174,6 +174,7 @@ class Rank:
         self.names.update(pushed)
         self._models = {name: (value, versions(value)) for name, value in pushed.items() if versions(value)}
         self._exit, value = "", None
+        operation.cell["runs"] = "" if task.call else task.filename
         try:
             if task.call:
                 function, args, kwargs = cloudpickle.loads(task.call)

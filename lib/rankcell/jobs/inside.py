@@ -91,14 +91,16 @@ class Inside:
         self.thread.start()
 
     def _serve(self) -> None:
+        said = 0.0
         with contextlib.suppress(EOFError, OSError):  # the runner is gone: the program goes on
             while True:
                 select.select([self._channel], [], [], POLL)
                 questions = self._channel.poll()
                 for question in questions:
                     self._channel.send(Answer(question.number, self._answer(question)))
-                if not questions:
+                if not questions or time.monotonic() - said > POLL:  # also where questions come without a pause
                     # what is over is said once, by `end`
+                    said = time.monotonic()
                     self._channel.send(replace(self.record(), phase="running"))
         self._released.set()
         self._near_known.set()
@@ -172,6 +174,8 @@ class Inside:
         failure = report.without_addresses(failure, renewed=False)
         of_operations = failure.type in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
         failed_in = recorder.failed_wait if recorder and of_operations else None
+        if recorder and recorder.operations and failed_in is None and failure.message.endswith(report.GONE):
+            failed_in = recorder.operations[-1].wait()  # C++ has waited for it, as DDP does
         # where the others are gone, the operation that waited for them fails: the stack tells where it stood
         stack = failure.frames if failed_in is not None else ()
         return replace(record, why=str(failure), failure=failure, failed_in=failed_in, stack=stack)

@@ -14,8 +14,8 @@ from typing import Any
 from .. import errors
 from ..engine import diagnose
 from ..engine.messages import Wait
-from ..engine.states import SCRIPT, State, call_of, missing_peers, rows
-from ..results import Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
+from ..engine.states import SCRIPT, State, call_of, late, missing_peers, rows
+from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 from . import stacks
 from .divergence import Divergence, find_divergent_rank, what
 from .records import RankRecord
@@ -89,8 +89,8 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
         return _raised(states, raised)
     if proof is not None:
         return _deadlock({r.rank: r for r in records}, states, proof)
-    victims = [r for r in records if is_consequence(r)]
-    return _raised(states, victims) if victims else None
+    victims = sorted((r for r in records if is_consequence(r)), key=lambda r: r.at)
+    return _late(states, victims[0], _raised(states, victims)) if victims else None
 
 
 def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
@@ -101,29 +101,19 @@ def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
     _, first = min(noticed, key=lambda each: each[0])
     calls = dict(first.calls)
     one = next(iter(calls.values()))
-    name = one.group, one.nth, one.op in _PAIRED
-    for record in records:
-        if one.op in _PAIRED and record.rank not in calls:
-            continue
-        there = [c for c in _calls(record, calls) if (c.group, c.nth, c.op in _PAIRED) == name]
-        if there:  # who noticed knows its own file only
-            known = calls.get(record.rank, there[0])
-            calls[record.rank] = replace(known, line=there[0].line, file=there[0].file)
-        elif record.rank in calls and not calls[record.rank].file:
-            line = calls[record.rank].line
-            file = next((e.file for e in record.events if e.line == line), "")
-            calls[record.rank] = replace(calls[record.rank], file=file)
+    for record in records if one.op not in _PAIRED else ():
+        if there := [c for c in _calls(record) if (c.group, c.nth) == (one.group, one.nth)]:
+            calls.setdefault(record.rank, there[0])
     return replace(first, calls=calls)
 
 
-def _calls(record: RankRecord, pair: Any) -> list[Call]:
-    """What a rank called: operations (messages of a `pair`), what it stands in, and the call that did not match."""
-    events = (e for e in record.events if e.op not in _PAIRED or e.peer in pair)
-    found = [Call(e.text, e.line, e.seq, e.group, e.op, e.file) for e in events]
-    found += [Call(w.text, w.line, w.nth, w.group, w.op, w.file) for w in record.waits if w.op not in _PAIRED]
+def _calls(record: RankRecord) -> list[Call]:
+    """The collectives that a rank called, with the one that it stands in and the one that did not match."""
+    found = [Call(e.text, e.line, e.seq, e.group, e.op, e.file) for e in record.events]
+    found += [Call(w.text, w.line, w.nth, w.group, w.op, w.file) for w in record.waits]
     if record.failure is not None and record.failure.mismatch is not None:
         found += [call for rank, call in record.failure.mismatch.calls.items() if rank == record.rank]
-    return found
+    return [call for call in found if call.op not in _PAIRED]
 
 
 def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
@@ -167,6 +157,15 @@ def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict
     places = tuple((f.filename, f.lineno) for f in reversed(stacks.own(first.frames)))
     told = rows(states, len(states), same) if any(s.phase != "error" for s in states) else ()
     return JobVerdict("error", same, head, told, "", places, detail.strip("\n"))
+
+
+def _late(states: Sequence[State], first: RankRecord, found: JobVerdict) -> JobVerdict:
+    """Where a call has waited until its timeout, the verdict names who computes meanwhile."""
+    who, said = late(first.failed_in, states, first.rank) if first.failed_in else ([], "")
+    if not who or not found.headline.endswith(errors.LATE):
+        return found
+    head, places = found.headline.replace(errors.LATE, said), tuple((s.file, s.line) for s in who if s.line)
+    return replace(found, culprits=tuple(s.rank for s in who), headline=head, places=places)
 
 
 def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: diagnose.Diagnosis) -> JobVerdict:
@@ -216,6 +215,7 @@ def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: di
 def parted_before(run: Run) -> str:
     """Of a cell whose calls in one line do not match: how it came to that, or ""."""
     calls = {rank: call for r in run.ran if r.mismatch for rank, call in r.mismatch.calls.items()}
+    calls = {rank: replace(call, file=call.file.partition(FROM)[0]) for rank, call in calls.items()}
     records = (RankRecord(r.rank, events=r.events) for r in run.ran if r.events)
     return _parted([*records], calls, run.world_size)
 
