@@ -286,7 +286,13 @@ class Judge:
         output, whole = self.forward[place]
         if whole.matrix.shape != reference.matrix.shape or output.shape != piece.shape:
             return fit
-        return fit if whole.factor(output.matrix, fit.rows, fit.columns) is not None else None
+        if whole.factor(output.matrix, fit.rows, fit.columns) is not None:
+            return fit
+        # rows that are alike on the way back, such as those of tokens that do not count, are not on the way forward
+        both = Reference(np.hstack([whole.matrix / whole.scale, reference.matrix / reference.scale]), self.tolerance)
+        ours = np.hstack([output.matrix / whole.scale, piece.matrix / fit.factor / reference.scale])
+        found = both.locate_rows(replace(piece, matrix=ours), None)
+        return replace(fit, rows=found[0], sure=found[1]) if found and fit.columns is None else None
 
     def _place_of_parameter(self, piece: Piece, reference: Reference, *, changes: bool) -> Fit | None:
         """A gradient lies where its parameter does, and so does an update."""

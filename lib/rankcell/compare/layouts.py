@@ -87,20 +87,26 @@ def _located(piece: Piece, reference: Reference, seen: SeenPlaces) -> Iterator[t
 
 
 def _blocks(piece: Piece, reference: Reference) -> list[Map]:
-    """The rows of the block of one dim that a piece is, or of its two half blocks in a zigzag, where no other would do:
-    all of them tell repeated tokens apart.
+    """The rows of the block that a piece is, of one dim or of several, where no other would do: all of them tell
+    repeated tokens apart.
     """
     whole, mine = reference.shape[:-1], piece.shape[:-1]
-    cut = [d for d, (a, b) in enumerate(zip(whole, mine, strict=False)) if a != b]
-    if len(mine) != len(whole) or len(cut) != 1 or np.prod(whole) != reference.n or whole[cut[0]] % mine[cut[0]]:
+    is_cut = len(mine) == len(whole) and mine != whole and not any(a % b for a, b in zip(whole, mine, strict=True))
+    if not is_cut or np.prod(whole) != reference.n:
         return []
-    places, count = np.arange(reference.n).reshape(whole), whole[cut[0]] // mine[cut[0]]
-    blocks = np.split(places, count, cut[0])
-    if mine[cut[0]] % 2 == 0:
-        halves = np.split(places, 2 * count, cut[0])
-        blocks += [np.concatenate([halves[i], halves[-1 - i]], cut[0]) for i in range(count)]
-    found = [b.reshape(-1) for b in blocks if reference.factor(piece.matrix, b.reshape(-1), None) == 1.0]
+    places = np.arange(reference.n).reshape(whole)
+    chosen = product(*(_parts(a, b) for a, b in zip(whole, mine, strict=True)))
+    blocks = [places[np.ix_(*parts)].reshape(-1) for parts in chosen]
+    begins = np.linalg.norm(reference.matrix - piece.matrix[0], axis=1) <= reference.limits(reference.matrix)
+    found = [b for b in blocks if begins[b[0]] and reference.factor(piece.matrix, b, None) == 1.0]
     return found if len(found) == 1 else []
+
+
+def _parts(whole: int, mine: int) -> list[Map]:
+    """Each part of a dim, and each two half parts of a zigzag."""
+    places, count = np.arange(whole), whole // mine
+    halves = np.split(places, 2 * count) if mine % 2 == 0 and count > 1 else []
+    return [*np.split(places, count), *(np.append(halves[i], halves[-1 - i]) for i in range(len(halves) // 2))]
 
 
 def place_flat(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | None:
