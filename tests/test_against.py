@@ -376,6 +376,48 @@ def test_a_mean_over_uneven_shares_is_no_mean_of_all(four):
     assert "each rank has a mean over its own samples, and not equally many" in verdict.text
 
 
+def test_weights_loaded_in_part_are_told_by_row(four):
+    model = """
+whole = torch.randn(16, 8, generator=generator(0, "whole"))
+torch.manual_seed(7 + globals().get("rank", 0) % 2)
+model = nn.Linear(*SHAPE, bias=False)
+with torch.no_grad():
+    model.weight[PLACES] = whole[OF_ONE]
+"""
+    for shape, places, of_one, says in (
+        ("(8, 4)", ":", "4 * rank:4 * rank + 4", ""),
+        (
+            "(8, 4)",
+            ":2",
+            "2 * rank:2 * rank + 2",
+            "of the rows of one process rank 0 has 0, 1 where 0-3 belong, rank 1 has 2, 3 where 4-7 belong",
+        ),
+        (
+            "(8, 16)",
+            ":10",
+            ":10",
+            "of the rows of one process ranks 0-3 have 0-9 where 0-15 belong; the rest",
+        ),
+        (
+            "(4, 16)",
+            ":, :2",
+            ":, 4 * (rank % 2):4 * (rank % 2) + 2",
+            "of the columns of one process ranks 0, 2 have 0, 1 where 0-3 belong, ranks 1, 3 have 4, 5 where 4-7",
+        ),
+        ("(8, 16)", ":0", ":0", "before anything is computed"),
+    ):
+        exec(
+            COMMON + model.replace("SHAPE", "(8, 16)").replace("PLACES", ":").replace("OF_ONE", ":"),
+            space := {},
+        )
+        with rankcell.trace(space["model"]) as one:
+            space["model"](torch.ones(1, 8))
+        source = model.replace("SHAPE", shape).replace("PLACES", places).replace("OF_ONE", of_one)
+        verdict = compared(four, f"{source}with rankcell.trace(model):\n    pass", one)
+        assert verdict.ok is (not says) and says in verdict.text
+        assert ("was it loaded?" in verdict.text) is ("belong" in says)
+
+
 TOKENS = """
 ids, targets = (torch.randint(0, n, (8, 16), generator=generator(3, str(n))) for n in (5, 49))
 targets[torch.rand(8, 16, generator=generator(3, "counts")) < 0.6] = -100

@@ -18,6 +18,7 @@ from .wording import BEFORE, bias_words, times_words
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
 ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
+LONG = 400  # letters of a list that is too long to read
 ANOTHER = (
     "and not made of `.grad`: is what it is made of that of all ranks, and the norm by which that is clipped, too?"
 )
@@ -96,7 +97,8 @@ def _told(judge: Any, row: Row) -> tuple[str, str]:
     dense = {n: es for (k, n, s, _), es in judge.dense.items() if (k, s) == (row.kind, row.step) and n != row.name}
     if row.kind == "parameter":
         weights = {n: matrix_of(es[0]) for n, es in dense.items()}
-        return "", _of_weights([p for p, fit in tried if fit is None], reference, weights)
+        lost = [p for p, fit in tried if fit is None]
+        return "", _loaded(tried, reference) or _of_weights(lost, reference, weights)
     of_weight = judge.holders.get(f"{row.name}.weight", {})
     held = _where_held(
         tried, reference, judge.seen, {rank: fit.rows for rank, fit in of_weight.items() if fit and fit.sure}
@@ -217,6 +219,30 @@ def _of_weights(lost: Sequence[Piece], reference: Reference, weights: Mapping[st
     if first.std() > 0 and all(np.isin(p.matrix, reference.matrix).all() for p in lost):
         return "the same numbers in other places: transposed, interleaved or cut otherwise?"
     return ""
+
+
+def _loaded(tried: Tried, reference: Reference) -> str:
+    """Which rows, or columns, of one process are in parts of a weight that hold others, too; "" if none are."""
+    shape, mine = reference.shape, tried[0][0].shape
+    if not shape or len(mine) != len(shape) or any(p.shape != mine for p, _ in tried):
+        return ""
+    dim = next((d for d, (a, b) in enumerate(zip(shape, mine, strict=True)) if a != b), 0)
+    places = {row.tobytes(): i for i, row in enumerate(np.moveaxis(reference.matrix.reshape(shape), dim, 0))}
+    of_ranks = [np.moveaxis(p.matrix.reshape(mine), dim, 0) for p, _ in tried]
+    found = [tuple(places.get(row.tobytes(), -1) for row in part) for part in of_ranks]
+    parts, words = [*dict.fromkeys(found)], []  # in the order of the ranks
+    for n, rows in enumerate(parts):
+        who = [p.rank for (p, fit), own in zip(tried, found, strict=True) if own == rows and fit is None]
+        held = [i for i in rows if i >= 0]
+        if who and len(held) > 1:
+            is_due = f" where {n * len(rows)}-{(n + 1) * len(rows) - 1} belong"
+            has = f"{name_ranks(who)} {'has' if len(who) == 1 else 'have'} {_named('', held).lstrip('s ')}"
+            words.append(has + (is_due if len(parts) * len(rows) == len(places) else ""))
+    said = ", ".join([*words[:4], "..."][: len(words)])
+    if not words or len(places) < shape[dim] or len(said) > LONG:
+        return ""
+    word = "rows" if dim == 0 else "columns" if len(shape) == 2 else f"places on dim {dim}"
+    return f"of the {word} of one process {said}; the rest is none of them: was it loaded?"
 
 
 def set_aside(judge: Any, rows: Sequence[Row]) -> list[Row]:

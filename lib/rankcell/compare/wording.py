@@ -108,7 +108,7 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
     elif k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
         hint = "a mean where a sum is meant, or divided once too often"
         if of_size:
-            hint += f", by the size of {of_size}: are tokens that its ranks share counted on each?"
+            hint += f", by the size of {of_size}: is a count summed over ranks that share what is counted?"
     else:
         hint = "divided by another number than one process: by other tokens, or by a norm that counts other numbers?"
     what = {"grad": "the dense gradient", "grad_output": "the gradient of its output in one process"}.get(
