@@ -450,6 +450,37 @@ with rankcell.trace(model):
     assert "1/2 of the dense gradient on ranks 0-3" in wrong.text and "by the size of dp or cp" in wrong.text
 
 
+def test_other_targets_are_told(four):
+    """A cross-entropy's gradient shows them: it alone is below zero."""
+    tokens = f"{TOKENS}\ntargets = (torch.arange(128) * 15 % 47).view(8, 16)\n"
+    exec(f"{COMMON}{tokens}", space := {})
+    with rankcell.trace(space["model"]) as one:
+        space["add"](space["ids"], space["targets"], 128)
+    part = "[:, 4 * rank:4 * rank + 4]"
+    for given, says in (
+        (f"targets{part}", ""),
+        (f"targets.roll(-1, 1){part}", "that of the next position: are they shifted once more?"),
+        (f"targets.roll(1, 1){part}", "that of the previous position: are they shifted at all?"),
+        (
+            f"torch.cat([targets{part}[:, :-1], targets{part}[:, :1]], 1)",
+            "in 32 of 128 rows on ranks 0-3 the loss has not the target of one process, the last of each part",
+        ),
+        (f"targets{part}.roll(1, 0)", "rows on ranks 0-3 the loss has not the target of one process"),
+        (
+            "targets[:, 4 * (3 - rank):4 * (3 - rank) + 4]",
+            "the loss has not the target of one process: rank 0 in call 1 has those of rank 3 in call 1",
+        ),
+    ):
+        source = f"""{tokens}
+with rankcell.trace(model):
+    add(ids{part}, {given}, 128)
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+"""
+        verdict = compared(four, source, one)
+        assert verdict.ok is (not says) and says in verdict.text
+
+
 def test_a_row_that_harms_no_gradient_is_not_blamed():
     rows = [Row("up", "grad_output", 0, "other numbers", "none", (2,))]
     rows += [Row(f"up.{name}", "grad", 0, "", "scaled", (0, 1), factor=0.5) for name in ("weight", "bias")]

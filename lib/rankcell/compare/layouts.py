@@ -19,21 +19,20 @@ class SeenPlaces:
     """Which rows and columns a rank was seen to have of a tensor of some size: it will have them again."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple, list[Map]] = {}
-        self._columns: dict[tuple, list[Map]] = {}
+        self._maps: dict[tuple, list[Map]] = {}
         self.flat: dict[tuple, Map] = {}
 
     def rows(self, piece: Piece, reference: Reference) -> Iterator[Map | None]:
         """Rows that the piece may have, the likeliest first."""
         if piece.n == reference.n:
             yield None
-        yield from self._rows.get((reference.space, piece.rank, piece.call, reference.n, piece.n), ())
+        yield from self._maps.get((reference.space, piece.rank, piece.call, reference.n, piece.n), ())
 
     def columns(self, piece: Piece, reference: Reference) -> Iterator[Map | None]:
         """Columns that the piece may have, the likeliest first."""
         if piece.f == reference.f:
             yield None
-        yield from self._columns.get((reference.space, piece.rank, reference.f, piece.f), ())
+        yield from self._maps.get((reference.space, piece.rank, reference.f, piece.f), ())
 
     def both(self, piece: Piece, reference: Reference) -> Iterator[tuple[Map | None, Map | None]]:
         """Rows and columns that the piece may have."""
@@ -41,15 +40,12 @@ class SeenPlaces:
 
     def learn(self, piece: Piece, reference: Reference, fit: Fit) -> None:
         """Remember where a piece was found."""
-        if fit.sure and fit.rows is not None:
-            _add(self._rows.setdefault((reference.space, piece.rank, piece.call, reference.n, piece.n), []), fit.rows)
-        if fit.sure and fit.columns is not None:
-            _add(self._columns.setdefault((reference.space, piece.rank, reference.f, piece.f), []), fit.columns)
-
-
-def _add(maps: list[Map], found: Map) -> None:
-    if len(maps) < 4 and not any(np.array_equal(found, other) for other in maps):
-        maps.append(found)
+        of_rows = reference.space, piece.rank, piece.call, reference.n, piece.n
+        of_columns = reference.space, piece.rank, reference.f, piece.f
+        for key, found in ((of_rows, fit.rows), (of_columns, fit.columns)) if fit.sure else ():
+            maps = self._maps.setdefault(key, [])
+            if found is not None and len(maps) < 4 and not any(np.array_equal(found, other) for other in maps):
+                maps.append(found)
 
 
 def place(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | None:

@@ -10,6 +10,7 @@ from .layouts import Sum
 BEFORE = "the weights before the step"
 UPDATES = "look at the learning rate, the weight decay, how it clips and the optimizer's state"
 UNEVEN = "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"
+LEFT_OUT = "rows get no gradient: does the loss leave them out?"
 ALIKE = ", the same on all"
 REORDERED = ", in another order"
 
@@ -107,7 +108,7 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
         hint = f"a sum{over} where a mean is meant{more}"
     elif k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
         hint = "a mean where a sum is meant, or divided once too often"
-        if of_size:
+        if of_size and len(row.ranks) == world_size:
             hint += f", by the size of {of_size}: is a count summed over ranks that share what is counted?"
     else:
         hint = "divided by another number than one process: by other tokens, or by a norm that counts other numbers?"
