@@ -6,6 +6,7 @@ from torch import nn
 
 import rankcell
 from rankcell import RankError, check
+from rankcell.compare.blame import first_wrong
 from rankcell.compare.comparison import Row
 from rankcell.compare.judge import NothingToCompare
 from rankcell.compare.trace import Trace, TraceTooLarge
@@ -373,6 +374,119 @@ def test_a_mean_over_uneven_shares_is_no_mean_of_all(four):
     ours = "def mine(x):\n    return x.split([1, 3, 2, 2])[rank]"
     verdict = of_net(four, source, ours, "model(mine(data))")
     assert "each rank has a mean over its own samples, and not equally many" in verdict.text
+
+
+def test_weights_loaded_in_part_are_told_by_row(four):
+    model = """
+whole = torch.randn(16, 8, generator=generator(0, "whole"))
+torch.manual_seed(7 + globals().get("rank", 0) % 2)
+model = nn.Linear(*SHAPE, bias=False)
+with torch.no_grad():
+    model.weight[PLACES] = whole[OF_ONE]
+"""
+    for shape, places, of_one, says in (
+        ("(8, 4)", ":", "4 * rank:4 * rank + 4", ""),
+        (
+            "(8, 4)",
+            ":2",
+            "2 * rank:2 * rank + 2",
+            "of the rows of one process rank 0 has 0, 1 where 0-3 belong, rank 1 has 2, 3 where 4-7 belong",
+        ),
+        (
+            "(8, 16)",
+            ":10",
+            ":10",
+            "of the rows of one process ranks 0-3 have 0-9 where 0-15 belong; the rest",
+        ),
+        (
+            "(4, 16)",
+            ":, :2",
+            ":, 4 * (rank % 2):4 * (rank % 2) + 2",
+            "of the columns of one process ranks 0, 2 have 0, 1 where 0-3 belong, ranks 1, 3 have 4, 5 where 4-7",
+        ),
+        ("(8, 16)", ":0", ":0", "before anything is computed"),
+    ):
+        exec(
+            COMMON + model.replace("SHAPE", "(8, 16)").replace("PLACES", ":").replace("OF_ONE", ":"),
+            space := {},
+        )
+        with rankcell.trace(space["model"]) as one:
+            space["model"](torch.ones(1, 8))
+        source = model.replace("SHAPE", shape).replace("PLACES", places).replace("OF_ONE", of_one)
+        verdict = compared(four, f"{source}with rankcell.trace(model):\n    pass", one)
+        assert verdict.ok is (not says) and says in verdict.text
+        assert ("was it loaded?" in verdict.text) is ("belong" in says)
+
+
+TOKENS = """
+ids, targets = (torch.randint(0, n, (8, 16), generator=generator(3, str(n))) for n in (5, 49))
+targets[torch.rand(8, 16, generator=generator(3, "counts")) < 0.6] = -100
+model = nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 49))
+for p in model.parameters():
+    nn.init.normal_(p, 0, 0.3, generator=generator(4, str(p.shape)))
+def add(ids, targets, count):
+    (cross_entropy(model(ids), targets, reduction="sum") / count).backward()
+"""
+
+
+@pytest.mark.parametrize("samples", ("slice(4 * dp + i, 4 * dp + i + 2)", "slice(2 * dp + i // 2, None, 4)"))
+def test_masked_tokens_of_parts_of_microbatches_have_their_places(four, samples):
+    """Their rows are zeros, which lie anywhere."""
+    exec(f"{COMMON}{TOKENS}", space := {})
+    with rankcell.trace(space["model"]) as one:
+        space["add"](space["ids"], space["targets"], (space["targets"] != -100).sum())
+    source = f"""{TOKENS}
+dp, cp = divmod(rank, 2)
+with rankcell.trace(model):
+    for i in (0, 2):
+        mine = ({samples}, slice(8 * cp, 8 * cp + 8))
+        add(ids[mine], targets[mine], COUNT * (targets != -100).sum())
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+"""
+    right = compared(four, source.replace("COUNT", "1"), one, mesh={"dp": 2, "cp": 2})
+    assert right.ok and {r.status for r in right.rows} == {"fits"}
+    wrong = compared(four, source.replace("COUNT", "2"), one, mesh={"dp": 2, "cp": 2})
+    assert "1/2 of the dense gradient on ranks 0-3" in wrong.text and "by the size of dp or cp" in wrong.text
+
+
+def test_other_targets_are_told(four):
+    """A cross-entropy's gradient shows them: it alone is below zero."""
+    tokens = f"{TOKENS}\ntargets = (torch.arange(128) * 15 % 47).view(8, 16)\n"
+    exec(f"{COMMON}{tokens}", space := {})
+    with rankcell.trace(space["model"]) as one:
+        space["add"](space["ids"], space["targets"], 128)
+    part = "[:, 4 * rank:4 * rank + 4]"
+    for given, says in (
+        (f"targets{part}", ""),
+        (f"targets.roll(-1, 1){part}", "that of the next position: are they shifted once more?"),
+        (f"targets.roll(1, 1){part}", "that of the previous position: are they shifted at all?"),
+        (
+            f"torch.cat([targets{part}[:, :-1], targets{part}[:, :1]], 1)",
+            "in 32 of 128 rows on ranks 0-3 the loss has not the target of one process, the last of each part",
+        ),
+        (f"targets{part}.roll(1, 0)", "rows on ranks 0-3 the loss has not the target of one process"),
+        (
+            "targets[:, 4 * (3 - rank):4 * (3 - rank) + 4]",
+            "the loss has not the target of one process: rank 0 in call 1 has those of rank 3 in call 1",
+        ),
+    ):
+        source = f"""{tokens}
+with rankcell.trace(model):
+    add(ids{part}, {given}, 128)
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+"""
+        verdict = compared(four, source, one)
+        assert verdict.ok is (not says) and says in verdict.text
+
+
+def test_a_row_that_harms_no_gradient_is_not_blamed():
+    rows = [Row("up", "grad_output", 0, "other numbers", "none", (2,))]
+    rows += [Row(f"up.{name}", "grad", 0, "", "scaled", (0, 1), factor=0.5) for name in ("weight", "bias")]
+    assert first_wrong(rows) == (rows[1], False)
+    rows[2] = rows[2].found("none", "other numbers")
+    assert first_wrong(rows) == (rows[0], False)
 
 
 def test_of_many_strangers_three_are_named(four):

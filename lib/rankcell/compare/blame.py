@@ -5,6 +5,8 @@ nowhere, or the partial sums just before it that somebody took for whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ..results import name_some
 from .comparison import FINAL, Row
 from .wording import ALIKE, REORDERED, is_weighted
@@ -95,7 +97,13 @@ def _explains(row: Row, rows: Sequence[Row], wrong: Sequence[Row]) -> bool:
 
 
 def _ends_well(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether the gradient that leaves a module around this one is right again: what lies inside did no harm."""
+    """Whether what lies inside did no harm: the gradient that leaves a module around this one is right again, or those
+    of all parameters are, but for one factor.
+    """
+    grads = [r for r in rows if r.kind == "grad" and r.step == row.step and r.status != "skipped"]
+    factors = [r.factor if r.status in ("fits", "scaled") else 0.0 for r in grads]
+    if len(factors) > 1 and factors[0] and np.ptp(factors) <= 1e-3 * abs(factors[0]):
+        return True
     travelling = [r for r in rows if r.kind == "grad_output" and r.step == row.step]
     parts = row.name.split(".")
     for count in range(len(parts) - 1, 0, -1):

@@ -13,11 +13,12 @@ from .blame import between, right_elsewhere
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
-from .wording import BEFORE, bias_words, times_words
+from .wording import BEFORE, LEFT_OUT, bias_words, times_words
 
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
 ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
+LONG = 400  # letters of a list that is too long to read
 ANOTHER = (
     "and not made of `.grad`: is what it is made of that of all ranks, and the norm by which that is clipped, too?"
 )
@@ -96,7 +97,8 @@ def _told(judge: Any, row: Row) -> tuple[str, str]:
     dense = {n: es for (k, n, s, _), es in judge.dense.items() if (k, s) == (row.kind, row.step) and n != row.name}
     if row.kind == "parameter":
         weights = {n: matrix_of(es[0]) for n, es in dense.items()}
-        return "", _of_weights([p for p, fit in tried if fit is None], reference, weights)
+        lost = [p for p, fit in tried if fit is None]
+        return "", _loaded(tried, reference) or _of_weights(lost, reference, weights)
     of_weight = judge.holders.get(f"{row.name}.weight", {})
     held = _where_held(
         tried, reference, judge.seen, {rank: fit.rows for rank, fit in of_weight.items() if fit and fit.sure}
@@ -105,7 +107,10 @@ def _told(judge: Any, row: Row) -> tuple[str, str]:
         experts = f"{row.name.rpartition('.')[0]}.experts".removeprefix(".")
         if any(n.startswith(experts) for n in dense) and not row.name.startswith(experts):
             return "", "does a loss of the router's own, such as that for balance, count as in one process?"
-        return "", _of_rows(row.kind, held, None)
+        says = _of_targets(held)
+        if says and LEFT_OUT not in row.layout:
+            return f"the forward is right, and {says}", ""
+        return "", says or _of_rows(row.kind, held, None)
     biases = judge.dense.get(("parameter", f"{row.name}.bias", row.step, 0))
     bias = matrix_of(biases[0]).T if biases else None
     others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
@@ -154,6 +159,53 @@ def _of_rows(kind: str, held: Sequence[Held], bias: np.ndarray | None) -> str:
     return _where(kind, held, right)
 
 
+def _of_targets(held: Sequence[Held]) -> str:
+    """Whose targets a cross-entropy was given, if not those of one process; "" if this cannot be told."""
+    lost = [h for h in held if not h.factor]
+    if not lost or lost[0].reference.f < 4 or any(h.piece.f != h.reference.f for h in held):
+        return ""
+    of_one, each = _targets(lost[0].reference.matrix), [_targets(h.piece.matrix) for h in lost]
+    rows, given, length = np.concatenate([h.rows for h in lost]), np.concatenate(each), _length(lost[0].reference)
+    wrong = given != of_one[rows]
+    if min(given.min(), of_one.min()) < -1 or not wrong.any():
+        return ""
+    who = name_ranks([*{h.piece.rank for h in lost}])
+    says = f"in {wrong.sum()} of {len(rows)} rows on {who} the loss has not the target of one process"
+    for n, word, ask in ((1, "next", "once more"), (-1, "previous", "at all")):
+        beside = np.where((rows % length + n) // length == 0, of_one[(rows + n) % len(of_one)], -1)
+        if _are(given, beside):
+            return f"{says}, that of the {word} position: are they shifted {ask}?"
+    last = [n % h.piece.shape[-2:][0] == 0 for h in lost for n in range(1, len(h.rows) + 1)] if length > 1 else [False]
+    if np.all(last | ~wrong):
+        return f"{says}, the last of each part: are they shifted before the sequence is cut?"
+    for h, own in zip(lost, each, strict=True):
+        for other in held:
+            if not _are(own, of_one[h.rows]) and len(own) == len(other.rows) and _are(own, of_one[other.rows]):
+                mine, theirs = (f"rank {p.rank} in call {p.call + 1}" for p in (h.piece, other.piece))
+                return f"{says}: {mine} has those of {theirs}"
+    return says if (given >= 0)[wrong].all() else ""
+
+
+def _targets(matrix: np.ndarray) -> np.ndarray:
+    """The target of each row of a cross-entropy's gradient, which alone goes the other way: -1 if the row is zero, -2
+    if it is of another loss.
+    """
+    size = np.abs(matrix)
+    is_one = np.abs(2 * size.max(1) - size.sum(1)) + np.abs(matrix.sum(1)) <= 1e-3 * size.sum(1)
+    return np.where(size.any(1), np.where(is_one, size.argmax(1), -2), -1)
+
+
+def _are(targets: np.ndarray, others: np.ndarray) -> bool:
+    known = (targets >= 0) & (others >= 0)
+    return bool(known.sum() > 3 and (targets == others)[known].all())
+
+
+def _length(reference: Reference) -> int:
+    """Positions of a sample, 1 if it has none."""
+    shape = reference.shape
+    return shape[-2] if len(shape) > 2 and np.prod(shape[:-1]) == reference.n else 1
+
+
 def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray]) -> str:
     """At which positions, or in which samples, rows are right and wrong."""
     good, bad = (
@@ -161,8 +213,7 @@ def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray]) -> str:
     )
     if not good or not bad:
         return ""
-    reference = held[0].reference
-    length = reference.shape[-2] if len(reference.shape) > 2 and np.prod(reference.shape[:-1]) == reference.n else 1
+    length = _length(held[0].reference)
     well, badly = {r % length for r in good}, {r % length for r in bad}
     if not well & badly:
         words = f"right at {_named('position', well)}, wrong at {_named('position', badly)}"
@@ -217,6 +268,30 @@ def _of_weights(lost: Sequence[Piece], reference: Reference, weights: Mapping[st
     if first.std() > 0 and all(np.isin(p.matrix, reference.matrix).all() for p in lost):
         return "the same numbers in other places: transposed, interleaved or cut otherwise?"
     return ""
+
+
+def _loaded(tried: Tried, reference: Reference) -> str:
+    """Which rows, or columns, of one process are in parts of a weight that hold others, too; "" if none are."""
+    shape, mine = reference.shape, tried[0][0].shape
+    if not shape or len(mine) != len(shape) or any(p.shape != mine for p, _ in tried):
+        return ""
+    dim = next((d for d, (a, b) in enumerate(zip(shape, mine, strict=True)) if a != b), 0)
+    places = {row.tobytes(): i for i, row in enumerate(np.moveaxis(reference.matrix.reshape(shape), dim, 0))}
+    of_ranks = [np.moveaxis(p.matrix.reshape(mine), dim, 0) for p, _ in tried]
+    found = [tuple(places.get(row.tobytes(), -1) for row in part) for part in of_ranks]
+    parts, words = [*dict.fromkeys(found)], []  # in the order of the ranks
+    for n, rows in enumerate(parts):
+        who = [p.rank for (p, fit), own in zip(tried, found, strict=True) if own == rows and fit is None]
+        held = [i for i in rows if i >= 0]
+        if who and len(held) > 1:
+            is_due = f" where {n * len(rows)}-{(n + 1) * len(rows) - 1} belong"
+            has = f"{name_ranks(who)} {'has' if len(who) == 1 else 'have'} {_named('', held).lstrip('s ')}"
+            words.append(has + (is_due if len(parts) * len(rows) == len(places) else ""))
+    said = ", ".join([*words[:4], "..."][: len(words)])
+    if not words or len(places) < shape[dim] or len(said) > LONG:
+        return ""
+    word = "rows" if dim == 0 else "columns" if len(shape) == 2 else f"places on dim {dim}"
+    return f"of the {word} of one process {said}; the rest is none of them: was it loaded?"
 
 
 def set_aside(judge: Any, rows: Sequence[Row]) -> list[Row]:

@@ -19,7 +19,7 @@ from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
-from .wording import ALIKE, BEFORE, UNEVEN, partial_words, said, times_words
+from .wording import ALIKE, BEFORE, LEFT_OUT, UNEVEN, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -280,13 +280,17 @@ class Judge:
         if fit is not None and fit.factor != 1.0:
             usual.pop(fit.factor, None)
             usual[fit.factor] = None  # the last one is tried first
-        if fit is None or not fit.sure or fit.rows is None or place not in self.forward:
+        if fit is None or fit.rows is None or place not in self.forward:
             return fit
-        # a gradient belongs to the rows that the rank has of that output
+        # a gradient belongs to the rows that the rank has of that output, which tells rows of zeros apart
         output, whole = self.forward[place]
-        if whole.matrix.shape != reference.matrix.shape or output.shape != piece.shape:
+        are_alike = whole.matrix.shape == reference.matrix.shape and output.shape == piece.shape
+        if not are_alike or whole.factor(output.matrix, fit.rows, fit.columns) is not None:
             return fit
-        return fit if whole.factor(output.matrix, fit.rows, fit.columns) is not None else None
+        both = Reference(np.hstack([whole.matrix / whole.scale, reference.matrix / reference.scale]), self.tolerance)
+        ours = np.hstack([output.matrix / whole.scale, piece.matrix / fit.factor / reference.scale])
+        found = both.locate_rows(replace(piece, matrix=ours), None)
+        return replace(fit, rows=found[0], sure=found[1]) if found and fit.columns is None else None
 
     def _place_of_parameter(self, piece: Piece, reference: Reference, *, changes: bool) -> Fit | None:
         """A gradient lies where its parameter does, and so does an update."""
@@ -416,7 +420,7 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     if row.kind == "grad_output":
         empty, rows = sum(int((~p.matrix.any(1)).sum()) for p in lost), sum(p.n for p in lost)
         if empty > 2 * rows * (1 - reference.matrix.any(1).mean()):
-            return f"{empty} of {rows} rows get no gradient: does the loss leave them out?"
+            return f"{empty} of {rows} {LEFT_OUT}"
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
     share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)

@@ -19,21 +19,20 @@ class SeenPlaces:
     """Which rows and columns a rank was seen to have of a tensor of some size: it will have them again."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple, list[Map]] = {}
-        self._columns: dict[tuple, list[Map]] = {}
+        self._maps: dict[tuple, list[Map]] = {}
         self.flat: dict[tuple, Map] = {}
 
     def rows(self, piece: Piece, reference: Reference) -> Iterator[Map | None]:
         """Rows that the piece may have, the likeliest first."""
         if piece.n == reference.n:
             yield None
-        yield from self._rows.get((reference.space, piece.rank, piece.call, reference.n, piece.n), ())
+        yield from self._maps.get((reference.space, piece.rank, piece.call, reference.n, piece.n), ())
 
     def columns(self, piece: Piece, reference: Reference) -> Iterator[Map | None]:
         """Columns that the piece may have, the likeliest first."""
         if piece.f == reference.f:
             yield None
-        yield from self._columns.get((reference.space, piece.rank, reference.f, piece.f), ())
+        yield from self._maps.get((reference.space, piece.rank, reference.f, piece.f), ())
 
     def both(self, piece: Piece, reference: Reference) -> Iterator[tuple[Map | None, Map | None]]:
         """Rows and columns that the piece may have."""
@@ -41,15 +40,12 @@ class SeenPlaces:
 
     def learn(self, piece: Piece, reference: Reference, fit: Fit) -> None:
         """Remember where a piece was found."""
-        if fit.sure and fit.rows is not None:
-            _add(self._rows.setdefault((reference.space, piece.rank, piece.call, reference.n, piece.n), []), fit.rows)
-        if fit.sure and fit.columns is not None:
-            _add(self._columns.setdefault((reference.space, piece.rank, reference.f, piece.f), []), fit.columns)
-
-
-def _add(maps: list[Map], found: Map) -> None:
-    if len(maps) < 4 and not any(np.array_equal(found, other) for other in maps):
-        maps.append(found)
+        of_rows = reference.space, piece.rank, piece.call, reference.n, piece.n
+        of_columns = reference.space, piece.rank, reference.f, piece.f
+        for key, found in ((of_rows, fit.rows), (of_columns, fit.columns)) if fit.sure else ():
+            maps = self._maps.setdefault(key, [])
+            if found is not None and len(maps) < 4 and not any(np.array_equal(found, other) for other in maps):
+                maps.append(found)
 
 
 def place(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | None:
@@ -87,20 +83,26 @@ def _located(piece: Piece, reference: Reference, seen: SeenPlaces) -> Iterator[t
 
 
 def _blocks(piece: Piece, reference: Reference) -> list[Map]:
-    """The rows of the block of one dim that a piece is, or of its two half blocks in a zigzag, where no other would do:
-    all of them tell repeated tokens apart.
+    """The rows of the block that a piece is, of one dim or of several, where no other would do: all of them tell
+    repeated tokens apart.
     """
     whole, mine = reference.shape[:-1], piece.shape[:-1]
-    cut = [d for d, (a, b) in enumerate(zip(whole, mine, strict=False)) if a != b]
-    if len(mine) != len(whole) or len(cut) != 1 or np.prod(whole) != reference.n or whole[cut[0]] % mine[cut[0]]:
+    is_cut = len(mine) == len(whole) and mine != whole and not any(a % b for a, b in zip(whole, mine, strict=True))
+    if not is_cut or np.prod(whole) != reference.n:
         return []
-    places, count = np.arange(reference.n).reshape(whole), whole[cut[0]] // mine[cut[0]]
-    blocks = np.split(places, count, cut[0])
-    if mine[cut[0]] % 2 == 0:
-        halves = np.split(places, 2 * count, cut[0])
-        blocks += [np.concatenate([halves[i], halves[-1 - i]], cut[0]) for i in range(count)]
-    found = [b.reshape(-1) for b in blocks if reference.factor(piece.matrix, b.reshape(-1), None) == 1.0]
+    places = np.arange(reference.n).reshape(whole)
+    chosen = product(*(_parts(a, b) for a, b in zip(whole, mine, strict=True)))
+    blocks = [places[np.ix_(*parts)].reshape(-1) for parts in chosen]
+    begins = np.linalg.norm(reference.matrix - piece.matrix[0], axis=1) <= reference.limits(reference.matrix)
+    found = [b for b in blocks if begins[b[0]] and reference.factor(piece.matrix, b, None) == 1.0]
     return found if len(found) == 1 else []
+
+
+def _parts(whole: int, mine: int) -> list[Map]:
+    """Each part of a dim, and each two half parts of a zigzag."""
+    places, count = np.arange(whole), whole // mine
+    halves = np.split(places, 2 * count) if mine % 2 == 0 and count > 1 else []
+    return [*np.split(places, count), *(np.append(halves[i], halves[-1 - i]) for i in range(len(halves) // 2))]
 
 
 def place_flat(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | None:

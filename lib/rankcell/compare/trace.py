@@ -127,14 +127,16 @@ class Trace:
         for part, tensor in tensors:
             if tensor.is_floating_point():
                 of_part = about | {"part": part}
-                self._keep(self._made("output", tensor, **of_part, dropped=dropped))
+                self._put(self.entries, self._made("output", tensor, **of_part, dropped=dropped))
                 if tensor.requires_grad:
                     self._await_backward(tensor, of_part)
                 else:
                     self._without_graph.setdefault(id(module), []).append(of_part)
 
     def _await_backward(self, tensor: Tensor, about: dict[str, Any]) -> None:
-        self._handles.append(tensor.register_hook(lambda g: self._keep(self._made("grad_output", g, **about))))
+        self._handles.append(
+            tensor.register_hook(lambda g: self._put(self.entries, self._made("grad_output", g, **about)))
+        )
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._inside += 1
@@ -193,7 +195,7 @@ class Trace:
         anew = {name for _, name, _ in noted}
         self.entries = [e for e in self.entries if not (e.kind == "grad" and e.step == step and e.name in anew)]
         for _, name, gradient in sorted(noted, key=lambda n: n[0]):
-            self._keep(self._made("grad", gradient, name, step))
+            self._put(self.entries, self._made("grad", gradient, name, step))
 
     def _parameters(self, step: int, *, only_if_changed: bool = False) -> None:
         self._buffers(step)
@@ -212,16 +214,13 @@ class Trace:
             e.name in before and np.array_equal(e.value, before[e.name].value, equal_nan=True) for e in made
         ):
             return
-        self._keep(*made)
+        self._put(self.entries, *made)
 
     def _buffers(self, step: int) -> None:
         for place, module in self._places:
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
                     self._put(self.beside, Traced(_joined(place, key), "buffer", step, to_numpy(local_part(buffer))))
-
-    def _keep(self, *made: Traced) -> None:
-        self._put(self.entries, *made)
 
     def _put(self, among: list[Traced], *made: Traced) -> None:
         for entry in made:

@@ -10,6 +10,7 @@ from .layouts import Sum
 BEFORE = "the weights before the step"
 UPDATES = "look at the learning rate, the weight decay, how it clips and the optimizer's state"
 UNEVEN = "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"
+LEFT_OUT = "rows get no gradient: does the loss leave them out?"
 ALIKE = ", the same on all"
 REORDERED = ", in another order"
 
@@ -97,19 +98,18 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
             f"{who}: each rank has another multiple of the gradient of one process: does each clip by its own norm, "
             f"or divide by a loss scale of its own?"
         )
-    sizes = {size: axis for axis, size in mesh.items()}
     k = row.factor
+    of_size = " or ".join(axis for axis, size in mesh.items() if size == round(max(k, 1 / k if k else k)))
     if others and row.kind == "grad":
         hint = f"the gradients of {name_ranks(others)} are right: is the loss scale the same, or what they send scaled?"
     elif abs(k - round(k)) < 1e-3 and k > 1:
-        over = f" over {sizes[round(k)]}" if round(k) in sizes else ""
-        hint = (
-            f"a sum{over} where a mean is meant"
-            if round(k) == world_size or round(k) in sizes
-            else "a sum where a mean is meant, or counted more than once"
-        )
+        over = f" over {of_size}" if of_size else ""
+        more = "" if of_size or round(k) == world_size else ", or counted more than once"
+        hint = f"a sum{over} where a mean is meant{more}"
     elif k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
         hint = "a mean where a sum is meant, or divided once too often"
+        if of_size and len(row.ranks) == world_size:
+            hint += f", by the size of {of_size}: is a count summed over ranks that share what is counted?"
     else:
         hint = "divided by another number than one process: by other tokens, or by a norm that counts other numbers?"
     what = {"grad": "the dense gradient", "grad_output": "the gradient of its output in one process"}.get(
