@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rankcell import Deadlock, RankError, RankLost, RankMismatch, RankTimeout
+from rankcell import Deadlock, RankError, RankLost, RankMismatch, Ranks, RankTimeout
 from rankcell.engine import report
 from rankcell.errors import RanksInterrupted
 from rankcell.results import RankFailure
@@ -260,6 +260,60 @@ step()
         said,
     )
     assert found and found.groups() == ("3", "5")
+
+
+def test_the_rank_that_went_on_otherwise_than_before_is_named(four):
+    """Between two ranks counts do not tell who skipped and who repeated; what came after the last call before does."""
+    skips = """
+for step in range(4):
+    dist.broadcast(torch.ones(4), 0)
+    if rank < 2 and (rank, step) == (1, 2): continue
+    dist.all_reduce(torch.ones(4))
+"""
+    with Ranks(2, device="cpu") as two, pytest.raises(RankMismatch) as caught:
+        two.run(skips)
+    new = "Only rank 1 went on otherwise than before: to broadcast(float32[4], root 0) of the world at line 3"
+    assert f"{new}, where until then came all_reduce(float32[4]) of the world at line 5." in str(caught.value)
+    alone = """
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
+if rank == 0: net(torch.ones(2, 2))
+dist.barrier()
+"""
+    said = str(fails(four, alone, RankMismatch))
+    assert "that of rank 0 is made inside forward" in said or "Only rank 0 went on" in said
+
+
+FROZEN = "for p in net[0].parameters(): p.requires_grad = False"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("", FROZEN, "No gradient came to 0.bias, 0.weight: they were frozen after DDP was made"),
+        (
+            "",
+            "use = net[1]",
+            "No gradient came to 0.bias, 0.weight, 2.bias, 2.weight: has the loss used them?",
+        ),
+        (FROZEN, "use = net[2]", "No gradient came to 1.bias, 1.weight: has the loss used them?"),
+        (FROZEN, "", None),
+    ],
+)
+def test_parameters_without_a_gradient_are_named(four, before, after, says):
+    source = f"""
+class Net(torch.nn.Sequential):
+    def forward(self, x): return use(x)
+net = Net(*(torch.nn.Linear(2, 2) for _ in range(3)))
+use = lambda x: net[2](net[1](net[0](x)))
+{before}
+ddp = torch.nn.parallel.DistributedDataParallel(net)
+{after}
+for _ in range(2): ddp(torch.ones(1, 2)).sum().backward()
+"""
+    if says is None:
+        four.run(source)
+    else:
+        assert says in str(fails(four, source))
 
 
 def test_several_that_skip_the_same_are_all_named(four):

@@ -188,6 +188,30 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell, monkeypatch)
     assert shell.user_ns["some"] == [0, 1, 2, 3] and missing.value.run.values == [None] * 4
 
 
+def test_ranks_follow_the_notebook_into_another_folder(shell, tmp_path, monkeypatch):
+    where = "%%ranks 4\nimport os\nos.getcwd()"
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        assert shell.run_cell(where).result.values == [str(tmp_path / folder)] * 4
+    shell.run_cell("%%ranks 4\nif rank == 1: os.chdir('/')")  # where a rank goes by itself it stays
+    assert shell.run_cell(where).result.values[1] == "/"
+
+
+def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
+    class Trainer:
+        def __init__(self):
+            self.rate, self.loader = 0.1, Loader()
+
+    class Loader:
+        def __init__(self):
+            self.size, self.batches = 4, (i for i in range(3))
+
+    shell.user_ns["trainer"] = Trainer()
+    with pytest.raises(PushError, match=r"because of trainer.loader.batches: TypeError: cannot pickle"):
+        shell.run_cell("%%ranks 4 --push trainer\n1").raise_error()
+
+
 def test_a_model_of_a_group_is_no_value_for_the_notebook(shell, capsys):
     assert not shell.run_cell(
         "%%ranks 4 --pull model\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))"

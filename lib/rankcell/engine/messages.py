@@ -50,6 +50,7 @@ class Task:
     cell: str  # the same on all ranks: it keeps what belongs to two cells apart
     source: str = ""
     filename: str = "<cell>"
+    folder: str = ""  # in which the notebook is
     call: bytes = b""  # cloudpickle of (function, args, kwargs)
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import LATE, MismatchError, SpawnError
-from ..results import Call, Frame, NotSent, RankFailure
+from ..results import Call, Frame, NotSent, RankFailure, name_some
 
 MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
 MAX_MESSAGE = 20_000  # characters of an exception's text
@@ -113,10 +113,29 @@ def _of_names(error: BaseException) -> list[str]:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     if isinstance(error, KeyError) and frame.f_code is type(os.environ).__getitem__.__code__:
         return [_ENVIRONMENT]
+    if "Expected to have finished reduction" in str(error):
+        return _without_gradient(error)
     here = frame.f_globals | frame.f_locals
     called = re.findall(r"\b([a-z]\w*)\(", linecache.getline(frame.f_code.co_filename, line))
     hidden = {name for name in called if hasattr(builtins, name) and not callable(here.get(name, int))}
     return [_HIDDEN.format(name, type(here[name]).__name__) for name in hidden if "not callable" in str(error)]
+
+
+def _without_gradient(error: BaseException) -> list[str]:
+    """Which parameters of a model in DDP got no gradient: torch says their numbers only."""
+    numbers = [int(n) for n in re.findall(r"\d+", str(error).partition("for rank")[2].partition(":")[2].split("\n")[0])]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        ddp = frame.f_locals.get("self")
+        if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
+            named = [*ddp.module.named_parameters()]
+            if ddp._get_ddp_logging_data()["num_parameter_tensors"] < len(named):  # of those DDP knows nothing
+                named = [(name, p) for name, p in named if p.requires_grad]
+            frozen = not any(named[n][1].requires_grad for n in numbers)
+            why = (
+                "they were frozen after DDP was made: freeze first, then wrap." if frozen else "has the loss used them?"
+            )
+            return [f"No gradient came to {name_some((named[n][0] for n in numbers), 6)}: {why}"]
+    return []
 
 
 def _causes(error: BaseException, depth: int) -> list[tuple[str, RankFailure]]:

@@ -103,11 +103,15 @@ def doing(state: State, world_size: int, *, many: bool = False, twins: Collectio
         return f"compute{s}{at}{unfinished}"
     wait = blocking[0]
     where = f", {at_line(wait.line, wait.file)}" if wait.line else ""
-    inside = f" inside {wait.via}" if wait.via and wait.via not in (wait.op, f"{wait.op}_single") else ""
     of = "this pair" if wait.op in ("send", "recv") else _group_of(wait, world_size)
     if wait.group in twins:
         of = f"group {wait.called!r} of {of.partition(' of ')[2]}"
-    return f"wait{s} in {wait.text}{inside} (call {wait.nth} of {of}{where})"
+    return f"wait{s} in {wait.text}{inside(wait)} (call {wait.nth} of {of}{where})"
+
+
+def inside(call: Event | Wait) -> str:
+    """ " inside backward" where not the program itself made the call."""
+    return f" inside {call.via}" if call.via and call.via not in (call.op, f"{call.op}_single") else ""
 
 
 _OF_WORLD = ("0", "new_group", "init_process_group")

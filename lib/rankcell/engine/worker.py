@@ -6,6 +6,7 @@ exception of the learner's is caught in `run`, to report it.
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import linecache
 import os
@@ -61,6 +62,7 @@ class Rank:
         self.main_thread = threading.get_ident()
         self._pid = os.getpid()
         self._notes: list[str] = []
+        self._folder = config.folder
         self._exit = ""  # what ended the cell early, without an error
         self._models: dict[str, Any] = {}  # that the cell was given: the model, and which versions its weights had
         environment.enter(config)
@@ -173,6 +175,10 @@ class Rank:
             self._names.lend(item)
         self.names.update(pushed)
         self._models = {name: (value, versions(value)) for name, value in pushed.items() if versions(value)}
+        if task.folder != self._folder:  # the notebook has gone there, and its ranks follow
+            self._folder = task.folder
+            with contextlib.suppress(OSError):
+                os.chdir(task.folder)
         self._exit, value = "", None
         operation.cell["runs"] = "" if task.call else task.filename
         try:

@@ -16,7 +16,7 @@ import cloudpickle
 
 from .. import errors, extensions
 from ..results import Run, name_ranks
-from . import launch
+from . import launch, system
 from .cell import Cell, Ending, OnUpdate, deferred_interrupt
 from .host import Host
 from .local import this_machine
@@ -166,6 +166,7 @@ class Ranks:
                 began=time.monotonic(),
                 cell=f"{self._workers.generation}.{self._cells}",
                 filename=filename,
+                folder=system.current_folder(),
                 pull=tuple(pull),
                 values=values,
                 # all ranks or none: a rank that counts on is out of step with those that begin anew
@@ -331,7 +332,19 @@ def _pickle(what: str, value: Any) -> bytes:
     try:
         return cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything, and it is raised on
+        part = _odd_part(what, value)
+        because = f", because of {part}" if part != what else ""
         raise errors.PushError(
-            f"{what} cannot be sent to the ranks: {type(error).__name__}: {error}. Push plain data, tensors, "
+            f"{what} cannot be sent to the ranks{because}: {type(error).__name__}: {error}. Push plain data, tensors, "
             f"functions or classes, and make anything else on the ranks. No rank has run."
         ) from None
+
+
+def _odd_part(name: str, value: Any, depth: int = 4) -> str:
+    """Which attribute of an attribute it is that cannot be pickled: "trainer.loader.file"."""
+    for part, inner in getattr(value, "__dict__", {}).items() if depth and not isinstance(value, type) else ():
+        try:
+            cloudpickle.dumps(inner)
+        except Exception:  # noqa: BLE001 - as above
+            return _odd_part(f"{name}.{part}", inner, depth - 1)
+    return name

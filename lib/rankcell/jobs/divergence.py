@@ -107,7 +107,7 @@ def _path(record: RankRecord) -> list[Hashable]:
 def what(event: Event) -> Hashable:
     """A call, as far as ranks that run the same program have it in common."""
     where: Hashable = (event.file, event.line, event.outer) if event.line else event.text
-    return event.op, where, 0 if event.op in ("send", "recv") else len(event.ranks)
+    return event.op, event.dtype, where, 0 if event.op in ("send", "recv") else len(event.ranks)
 
 
 def _last_together(events: Mapping[int, Sequence[Event]], suspects: Sequence[int], rank: int) -> int:

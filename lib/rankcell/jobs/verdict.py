@@ -14,7 +14,7 @@ from typing import Any
 from .. import errors
 from ..engine import diagnose
 from ..engine.messages import Wait
-from ..engine.states import SCRIPT, State, call_of, late, missing_peers, rows
+from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
 from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
 from . import stacks
 from .divergence import Divergence, find_divergent_rank, what
@@ -239,9 +239,17 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         here, there = _from_lines(own, usual)
         usually = f"{name_ranks(others)} called {call_of(usual, size, others)}{there}"
         return f"They had parted before: {name_ranks(odd)} called {call_of(own, size, odd)}{here} where {usually}."
+    if len({(c.file, c.line) for c in calls.values()}) > 1:
+        new = find_divergent_rank(records, sorted(calls))
+        if new is not None and new.call is not None and new.usual is not None:
+            now, until = (call_of(e, size) + inside(e) for e in (new.call, new.usual))
+            return f"Only rank {new.rank} went on otherwise than before: to {now}, where until then came {until}."
+        within = {r.rank: inside(r.events[-1]) for r in records if r.rank in calls and r.events}
+        of_ranks = [f"that of rank {rank} is made{via}" for rank, via in within.items() if via]
+        return f"Of these calls {', '.join(of_ranks)}." if of_ranks else ""
     at = one.file, one.line
     last = [[*takewhile(lambda e: (e.file, e.line) == at, reversed(es.values()))] for es in before.values()]
-    if not all(last) or len({(c.file, c.line) for c in calls.values()}) > 1:
+    if not all(last):
         return ""
     return (
         f"At least since call {max(events[-1].seq for events in last)} they call {at_line(one.line, one.file)} only: "
