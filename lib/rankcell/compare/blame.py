@@ -75,6 +75,16 @@ def between(row: Row, rows: Sequence[Row]) -> str:
     return f"the gradients of {wrong} are wrong, too, and those of {right} are right" if wrong and right else ""
 
 
+def given(row: Row, rows: Sequence[Row]) -> str:
+    """Where a weight's gradient is wrong and all before it is right: the partial sum that its module may be given."""
+    outputs = [r for r in rows if r.kind == "output" and r.step == row.step and r.status != "skipped"]
+    at = next((i for i, r in enumerate(outputs) if r.name == row.name.rpartition(".")[0]), 0)
+    before = outputs[at - 1] if at and row.kind == "grad" else row
+    if before.status != "partial":
+        return ""
+    return f"is what its module is given whole? `{before.title}`, computed just before, is {before.layout}"
+
+
 def _is_right(row: Row, updated: Mapping[tuple[str, int], Row]) -> bool:
     """Whether a gradient or an updated parameter is as it should be. Gradients that stay partial are right where the
     update is, or is at least the same on all ranks: an optimizer that shards its states reduces them itself.

@@ -4,12 +4,13 @@ one process, what is in it besides, whose weights these are, who drops what. Whi
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ..results import name_ranks, name_some
-from .blame import between, right_elsewhere
+from .blame import between, given, right_elsewhere
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
@@ -69,17 +70,21 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     says, clue = _told(judge, wrong)
     if used_as_whole:
         return (replace(wrong, says=says), False) if says else (row, True)
-    return replace(row, says=says, clue=clue or row.clue or between(row, rows)), False
+    return replace(row, says=says, clue=clue or row.clue or between(row, rows) or given(row, rows)), False
 
 
 def _of_stages(row: Row, rows: Sequence[Row]) -> str:
-    """What is said of gradients that are multiplied once more on each stage of a pipeline; "" if they are not."""
+    """What is said of gradients that are multiplied once more on each stage of a pipeline, or by another number on each
+    rank that has some; "" if they are not.
+    """
     scaled = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status == "scaled"]
-    stages = {r.ranks: r.factor for r in scaled}
-    powers = {ranks: row.factor**n for n, ranks in enumerate(stages, 1)}
-    if not row.factor or any(abs(r.factor / powers[r.ranks] - 1) > CLOSE for r in scaled) or len(powers) < 2:
+    stages = {r.ranks: r.factor for r in scaled if row.factor}
+    is_one = len({*chain(*stages)}) < sum(map(len, stages)) or np.ptp([*stages.values(), row.factor]) <= CLOSE
+    if is_one or any(abs(r.factor / stages[r.ranks] - 1) > CLOSE for r in scaled):
         return ""
     each = ", ".join(f"{times_words(k)} it on {name_ranks(ranks)}" for ranks, k in stages.items())
+    if any(abs(k / row.factor**n - 1) > CLOSE for n, k in enumerate(stages.values(), 1)):
+        return f"{each}: does each clip by its own norm, or divide by a number of its own?"
     right = "".join(f", right on {name_ranks([*who])}" for who in [right_elsewhere(row, rows)] if who)
     return f"multiplied once more on each stage on the way back: {each}{right}"
 

@@ -52,7 +52,10 @@ def compare(
     rows, blamed = beside.told(rows, blamed, judge.holders)
     if blamed is not None:
         row, used_as_whole = clues.explained(judge, rows, *blamed)
-        holders = {*judge.holders.get(row.name, ()), *right_elsewhere(row, rows)}
+        holders = {*judge.holders.get(row.name, ())}
+        if row.kind == "grad":  # without one of its own a rank has none that is right
+            holders &= {rank for rank, _ in ranks.get((row.kind, row.name, row.step, 0), ())}
+        holders |= right_elsewhere(row, rows)
         all_ranks = {rank for pairs in ranks.values() for rank, _ in pairs}
         alike = (r for r in rows if r.kind == row.kind and r.step == row.step and r.status != "skipped")
         begins = row.key == next(r.key for r in alike)

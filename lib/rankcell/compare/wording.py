@@ -71,7 +71,8 @@ def _sentence(
     if row.kind == "grad" and row.layout.endswith("rounded"):
         return f"{who}: {row.layout}: is it sent or added up in 16 bits?"
     if row.kind == "grad":
-        return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout})"
+        asks = f": {row.clue}" if row.clue else ""
+        return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout}){asks}"
     side = "forward" if row.kind == "output" else "backward"
     look = f"and all before it does: look at the {side} here"
     if begins and row.kind == "output":
