@@ -121,12 +121,9 @@ class CellFollower:
                 print(f"{problem} This cell builds on it.", file=sys.stderr)
                 return
 
-    def _holds_stub(self, text: str) -> bool:
-        return exercises.stub_error(text) in self._source
-
     def _problem_of(self, text: str, error: BaseException | None) -> str:
         name = exercises.short_name(text)
-        if self._holds_stub(text):  # in a function, perhaps, which only its check calls
+        if exercises.stub_error(text) in self._source:  # in a function, perhaps, which only its check calls
             return f"{name} is not answered yet."
         if error is None:
             return ""
@@ -148,7 +145,7 @@ class CellFollower:
         assert self._role is not None
         if self._role.kind == "answer":
             text = self._role.texts[0]
-            return self._problem_of(text, error) if self._holds_stub(text) else ""
+            return self._problem_of(text, error) if exercises.stub_error(text) in self._source else ""
         for text in self._role.texts:
             missing = f"The cell of {exercises.short_name(text)} has not run yet."
             if problem := self._answers.get(text, missing):
