@@ -105,21 +105,15 @@ class CellFollower:
             self._passed[answer] = set()
             self._answers[answer] = self._problem_of(answer, error)
         elif role is None:
-            self._tell_exercise(error)
+            if isinstance(error, Exception) and any(self._answers.values()):  # does it build on an open exercise?
+                problems = map(self._answers.get, names.behind(self._ran.items())[-1])
+                if problem := next(filter(None, problems), ""):
+                    print(f"{problem} This cell builds on it.", file=sys.stderr)
         elif role.kind == "check" and error is None:
             passed = self._passed.setdefault(role.texts[0], set())
             passed.add(result.info.cell_id)
             if all(i in passed for i, other in self._roles.items() if other == role):
                 self._note(role.texts[0])
-
-    def _tell_exercise(self, error: BaseException | None) -> None:
-        """Below the error of a cell without a role: which open exercise it builds on, by its names."""
-        if not isinstance(error, Exception) or not any(self._answers.values()):
-            return
-        for text in names.behind(self._ran.items())[-1]:
-            if problem := self._answers.get(text):
-                print(f"{problem} This cell builds on it.", file=sys.stderr)
-                return
 
     def _problem_of(self, text: str, error: BaseException | None) -> str:
         name = exercises.short_name(text)
