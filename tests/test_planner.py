@@ -159,10 +159,11 @@ def test_what_a_layer_keeps_of_a_token():
     ):  # fmt: skip
         found = memory.on_stage(small(**stack), Layout(**where), 0).activations
         assert float(found) / 100 / 10 == approx(kept), (where, stack)
-    narrow = memory.kept_per_token(SMALL, 100, 1, product_bytes=1)
+    narrow = memory.kept_per_token(small(), Layout(), product_bytes=1)
     assert float(narrow) == KEPT - 2 * 256 - 256 - 1024  # inputs of products take a byte
     gpt = dataclasses.replace(SMALL, kv_heads=4, gated=False)  # Korthikanti: 34 and 5 a s / h
-    assert memory.kept_per_token(gpt, 100, 1, flash=False, masks=True) == 34 * 256 + 5 * 4 * 100
+    plain = dataclasses.replace(small(), shape=gpt, flash=False)
+    assert memory.kept_per_token(plain, Layout(), masks=True) == 34 * 256 + 5 * 4 * 100
 
 
 def test_sent_bytes_take_the_seconds_of_their_links():

@@ -10,7 +10,7 @@ TRAIN = "python train.py --name 'two words'"
 ALL = {
     "array": scripts.array("python sweep.py", tasks=12, at_once=2),
     "alone": scripts.alone("python train.py --lr 0.1"),
-    "srun": scripts.by_srun("python train.py", nodes=2, ranks_per_node=2, gpus_per_node=2),
+    "srun": scripts.by_srun("python train.py", nodes=2, ranks_per_node=2),
     "requeue": scripts.by_srun(TRAIN, nodes=2, ranks_per_node=4, signal_seconds=60, partition="spare"),
     "torchrun": scripts.by_torchrun("train.py", nodes=2, ranks_per_node=2, cpus_per_rank=3),
 }
@@ -20,7 +20,7 @@ HAS = {
     "array": ["--array=0-11%2\n", "--output=sweep-%A_%a.out\n", "--ntasks=1\n", "--cpus-per-task=1\n",
               "--time=00:15:00\n", "\npython sweep.py\n"],
     "alone": ["--time=00:15:00\n", "--gpus=1\n", "--output=train-%j.out\n", "\npython train.py --lr 0.1\n"],
-    "srun": ["--nodes=2\n", "--ntasks-per-node=2\n", "--gpus-per-node=2\n", "export MASTER_ADDR=", "export MASTER_PORT",
+    "srun": ["--nodes=2\n", "--ntasks-per-node=2\n", "export MASTER_ADDR=", "export MASTER_PORT",
              "--kill-on-bad-exit=1 ", "OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\n", *RENDEZVOUS],
     "requeue": ["--partition=spare\n", "--signal=USR1@60\n", "--requeue\n", "--open-mode=append\n", "--wait=30 ",
                 "\nstatus=$?\n[ $status = 75 ] && scontrol requeue", "\nexit $status\n", *RENDEZVOUS],

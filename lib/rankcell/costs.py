@@ -96,10 +96,8 @@ def _factor(table: dict[str, Callable[[int], float]], op: str, n: int) -> float:
     return table[op](n)
 
 
-# Rings. P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009,
+# P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009,
 # https://doi.org/10.1016/j.jpdc.2008.09.002: no all-reduce moves fewer bytes per rank.
-
-
 def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
     """Seconds for a ring reduce-scatter and then a ring all-gather, n - 1 steps each: 2 (n-1) alpha + 2 (n-1)/n beta S.
 
@@ -108,10 +106,8 @@ def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
     return 2 * (n - 1) * link.send(nbytes / n)
 
 
-# Trees. R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication
-# operations in MPICH, 2005, https://doi.org/10.1177/1094342005051521, without the time to add numbers.
-
-
+# R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in MPICH, 2005,
+# https://doi.org/10.1177/1094342005051521, without the time to add numbers.
 def tree_all_reduce(nbytes: float, n: int, link: Link) -> float:
     """Seconds for a sum up a binomial tree and a broadcast down: 2 log2 n (alpha + beta S).
 

@@ -1,8 +1,5 @@
-"""What only a GPU can show: the numbers that `make gpu` has recorded, each with its machine and date.
-
-    figures.of_a_gpu("07")      # those for lesson 07, as a table
-
-Nothing is measured here, and nothing is made up: where there is no record, the table says so.
+"""What only a GPU can show: the numbers that `make gpu` has recorded, each with its machine and date. Nothing is
+measured here, and nothing is made up: where there is no record, the table says so.
 """
 
 import json

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 EACH_WAY = "each way"
 READ_AND_WRITE = "reads and writes together"
-_DATA = files(__package__) / "data"
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _rate(arithmetic: str) -> float:
     return rate
 
 
-_FACTS = tomllib.loads((_DATA / "hardware.toml").read_text("utf-8"))
+_FACTS = tomllib.loads(files(__package__).joinpath("data/hardware.toml").read_text("utf-8"))
 
 
 def _speed(facts: Mapping[str, Any], direction: str = EACH_WAY) -> Speed:

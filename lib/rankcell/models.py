@@ -339,9 +339,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-# What they cost, by formula
-
-
 def gpt_parameters(
     vocab: int, d_model: int = 64, *, n_layers: int = 2, context: int = 32, tied: bool = True, **_: Any
 ) -> int:

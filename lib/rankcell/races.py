@@ -55,10 +55,18 @@ def find_races(
     for a, b in pairs:
         for x, name_a, y, name_b in _conflicts(a, b):
             if (key := (name_a, name_b, a.row, b.row)) not in found:
-                happened = _happened(times[a.number], times[b.number])
-                of_a, of_b = (a.name, names[a.row], x, name_a), (b.name, names[b.row], y, name_b)
-                is_async = a.kind == "comm" and names[a.row] == ASYNC
-                found[key] = _race(of_a, of_b, happened, is_async=is_async, is_host=b.row == 0)
+                first, second = (f"{job.name} on {names[job.row]}" for job in (a, b))
+                happened, mend = _happened(times[a.number], times[b.number]), _mend(a, b, names)
+                text = (
+                    f"Race on {name_a}: {first} {x} it, {second} {y} it, and nothing orders the two. {happened} {mend}"
+                )
+                if name_a != name_b:
+                    text = (
+                        f"Memory reused too early: {name_b} was given the memory of {name_a}, which was freed while "
+                        f"{first} may still be {_ING[x]} it; now {second} {y} it. {happened} Call "
+                        f'record_stream("{name_a}", {names[a.row]}) before freeing {name_a}.'
+                    )
+                found[key] = Race(name_b, first, second, text)
     return tuple(found.values())
 
 
@@ -70,23 +78,12 @@ def _happened(a: tuple[float, float], b: tuple[float, float]) -> str:
     return "Here the second even ran first."
 
 
-def _race(a: tuple[str, ...], b: tuple[str, ...], happened: str, *, is_async: bool, is_host: bool) -> Race:
-    """`a` and `b` are each the name of a job and of its row, what it does to the memory, and the buffer's name."""
-    (job_a, row_a, x, name_a), (job_b, row_b, y, name_b) = a, b
-    first, second = f"{job_a} on {row_a}", f"{job_b} on {row_b}"
-    mend = f"Put {row_b}.wait_stream({row_a}) before the second."
-    if is_async:
-        mend = f"Before the second, call wait() on what {job_a} returned."
-    if is_host:
-        mend = f"Let the host wait before the second: {row_a}.synchronize()."
-    text = f"Race on {name_a}: {first} {x} it, {second} {y} it, and nothing orders the two. {happened} {mend}"
-    if name_a != name_b:
-        text = (
-            f"Memory reused too early: {name_b} was given the memory of {name_a}, which was freed while "
-            f"{first} may still be {_ING[x]} it; now {second} {y} it. {happened} Call "
-            f'record_stream("{name_a}", {row_a}) before freeing {name_a}.'
-        )
-    return Race(name_b, first, second, text)
+def _mend(a: Enqueued, b: Enqueued, names: Sequence[str]) -> str:
+    if b.row == 0:
+        return f"Let the host wait before the second: {names[a.row]}.synchronize()."
+    if a.kind == "comm" and names[a.row] == ASYNC:
+        return f"Before the second, call wait() on what {a.name} returned."
+    return f"Put {names[b.row]}.wait_stream({names[a.row]}) before the second."
 
 
 def _conflicts(a: Enqueued, b: Enqueued) -> Iterator[tuple[str, str, str, str]]:

@@ -15,8 +15,6 @@ __all__ = [
     "naive", "one_f_one_b", "peak_in_flight", "predict", "rounds", "schedule", "zero_bubble",
 ]  # fmt: skip
 
-# The schedules
-
 
 def naive(n_ranks: int, n_microbatches: int = 1) -> Schedule:
     """One micro-batch after the other through all stages and back: one rank computes, the others wait."""
@@ -95,9 +93,6 @@ def _in_turns(forwards: list[Action], backwards: list[Action], warmup: int) -> l
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
     return [*forwards[:warmup], *(a for pair in pairs for a in pair), *backwards[steady:]]
-
-
-# What it will cost
 
 
 def predict(

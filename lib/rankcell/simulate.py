@@ -100,8 +100,6 @@ class Device:
         self._numbers = itertools.count(1)  # of blocks of memory
         self._current = self.stream("default")
 
-    # Streams
-
     def stream(self, name: str) -> Stream:
         """The stream of that name; the first call makes it."""
         return self._streams.setdefault(name, Stream(self, name, len(self._streams) + 1))
@@ -127,8 +125,6 @@ class Device:
         """The host waits until all streams are done."""
         every = frozenset[int]().union(*(s._tail for s in self._streams.values()))
         self._host_waits(every, "synchronize")
-
-    # Work
 
     def kernel(self, name: str, seconds: float, *, reads: Names = (), writes: Names = ()) -> None:
         """Enqueue a kernel in the current stream; `reads` and `writes` name the buffers it touches."""
@@ -178,13 +174,11 @@ class Device:
         self.now += seconds
         self._known |= 1 << job
 
-    # Memory
-
     def empty(self, buffer: str, nbytes: int = 0) -> None:
         """Give `buffer` memory of the current stream, as PyTorch does: a freed block of its size if there is one."""
         owner, number = self._current._row, 0
         for block in self._freed:
-            done = all(self._end(j) <= self.now for j in block.users)
+            done = all(self._times[j][1] <= self.now for j in block.users)
             if block.owner == owner and block.nbytes == nbytes and done:
                 self._freed.remove(block)
                 self._known |= self._closure(block.users)  # the allocator asked: they are done
@@ -206,8 +200,6 @@ class Device:
         others = (s._tail for s in self._users.pop(buffer) if s._row != owner)  # its own queue keeps the order
         self._freed.append(_Freed(number, owner, nbytes, frozenset[int]().union(*others)))
         self._gone.add(buffer)
-
-    # What happened
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -240,8 +232,6 @@ class Device:
         if races := self.races:
             raise RaceError("\n".join(race.text for race in races))
 
-    # Inside
-
     def _enqueue(
         self, stream: Stream, name: str, kind: str, engine: str, seconds: float, *touches: Names, nbytes: int = 0
     ) -> int:
@@ -272,9 +262,6 @@ class Device:
             self._schedule = _schedule(self._jobs)
         return self._schedule
 
-    def _end(self, job: int) -> float:
-        return self._times[job][1]
-
     def _closure(self, jobs: Iterable[int]) -> int:
         bits = 0
         for j in jobs:
@@ -282,7 +269,7 @@ class Device:
         return bits
 
     def _host_waits(self, jobs: frozenset[int], why: str) -> None:
-        start, self.now = self.now, max([self.now, *(self._end(j) for j in jobs)])
+        start, self.now = self.now, max([self.now, *(self._times[j][1] for j in jobs)])
         if self.now > start:
             self._note_host(why, start, "wait")
         self._known |= self._closure(jobs)

@@ -74,15 +74,7 @@ def alone(command: str, *, gpus: int = 1, name: str = "train", environment: str 
     return _script(keys, command=command, name=name, gpus=gpus, environment=environment)
 
 
-def by_srun(
-    command: str,
-    *,
-    nodes: int,
-    ranks_per_node: int,
-    gpus_per_node: int = 0,
-    partition: str = "",
-    signal_seconds: int = 0,
-) -> Script:
+def by_srun(command: str, *, nodes: int, ranks_per_node: int, partition: str = "", signal_seconds: int = 0) -> Script:
     """A job of `nodes` x `ranks_per_node` ranks, each of them started by srun.
 
     Args:
@@ -94,8 +86,7 @@ def by_srun(
     _check_counts(nodes=nodes, ranks_per_node=ranks_per_node)
     signals = bool(signal_seconds)
     keys = ["shell", "name", "output", "time", *["partition"] * bool(partition), "nodes", "ranks-per-node"]
-    keys += ["cpus-per-rank", *["gpus-per-node"] * bool(gpus_per_node)]
-    keys += ["signal", "requeue", "append"] * signals
+    keys += ["cpus-per-rank", *["signal", "requeue", "append"] * signals]
     keys += ["host", "port", "threads", "srun", *["status", "queue-again", "exit"] * signals]
     inside = (
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
@@ -104,7 +95,7 @@ def by_srun(
     # the first rank to leave with status 75 is no failure that the others must be ended for at once
     in_time = "When one rank ends, the others have 30 s to end too: time to save."
     return _script(
-        keys, partition=partition, nodes=nodes, ranks_per_node=ranks_per_node, gpus=gpus_per_node,
+        keys, partition=partition, nodes=nodes, ranks_per_node=ranks_per_node,
         seconds=signal_seconds, host="export MASTER_ADDR", port="export MASTER_PORT",
         threads="$SLURM_CPUS_PER_TASK",
         inside=shlex.quote(inside), end="--wait=30" if signals else "--kill-on-bad-exit=1",

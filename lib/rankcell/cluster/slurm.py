@@ -163,8 +163,6 @@ def _counted(states: Mapping[str, str]) -> str:
 
 
 class _Magics:
-    """`%slurm` and `%%slurm`."""
-
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self.found: Slurm | None = None

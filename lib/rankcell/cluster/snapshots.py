@@ -8,7 +8,6 @@ import contextlib
 import io
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
@@ -159,9 +159,9 @@ def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    of_numpy: Any = numpy.random.get_state()
+    name, keys, *rest = of_numpy
+    state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
@@ -170,8 +170,5 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
-        import numpy
-
-        name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))

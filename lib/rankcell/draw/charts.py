@@ -93,16 +93,12 @@ class Rung(NamedTuple):
 
 
 def ladder(
-    rungs: Sequence[Rung],
-    *,
-    unit: str,
-    alt: str,
-    format_value: Callable[[float], str] = format_rate,
-    outlined: str = "published",
+    rungs: Sequence[Rung], *, unit: str, alt: str, format_value: Callable[[float], str], outlined: str
 ) -> Figure:
     """Values on a log axis, one rung each in the order given, and by what factor each differs from the last.
 
-    `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside rungs and ticks.
+    `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside rungs and ticks,
+    `outlined` says what the marks stand for ("published").
     A rung is a point: on a log axis no length can be compared, so there are no bars (`bars.bars` draws those).
     """
     low = math.floor(math.log10(min(r.value for r in rungs)) - 0.2)

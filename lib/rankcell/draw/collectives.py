@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from ..results import Event, Run, Values, name_ranks
@@ -114,7 +115,7 @@ def _values(event: Event) -> Values:
 
 def _parts(event: Event, tensors: tuple[tuple[float, ...], ...]) -> list[tuple[float, ...]]:
     """One piece per rank of the group: the tensors of a list, or equal parts of the one tensor."""
-    n, flat = len(event.ranks), _whole(tensors)
+    n, flat = len(event.ranks), tuple(chain(*tensors))
     if len(tensors) == n:
         return list(tensors)
     if len(tensors) != 1 or len(flat) % n:
@@ -124,10 +125,6 @@ def _parts(event: Event, tensors: tuple[tuple[float, ...], ...]) -> list[tuple[f
         )
     size = len(flat) // n
     return [flat[i * size : (i + 1) * size] for i in range(n)]
-
-
-def _whole(tensors: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
-    return tuple(x for tensor in tensors for x in tensor)
 
 
 def _scene(events: Sequence[Event]) -> _Scene:
@@ -156,13 +153,13 @@ def _exchange(e: Event, index: int) -> tuple[_Held, list[_Move]]:
     gives = op not in _FROM_ROOT or e.rank == root
     gets = op not in _TO_ROOT or e.rank == root
     senders = (root,) if op in _FROM_ROOT and root is not None else group
-    pieces = [_whole(values.input_before)]
+    pieces = [tuple(chain(*values.input_before))]
     if op in _SENDS_PARTS:
         pieces = _parts(e, values.input_before) if gives else []
     before = tuple(_Block(piece, (e.rank,) if gives else ()) for piece in pieces)
     if op == "gather" and not gets:
         return _Held(before, (), ()), []
-    old, new = [_whole(values.output_before)], [_whole(values.output_after)]
+    old, new = [tuple(chain(*values.output_before))], [tuple(chain(*values.output_after))]
     sources: list[tuple[int, ...]] = [senders if gets else ()]
     if op in _GETS_PARTS:
         old, new = _parts(e, values.output_before), _parts(e, values.output_after)

@@ -2,6 +2,7 @@
 colour in every notebook, also in the piles of `bars`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
@@ -24,7 +25,8 @@ def over_time(samples: Sequence[Memory], *, title: str = "") -> Figure:
     phases = [(i, s.phase) for i, s in enumerate(samples) if i == 0 or s.phase != samples[i - 1].phase]
     peak = max(range(len(samples)), key=lambda i: samples[i].total)
     most = samples[peak].total or 1
-    ticks = _binary_ticks(most)
+    step = 2.0 ** max(0, math.ceil(math.log2(most / 5)))  # at most six ticks, at multiples of a power of two
+    ticks = [k * step for k in range(int(most // step) + 1)]
     marks, top = heading(title)
     height = _HEIGHT + top - 12
     explained, below_key = key([(k, swatch(COLOURS[k])) for k in KINDS], top - 2, left=EDGE, gap=34, ink=INK)
@@ -71,14 +73,6 @@ def _steps(values: Sequence[int], px: Axis, py: Axis) -> list[tuple[float, float
         if values[i] != values[i - 1]:
             corners += [(px(i), py(values[i - 1])), (px(i), py(values[i]))]
     return [*corners, (px(len(values) - 1), py(values[-1]))]
-
-
-def _binary_ticks(most: float) -> list[float]:
-    """From 0, at most six multiples of a power of two that do not exceed `most`."""
-    step = 1.0
-    while most / step > 5:
-        step *= 2
-    return [k * step for k in range(int(most // step) + 1)]
 
 
 def _phase_names(phases: Sequence[tuple[int, str]], px: Axis) -> tuple[list[tuple[float, int, str]], int]:

@@ -18,13 +18,6 @@ _REST = "all ranks"  # events in a group that is no axis of the mesh
 _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
 
 
-def _groups(mesh: Mapping[str, int]) -> dict[str, list[tuple[int, ...]]]:
-    """The groups of ranks along each axis of a mesh {name: degree}; the last axis runs fastest, as in torch."""
-    ranks = torch.arange(math.prod(mesh.values())).view(*mesh.values())
-    along = {name: ranks.movedim(i, -1).reshape(-1, mesh[name]).tolist() for i, name in enumerate(mesh)}
-    return {name: [tuple(members) for members in rows] for name, rows in along.items()}
-
-
 def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = "") -> Figure:
     """The groups of each axis of the mesh {name: degree}, and the calls and bytes of each rank in them.
 
@@ -33,10 +26,13 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
     Raises:
         ValueError: the run has another number of ranks than the mesh.
     """
-    n, found = math.prod(mesh.values()), _groups(mesh)
+    n = math.prod(mesh.values())
     if isinstance(run, Run) and n != run.world_size:
         sides = " * ".join(f"{name}({degree})" for name, degree in mesh.items())
         raise ValueError(f"{sides} = {n}, but there are {run.world_size} ranks. Give the mesh of that run.")
+    ranks = torch.arange(n).view(*mesh.values())  # the last axis runs fastest
+    along = {name: ranks.movedim(i, -1).reshape(-1, mesh[name]).tolist() for i, name in enumerate(mesh)}
+    found = {name: [tuple(members) for members in rows] for name, rows in along.items()}
     calls = _calls(run.events if isinstance(run, Run) else run, found, n)
     heads = {name: f"{name}: {len(of)} group{'s' * (len(of) > 1)} of {len(of[0])}" for name, of in found.items()}
     panels = [(heads[name], of, calls.get(name, [])) for name, of in found.items()]

@@ -56,7 +56,6 @@ def _watched(event: Event) -> Watched:
 
 
 def _in_steps(found_pairs: Sequence[tuple[Event, Event]]) -> list[_Delivery]:
-    """The messages in order of their steps."""
     found: list[_Delivery] = []
     for sent, came in sorted(found_pairs, key=lambda pair: pair[0].start):
         before = [

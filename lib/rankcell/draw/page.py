@@ -7,7 +7,7 @@ import base64
 import html
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..results import Display, NotSent, RankResult, Run, name_ranks
@@ -145,22 +145,18 @@ def _text(raw: bytes) -> str:
 
 def _as_html(kind: str, piece: str | Display) -> str:
     if isinstance(piece, Display):
-        return _rich(piece.data)
+        data = piece.data
+        if "text/html" in data:
+            return str(data["text/html"])
+        for image in ("image/svg+xml", "image/png", "image/jpeg"):
+            if image in data:
+                raw = data[image].encode() if image == "image/svg+xml" else data[image]
+                text = base64.b64encode(raw).decode() if isinstance(raw, bytes) else str(raw).replace("\n", "")
+                alt = html.escape(str(data.get("text/plain", "figure")))
+                return f'<img alt="{alt}" src="data:{image};base64,{text}" style="max-width:100%">'
+        piece = shorten(str(data.get("text/plain", "")))
     quiet = ";opacity:0.75" if kind == "err" else ""  # progress bars and logs go there, too: no alarm
     return f'<pre style="{_PRE}{quiet}">{html.escape(_ANSI.sub("", piece.rstrip(chr(10))))}</pre>' if piece else ""
-
-
-def _rich(data: Mapping[str, Any]) -> str:
-    if "text/html" in data:
-        return str(data["text/html"])
-    for kind in ("image/svg+xml", "image/png", "image/jpeg"):
-        if kind in data:
-            raw = data[kind].encode() if kind == "image/svg+xml" else data[kind]
-            text = base64.b64encode(raw).decode() if isinstance(raw, bytes) else str(raw).replace("\n", "")
-            alt = html.escape(str(data.get("text/plain", "figure")))
-            return f'<img alt="{alt}" src="data:{kind};base64,{text}" style="max-width:100%">'
-    text = shorten(str(data.get("text/plain", "")))
-    return f'<pre style="{_PRE}">{html.escape(_ANSI.sub("", text))}</pre>' if text else ""
 
 
 def _freeze(data: Any) -> Any:

@@ -88,7 +88,7 @@ def _draw(rows: Sequence[_Actions], title: str, in_units: bool, finding: str) ->
     bottom = y - _GAP + 4
     unit = "time, in forwards of a rank's layers" if in_units else "time in ms"
     marks += time_axis(x, bottom - 2, bottom, unit, 1 if in_units else 1e3)
-    paths: dict[tuple[str, str], list[str]] = {}  # boxes that look alike are one mark
+    paths: dict[tuple[str, str], list[str]] = {}  # fill, stroke: boxes that look alike are one mark
     numbers: list[str] = []
     for i, (row, y) in enumerate(zip(rows, tops, strict=True)):
         paths.setdefault((_IDLE, "none"), []).append(_box(_LEFT, y, x.end - x.start, row.height))
@@ -98,8 +98,9 @@ def _draw(rows: Sequence[_Actions], title: str, in_units: bool, finding: str) ->
             width, text = x(stop) - x(start), str(action.microbatch)
             inset = 1.0 if row.predicted and width > 5 else 0.0  # so that the outline stays inside
             box = _box(x(start) + inset, y + inset, max(width - 2 * inset, 0.5), row.height - 2 * inset)
-            style = _style(action.kind, row.chunks[action.stage], row.predicted)
-            paths.setdefault(style, []).append(box)
+            colour, share = _COLOURS[action.kind], (0.9, 0.5, 0.32, 0.2)[min(row.chunks[action.stage], 3)]
+            look = (pale(colour, 0.45 * share), colour) if row.predicted else (pale(colour, share), PAPER)
+            paths.setdefault(look, []).append(box)
             if text_width(text, _NUMBER) + 1 <= width:
                 middle = f'x="{x(start) + width / 2:.1f}" y="{y + row.height / 2 + 6:.1f}"'
                 numbers.append(f"<text {middle}>{text}</text>")
@@ -112,14 +113,6 @@ def _draw(rows: Sequence[_Actions], title: str, in_units: bool, finding: str) ->
 
 def _box(x: float, y: float, width: float, height: float) -> str:
     return f"M{x:.1f} {y:g}h{width:.1f}v{height:g}h-{width:.1f}z"
-
-
-def _style(kind: str, chunk: int, predicted: bool) -> tuple[str, str]:
-    """Fill and stroke of a box."""
-    share = (0.9, 0.5, 0.32, 0.2)[min(chunk, 3)]
-    if predicted:
-        return pale(_COLOURS[kind], 0.45 * share), _COLOURS[kind]
-    return pale(_COLOURS[kind], share), PAPER
 
 
 def _entries(rows: Sequence[_Actions]) -> list[tuple[str, Swatch | None]]:

@@ -75,7 +75,13 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
     between = 26.0 * max(len(s.exchange) for s in splits) + 16
     tops = [_TITLE + 8 + r * (box + between) for r in range(n_ranks)]
     hatched = any(s.partial for s in splits)
-    marks = [_hatches(n_ranks)] if hatched else []
+    patterns = (  # slanted lines in the colour of each rank, for what is only a share of a sum
+        f'<pattern id="partial{r}" width="8" height="8" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><rect width="8" height="8" fill="{PAPER}"/>'
+        f'<rect width="3" height="8" fill="{rank_colour(r)}"/></pattern>'
+        for r in range(n_ranks)
+    )
+    marks = [f"<defs>{''.join(patterns)}</defs>"] if hatched else []
     marks += [label(10, top + box / 2 + 8, f"rank {r}") for r, top in enumerate(tops)]
     for k, split in enumerate(splits):
         x0 = _LEFT + k * panel
@@ -93,17 +99,6 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
         marks += [swatch, label(36, bottom + 21, "hatched: a partial sum")]
         bottom += 32
     return drawing(WIDTH, bottom, *marks, alt=alt)
-
-
-def _hatches(n_ranks: int) -> str:
-    """One pattern of slanted lines per rank, in its colour, for what is only a share of a sum."""
-    patterns = (
-        f'<pattern id="partial{r}" width="8" height="8" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><rect width="8" height="8" fill="{PAPER}"/>'
-        f'<rect width="3" height="8" fill="{rank_colour(r)}"/></pattern>'
-        for r in range(n_ranks)
-    )
-    return f"<defs>{''.join(patterns)}</defs>"
 
 
 def _matrices(

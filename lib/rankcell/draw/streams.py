@@ -10,7 +10,8 @@ from .parts import WIDTH, Axis, Swatch, heading, key, pale, text_width, time_axi
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _RIGHT, _BAR, _GAP = 14, 34, 14
-_COLOURS = COLOURS | {"copy": COLOURS["send"]}  # bytes that move from one place to another
+# a copy moves bytes, as a send does; what the host does has the colour of computing
+_COLOURS = COLOURS | {"copy": COLOURS["send"], "host": COLOURS["compute"]}
 _INSIDE = 0.3  # share of the colour inside a bar, so that dark text reads on it
 _MAX_LAUNCH_LINES = 8
 _WORK = ("compute", "copy", "comm")
@@ -62,19 +63,18 @@ def _ms(seconds: float) -> str:
 
 
 def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: str) -> Figure:
-    rows = list(names)
     finding = _finding(events, max(e.end for e in events))
     alt = f"{title}. {finding}" if title else finding
-    left = max(text_width(names[r]) for r in rows) + 24
+    left = max(map(text_width, names.values())) + 24
     x = Axis(0, end or 1e-6, left, WIDTH - _RIGHT)
     marks, top = heading(title and f"simulated: {title}")
     explained, top = key(_entries(events), top)
     marks += explained
-    y = {row: top + 6 + i * (_BAR + _GAP) for i, row in enumerate(rows)}
-    bottom = y[rows[-1]] + _BAR + 6
+    y = {row: top + 6 + i * (_BAR + _GAP) for i, row in enumerate(names)}
+    bottom = max(y.values()) + _BAR + 6
     marks += time_axis(x, top, bottom, "time in ms", 1e3)
-    for row in rows:
-        marks.append(label(12, y[row] + _BAR / 2 + 7, names[row]))
+    for row, name in names.items():
+        marks.append(label(12, y[row] + _BAR / 2 + 7, name))
         marks.append(line(left, y[row] + _BAR, WIDTH - _RIGHT, y[row] + _BAR))
     launched = [e for e in events if e.kind in _WORK]
     for e in launched if 0 in y and len(launched) <= _MAX_LAUNCH_LINES else ():
@@ -100,7 +100,7 @@ def _let_go(done: float, start: float, y_from: float, y_to: float) -> list[str]:
 def _mark(e: Event, start: float, stop: float, y: float) -> str:
     """The bar of an event, with its name where it has room."""
     width = max(stop - start, 2.0)
-    colour = _colour(e.op if e.kind == "comm" else e.kind)
+    colour = _COLOURS.get(e.op if e.kind == "comm" else e.kind, _COLOURS["barrier"])
     tip = f"{e.op}, {_ms(e.start)} to {_ms(e.end)}" + (f", {format_bytes(e.nbytes)}" if e.nbytes else "")
     if e.kind == "wait":
         bar = rect(start + 1, y + 6, width - 2, _BAR - 8, fill="#f4f4f4", stroke=MUTED, dash="4 3", title=tip)
@@ -117,11 +117,6 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
     return bar
 
 
-def _colour(name: str) -> str:
-    """The colour of an operation, or of a kind of work; what the host does has that of computing."""
-    return _COLOURS["compute"] if name == "host" else _COLOURS.get(name, _COLOURS["barrier"])
-
-
 def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
     """What the key explains of these events."""
     kinds = {e.kind for e in events}
@@ -131,7 +126,8 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
     names += sorted({e.op for e in events if e.kind == "comm"})
     entries: list[tuple[str, Swatch | None]] = []
     for name in names:
-        entries.append((name, _outlined(pale(_colour(name), _INSIDE), _colour(name), stroke_width=2)))
+        colour = _COLOURS.get(name, _COLOURS["barrier"])
+        entries.append((name, _outlined(pale(colour, _INSIDE), colour, stroke_width=2)))
     if any(launches):
         entries.append(("launch", lambda x, y: rect(x + 6, y + 2, 5, 16, fill=INK)))
     if "wait" in kinds:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .layout import FULL, GPIPE, NONE, SELECTIVE, ZB_2P, Job, Layout
-from .shapes import Shape
 
 MIDDLE = -1  # a stage that is neither the first nor the last
 
@@ -36,26 +35,22 @@ class StageMemory(NamedTuple):
 
 
 def kept_per_token(
-    s: Shape,
-    seq: Any,
-    tp: Any,
+    job: Job,
+    layout: Layout,
     *,
-    flash: Any = True,
-    sequence_parallel: Any = True,
     recompute: Any = NONE,
     masks: bool = False,
     norm_copies: float = 0,
     product_bytes: float = 2,
 ) -> Any:
-    """Bytes that the forward of one mean layer keeps, per token of the micro-batch, on one of `tp` ranks.
+    """Bytes that the forward of one mean layer keeps, per token of the micro-batch, on one rank.
 
     Divided by tp: queries, keys, values, what attention gives, the inside of the MLP, and the square of attention (5
     bytes an element: softmax, dropout and its mask) unless attention is flash or its inside is recomputed. Divided with
     sequence parallelism only: the inputs of both norms and of both halves, and `masks` of dropout. `norm_copies`:
     further 16-bit copies around the norms. `product_bytes`: bytes per element of what matrix products keep; 1 in fp8.
     """
-    shard = np.where(sequence_parallel, tp, 1)
-    p = product_bytes
+    s, shard, p = job.shape, layout.shard(), product_bytes
     between = 2 * (2 + p) * s.hidden + 2 * s.hidden * masks + 2 * norm_copies * s.hidden
     # queries, keys, values, and the input of the projection
     attention = 2 * (s.width + 2 * s.kv_width) + p * s.width
@@ -65,8 +60,8 @@ def kept_per_token(
     mlp = inner * np.where(s.gated, 4 + p, 2 + p)
     # the copy of a token at each of its experts, and its answer
     routed = share * s.top_k * (p + 2) * s.hidden
-    square = np.where(np.logical_or(flash, recompute != NONE), 0, 5 * s.heads * seq)
-    kept = between / shard + (attention + mlp + square) / tp + routed
+    square = np.where(np.logical_or(job.flash, recompute != NONE), 0, 5 * s.heads * (job.seq / layout.cp))
+    kept = between / shard + (attention + mlp + square) / layout.tp + routed
     return np.where(recompute == FULL, 2 * s.hidden / shard, kept)
 
 
@@ -134,11 +129,10 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
     optimizer = spread(stack.optimizer_bytes, 1)
     gradients = spread(np.where(z >= 3, 4, stack.gradient_bytes), 2)
     tokens, held = layout.tokens(job), in_flight(job, layout, stage)
+    narrow = job.number_format in ("fp8", "fp4")
     kept = partial(
-        kept_per_token, job.shape, job.seq / layout.cp, layout.tp, masks=stack.masks, norm_copies=stack.norm_copies,
-        flash=job.flash, sequence_parallel=layout.sequence_parallel,
-        product_bytes=1 if job.number_format in ("fp8", "fp4") else 2,
-    )  # fmt: skip
+        kept_per_token, job, layout, masks=stack.masks, norm_copies=stack.norm_copies, product_bytes=1 if narrow else 2
+    )
     layer = kept(recompute=layout.recompute)
     gathered_whole = np.logical_and(layout.recompute != FULL, np.asarray(layout.tp) > 1)
     layer = layer + stack.kept_whole * job.shape.hidden * gathered_whole

@@ -91,9 +91,7 @@ def search(job: Job, among: Layout | None = None) -> SearchResult:
         (m < 1) | (np.floor(m) != m),
         (among.chunks > 1) & (m % among.pp != 0),
     )
-    verdict = np.full(len(among.tp), -1)
-    for k in reversed(range(len(wrong))):
-        verdict[wrong[k]] = k
+    verdict = np.select(wrong, range(len(wrong)), -1)  # the first that holds
     need, rate = np.full(len(verdict), np.nan), np.full(len(verdict), np.nan)
     left = np.flatnonzero(verdict < 0)  # only what is possible is worth computing
     need[left] = memory.fullest(job, among.at(left))

@@ -66,10 +66,7 @@ def layer(job: Job, layout: Layout, rate: tuple[Any, Any]) -> tuple[Any, ...]:
     square = 4 * job.seq * s.width * tokens / layout.tp  # operations of the forward; not flash: as a matrix product
     inside = square * np.where(job.flash, 0.5 / share / chip.peak("bf16"), 1 / wide)
     attention = inside * np.where(job.flash, 3.5, 3)
-    kept = kept_per_token(
-        s, job.seq / layout.cp, layout.tp, flash=job.flash, sequence_parallel=layout.sequence_parallel
-    )
-    elementwise = stack.passes * kept * tokens / chip.hbm
+    elementwise = stack.passes * kept_per_token(job, layout) * tokens / chip.hbm
 
     forward = matmul / 3 + inside + elementwise / 3
     partly = stack.selective_again * forward + np.where(job.flash, 0, inside)

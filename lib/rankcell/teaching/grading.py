@@ -33,7 +33,6 @@ class Submission:
     """
 
     student: str
-    path: Path
     lesson: str
     answers: dict[int, list[str]]
     problem: str = ""
@@ -72,7 +71,7 @@ def submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission]:
         rest = re.sub(r"^[\W_]+|[\W_]+$", "", inside.stem.replace(lesson.name, ""))
         name = inside.parts[0] if len(inside.parts) > 1 else rest or folder.resolve().name
         student = "".join(c if c.isprintable() else "?" for c in name)
-        newest[student, lesson.name] = Submission(student, path, lesson.name, answers, problem)
+        newest[student, lesson.name] = Submission(student, lesson.name, answers, problem)
     return [newest[key] for key in sorted(newest)]
 
 

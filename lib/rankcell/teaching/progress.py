@@ -105,28 +105,19 @@ class CellFollower:
             self._passed[answer] = set()
             self._answers[answer] = self._problem_of(answer, error)
         elif role is None:
-            self._tell_exercise(error)
+            if isinstance(error, Exception) and any(self._answers.values()):  # does it build on an open exercise?
+                problems = map(self._answers.get, names.behind(self._ran.items())[-1])
+                if problem := next(filter(None, problems), ""):
+                    print(f"{problem} This cell builds on it.", file=sys.stderr)
         elif role.kind == "check" and error is None:
             passed = self._passed.setdefault(role.texts[0], set())
             passed.add(result.info.cell_id)
             if all(i in passed for i, other in self._roles.items() if other == role):
                 self._note(role.texts[0])
 
-    def _tell_exercise(self, error: BaseException | None) -> None:
-        """Below the error of a cell without a role: which open exercise it builds on, by its names."""
-        if not isinstance(error, Exception) or not any(self._answers.values()):
-            return
-        for text in names.behind(self._ran.items())[-1]:
-            if problem := self._answers.get(text):
-                print(f"{problem} This cell builds on it.", file=sys.stderr)
-                return
-
-    def _holds_stub(self, text: str) -> bool:
-        return exercises.stub_error(text) in self._source
-
     def _problem_of(self, text: str, error: BaseException | None) -> str:
         name = exercises.short_name(text)
-        if self._holds_stub(text):  # in a function, perhaps, which only its check calls
+        if exercises.stub_error(text) in self._source:  # in a function, perhaps, which only its check calls
             return f"{name} is not answered yet."
         if error is None:
             return ""
@@ -148,7 +139,7 @@ class CellFollower:
         assert self._role is not None
         if self._role.kind == "answer":
             text = self._role.texts[0]
-            return self._problem_of(text, error) if self._holds_stub(text) else ""
+            return self._problem_of(text, error) if exercises.stub_error(text) in self._source else ""
         for text in self._role.texts:
             missing = f"The cell of {exercises.short_name(text)} has not run yet."
             if problem := self._answers.get(text, missing):
