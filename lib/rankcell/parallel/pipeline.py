@@ -132,8 +132,6 @@ class _Execution:
         losses = [loss for _, loss in sorted(self.losses.items())]
         return torch.stack(losses).sum() if losses else None
 
-    # Messages
-
     def _post_receives(self, action: Action) -> None:
         """Post the receive of each message that is earlier in the order of all ranks, and a few where it may be."""
         pipeline = self.pipeline
@@ -178,8 +176,6 @@ class _Execution:
     def _shape(self, action: Action) -> tuple[int, ...]:
         return len(self.inputs[action.microbatch]), *self.pipeline.between
 
-    # Computing
-
     def _forward(self, action: Action, arrived: Tensor | None) -> Tensor:
         stage, _, j = action
         if arrived is not None:
@@ -199,8 +195,6 @@ class _Execution:
         if x is None:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad  # the stage before waits for it
-
-    # A parameter that two stages share
 
     @torch.no_grad()
     def _add_shared(self) -> None:
@@ -230,9 +224,6 @@ def _shared(stage: nn.Module) -> Mapping[int, nn.Parameter]:
     return getattr(stage, "shared", {})
 
 
-# Cutting a GPT into stages
-
-
 def split_gpt(model: models.Decoder, n_stages: int) -> list[nn.Module]:
     """The stages of a GPT or Llama in order; the first may have one block more than the others.
 
@@ -249,23 +240,17 @@ def split_gpt(model: models.Decoder, n_stages: int) -> list[nn.Module]:
         part.blocks = nn.ModuleList()
         for number in numbers.tolist():
             part.blocks.add_module(str(number), model.blocks[number])
-        first, last = stage == 0, stage == n_stages - 1
-        if not first:
+        if stage > 0:
             part.token_embedding = part.position_embedding = None
-        if not last:
+        if stage < n_stages - 1:
             part.norm = part.head = None
         stages.append(part)
     if n_stages > 1 and model.head.weight is model.token_embedding.weight:
-        _untie(stages[0], stages[-1], n_stages)
+        tied, head = model.head.weight, _shallow(model.head)
+        head.weight = nn.Parameter(tied.detach().clone(), tied.requires_grad)
+        stages[-1].head = head
+        stages[0].shared, stages[-1].shared = {n_stages - 1: tied}, {0: head.weight}
     return stages
-
-
-def _untie(first: Any, last: Any, n_stages: int) -> None:
-    """Give the last stage a copy of the embedding as its head, and note on both who has the other one."""
-    head = last.head = _shallow(last.head)
-    head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
-    first.shared = {n_stages - 1: first.token_embedding.weight}
-    last.shared = {0: head.weight}
 
 
 def _shallow(module: nn.Module) -> Any:

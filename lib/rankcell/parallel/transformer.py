@@ -168,7 +168,6 @@ class ParallelDecoder(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits, or with targets the loss."""
         if self.token_embedding is not None:
             x = self.embed(x)
         for block in self.blocks:
