@@ -193,14 +193,12 @@ class WatchedJob:
 
     def reports(self) -> list[RankRecord]:
         """The same with stacks and last operations."""
-        said = {
-            n: r for n, r in self.ask(list(self.living), "report", wait=ANSWER).items() if isinstance(r, RankRecord)
-        }
+        said = self.ask(list(self.living), "report", wait=ANSWER)
         known = {r.rank: r for r in self.records()}
-        new = {
-            n: replace(r, blocked=known[n].blocked, idle=known[n].idle) for n, r in said.items() if not known[n].over
-        }
-        return [*(known | new).values()]
+        for rank, report in said.items():
+            if not known[rank].over:
+                known[rank] = replace(report, blocked=known[rank].blocked, idle=known[rank].idle)
+        return [*known.values()]
 
 
 def _how_it_ended(pid: int) -> str:
