@@ -1,8 +1,5 @@
 """Context parallelism: causal attention over a sequence of which every rank holds a part, and a model on it.
 
-`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online softmax; it
-takes and returns tensors of one rank's positions. `ContextParallel` is a GPT or Llama that attends so.
-
 The ring has no fused kernel and sends blocks to ranks that will not look at them. All ranks need equally many
 positions, and must start from equal parameters.
 """

@@ -1,8 +1,7 @@
 """Pipeline parallelism: one engine that executes a schedule of `rankcell.schedules` on a process group.
 
-`Pipeline` holds the stages of this rank and runs its list of actions. Activations and gradients travel in asynchronous
-sends and receives, which are posted in an order that both ends share, so that nothing can stand still whatever the
-schedule. `split_gpt` cuts a GPT or Llama into stages.
+Activations and gradients travel in asynchronous sends and receives, which are posted in an order that both ends share,
+so that nothing can stand still whatever the schedule.
 
 What it does not do: evaluate, mix dtypes, halve backwards (torch's ScheduleZBVZeroBubble does), or run ahead with old
 weights. A stage takes one tensor and gives one tensor, each with the samples in its first dim.
@@ -113,7 +112,6 @@ class _Execution:
         self.losses: dict[int, Tensor] = {}  # of the last stage, by micro-batch: shares of the loss
 
     def run(self) -> Tensor | None:
-        """Execute this rank's list of actions."""
         shared = [p for stage in self.pipeline.stages.values() for p in _shared(stage).values()]
         before = [(p, p.grad) for p in shared]  # gradients of earlier steps: they were added up then
         for parameter in shared:

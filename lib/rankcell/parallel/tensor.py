@@ -167,12 +167,9 @@ class ParallelLayer(nn.Module):
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         for name, parameter in dense.named_parameters(recurse=False):
-            mine = nn.Parameter(self.part_of(name, parameter.detach()), parameter.requires_grad)
-            setattr(self, name, mine)
-
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter of the dense layer, a tensor of its own."""
-        return self.group.own(whole, self.sharded[name]) if name in self.sharded else whole.clone()
+            whole = parameter.detach()
+            mine = self.group.own(whole, self.sharded[name]) if name in self.sharded else whole.clone()
+            setattr(self, name, nn.Parameter(mine, parameter.requires_grad))
 
 
 class ColumnParallelLinear(ParallelLayer):

@@ -89,19 +89,18 @@ class ParallelAttention(nn.Module):
         self.d_head, self.rope_base = dense.d_head, dense.rope_base
         self.query = ColumnParallelLinear.from_linear(dense.query, group, **options)
         n_kv_heads = dense.key.out_features // dense.d_head
-        self.key: Any
-        self.value: Any
-        both = dense.key, dense.value
+        both: Any = dense.key, dense.value
         if n_kv_heads % group.size == 0:
-            self.key, self.value = (ColumnParallelLinear.from_linear(f, group, **options) for f in both)
+            both = (ColumnParallelLinear.from_linear(f, group, **options) for f in both)
         elif group.size % n_kv_heads == 0:
             head = group.rank * n_kv_heads // group.size  # the one that serves this rank's query heads
             mine = slice(head * self.d_head, (head + 1) * self.d_head)
-            self.key, self.value = (SlicedLinear(f, mine, group, **options) for f in both)
+            both = (SlicedLinear(f, mine, group, **options) for f in both)
         else:
             raise ValueError(
                 f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks: neither divides the other."
             )
+        self.key, self.value = both
         self.output = RowParallelLinear.from_linear(dense.output, group, **options)
         self.dropout = ParallelDropout(dense.dropout.p, group)
 
