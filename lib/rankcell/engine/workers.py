@@ -113,7 +113,6 @@ class Workers:
         self._await_ready(START_TIMEOUT)
 
     def restart(self) -> None:
-        """End the ranks and start new ones."""
         self.host.end(self.host.ranks)
         self.generation += 1
         self.start_all()
