@@ -206,9 +206,8 @@ def _compare(
         count += x.size
         if x.dtype.kind not in "biuf" or y.dtype.kind not in "biuf":
             if not np.array_equal(x, y):
-                raise CheckFailed(
-                    f"{of}The values differ{at}: {owner} {_show(y.tolist())}, {other} {_show(x.tolist())}."
-                )
+                said = f"{owner} {_show(y.tolist())}, {other} {_show(x.tolist())}"
+                raise CheckFailed(f"{of}The values differ{at}: {said}.")
             continue
         x, y = x.astype(np.float64), y.astype(np.float64)
         with np.errstate(invalid="ignore"):

@@ -2,9 +2,8 @@
 
 The five functions at the top move activations between ranks and know their own backward. On them stand the linear
 layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every layer takes its
-part of a dense layer, which must be the same on all ranks. `parallel.transformer` builds the GPT and the Llama from
-them. With `sequence_parallel` the activations between the layers are divided along the sequence: a rank holds
-`(batch, length / ranks, features)`.
+part of a dense layer, which must be the same on all ranks. With `sequence_parallel` the activations between the layers
+are divided along the sequence: a rank holds `(batch, length / ranks, features)`.
 
 What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients, gathering
 a sequence anew in the backward, as Megatron-LM does, in place of keeping it. It sets no seeds: with dropout all ranks

@@ -123,8 +123,7 @@ class ParallelBlock(nn.Module):
         self.attention = _twin(dense.attention, group, sequence_parallel)
         self.mlp_norm = _norm(dense.mlp_norm, group, sequence_parallel)
         self.mlp = _twin(dense.mlp, group, sequence_parallel)
-        p = dense.dropout.p if isinstance(dense, models.Block) else 0.0
-        self.dropout = _dropout(p, group, sequence_parallel)
+        self.dropout = _dropout(dense, group, sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -135,7 +134,8 @@ def _norm(dense: nn.LayerNorm | nn.RMSNorm, group: Group, sequence_parallel: boo
     return ReplicatedNorm(dense, group) if sequence_parallel else copy.deepcopy(dense)
 
 
-def _dropout(p: float, group: Group, sequence_parallel: bool) -> nn.Module:
+def _dropout(dense: nn.Module, group: Group, sequence_parallel: bool) -> nn.Module:
+    p = dense.dropout.p if isinstance(dense, models.GPT | models.Block) else 0.0  # a Llama has none
     return ParallelDropout(p, group) if sequence_parallel else nn.Dropout(p)
 
 
@@ -158,8 +158,7 @@ class ParallelDecoder(nn.Module):
         self.context, how = dense.context, {"sequence_parallel": sequence_parallel}
         self.token_embedding = VocabParallelEmbedding(dense.token_embedding, self.group, **how)
         self.position_embedding = copy.deepcopy(dense.position_embedding)  # a Llama has none
-        p = dense.dropout.p if isinstance(dense, models.GPT) else 0.0
-        self.dropout = _dropout(p, self.group, sequence_parallel)
+        self.dropout = _dropout(dense, self.group, sequence_parallel)
         self.blocks = nn.ModuleList(_twin(block, self.group, sequence_parallel) for block in dense.blocks)
         self.norm = _norm(dense.norm, self.group, sequence_parallel)
         self.head = ColumnParallelLinear.from_linear(dense.head, self.group, uneven=True, **how)
