@@ -78,7 +78,6 @@ class Recording:
         return found
 
     def destroy(self, group: Any = None) -> None:
-        """`destroy_process_group`."""
         self._groups.destroyed(group, self._destroy)
         if not dist.is_initialized():
             forget_groups()
