@@ -474,7 +474,7 @@ def _be_a_rank(rank: int, job: Job, script: Path, environment: dict[str, str], f
         if job.nodes > 1:
             node = rank * job.nodes // job.world_size
             inside.host = lambda: f"node {node}"
-        inside.arrive()
+        found = inside.arrive(rank, job.world_size)
         exec(compile(DUMPER, "<frozen>", "exec"), {"folder": str(folder), "rank": rank})
         sys.argv = [str(script)]
         try:
@@ -484,7 +484,8 @@ def _be_a_rank(rank: int, job: Job, script: Path, environment: dict[str, str], f
             code = error.code if isinstance(error.code, int) else 1
         except BaseException as error:  # noqa: BLE001 - as the interpreter ends a program
             sys.excepthook(type(error), error, error.__traceback__)
-        inside.arrive().end()
+        if found is not None:
+            found.end()
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001
         traceback.print_exc()

@@ -160,12 +160,12 @@ def test_calls_says_who_made_which():
 
     both = ["all_reduce", "send"]
     assert check.calls(run(both, both), both).text == "every rank sent all_reduce, send"
-    assert check.calls(run([], []), [], what="backward").text == "backward: every rank sent nothing"
+    assert check.calls(run([], []), []).text == "every rank sent nothing"
     computed = of_ranks(events=[(Event(0, "forward", 0.0, 1.0, kind="compute"),)])
     assert check.calls(computed, []).text == "every rank sent nothing"
     more = run(["all_reduce"], ["all_reduce", "send"])
-    assert message(check.calls, more, ["all_reduce"], what="forward", why="one is enough") == (
-        "forward: expected all_reduce on every rank; rank 1 sent all_reduce, send. One is enough."
+    assert message(check.calls, more, ["all_reduce"], why="one is enough") == (
+        "expected all_reduce on every rank; rank 1 sent all_reduce, send. One is enough."
     )
     assert message(check.calls, more, []) == "expected nothing on every rank; rank 0 sent all_reduce."
     assert message(check.calls, Run("", ()), []) == "no rank ran, so there is nothing to compare."

@@ -9,7 +9,7 @@ import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Verdict:
 def that(condition: Any, sentence: str) -> Verdict:
     """`sentence`, if `condition` holds."""
     if not bool(condition):
-        _fail(f"This does not hold: {sentence.rstrip('.')}.")
+        raise CheckFailed(f"This does not hold: {sentence.rstrip('.')}.")
     return Verdict(sentence)
 
 
@@ -54,7 +54,7 @@ def every(*verdicts: Verdict, says: str = "") -> Verdict:
     """Several checks that all held, in one: their sentences, or the one that `says` all of them."""
     for verdict in verdicts:
         if not getattr(verdict, "ok", True):
-            _fail(verdict.text)
+            raise CheckFailed(verdict.text)
     times = Counter(verdict.text for verdict in verdicts)  # a check for each rank says the same for each
     return Verdict(says or "\n".join(t if n == 1 else f"{t} ({n} times)" for t, n in times.items()))
 
@@ -83,7 +83,7 @@ def same_on_all_ranks(values: Any, *, atol: float = 0.0) -> Verdict:
     """All ranks hold the same; `values` is a `Run` or a list by rank."""
     by_rank = [(r.rank, r.value) for r in values.ran] if isinstance(values, Run) else [*enumerate(values)]
     if len(by_rank) < 2:
-        _fail(f"Only {len(by_rank)} value came: nothing to compare. Give one value per rank.")
+        raise CheckFailed(f"Only {len(by_rank)} value came: nothing to compare. Give one value per rank.")
     (first, expected), *others = by_rank
     for rank, value in others:
         try:
@@ -103,16 +103,16 @@ def sharded(
     """
     dense = _array(whole)
     if missing := [rank for rank, part in enumerate(parts) if part is None]:
-        _fail(f"{name}: there is none on {name_ranks(missing)}.")
+        raise CheckFailed(f"{name}: there is none on {name_ranks(missing)}.")
     expected = [dense] * len(parts) if dim is None else np.array_split(dense, len(parts), axis=dim)
     whose = "all of the dense tensor" if dim is None else "its part of the dense tensor"
     worst = 0.0
     for rank, (part, mine) in enumerate(zip(map(_array, parts), expected, strict=True)):
         if part.shape != mine.shape:
-            _fail(f"{name}: rank {rank} has {_shape(part)}, {whose} is {_shape(mine)}.{_hint(why)}")
+            raise CheckFailed(f"{name}: rank {rank} has {_shape(part)}, {whose} is {_shape(mine)}.{_hint(why)}")
         off = float(np.abs(part - mine).max(initial=0.0))
         if not off <= atol:
-            _fail(f"{name}: rank {rank} is off by {off:.3g} from {whose}; allowed is {atol:g}.{_hint(why)}")
+            raise CheckFailed(f"{name}: rank {rank} is off by {off:.3g} from {whose}; allowed is {atol:g}.{_hint(why)}")
         worst = max(worst, off)
     held = "all ranks have what one process has" if dim is None else f"each rank has its part, along dim {dim}"
     return Verdict(f"{name}: {held} (largest difference {worst:.2g})")
@@ -122,21 +122,20 @@ def _hint(why: str) -> str:
     return f" {why[:1].upper()}{why[1:]}." if why else ""
 
 
-def calls(run: Run, expected: Sequence[str], *, what: str = "", why: str = "") -> Verdict:
+def calls(run: Run, expected: Sequence[str], *, why: str = "") -> Verdict:
     """Every rank made exactly these calls, in this order, such as `["all_gather", "all_reduce"]`; none: `[]`.
 
-    `what` names the part of the work ("forward"), `why` is what a wrong answer is told beside the calls.
+    `why` is what a wrong answer is told beside the calls.
     """
-    of = f"{what}: " if what else ""
     wanted = ", ".join(expected) or "nothing"
     if not run.ran:
-        _fail(f"{of}no rank ran, so there is nothing to compare.")
+        raise CheckFailed("no rank ran, so there is nothing to compare.")
     for result in run.ran:
         made = [e.op for e in result.events if e.kind == "comm"]
         if made != list(expected):
             sent = ", ".join(made) or "nothing"
-            _fail(f"{of}expected {wanted} on every rank; rank {result.rank} sent {sent}.{_hint(why)}")
-    return Verdict(f"{of}every rank sent {wanted}")
+            raise CheckFailed(f"expected {wanted} on every rank; rank {result.rank} sent {sent}.{_hint(why)}")
+    return Verdict(f"every rank sent {wanted}")
 
 
 def against(
@@ -158,10 +157,6 @@ def against(
         NothingToCompare: the Run or the trace is none, the Run ended with an error, or no name is in both.
     """
     return extensions.find("check.against")(run, one, mesh=mesh, names=names)
-
-
-def _fail(sentence: str) -> NoReturn:
-    raise CheckFailed(sentence)
 
 
 def _array(value: Any) -> np.ndarray:
@@ -196,22 +191,23 @@ def _compare(
     mine, theirs = _leaves(actual), _leaves(expected)
     if mine.keys() != theirs.keys():
         if "" in mine or "" in theirs:  # one of them has no entries, but is itself an array
-            _fail(f"{of}{owner[0].upper()}{owner[1:]} {_show(expected)}, {other} {_show(actual)}.")
+            raise CheckFailed(f"{of}{owner[0].upper()}{owner[1:]} {_show(expected)}, {other} {_show(actual)}.")
         missing, extra = [*(theirs.keys() - mine.keys())], [*(mine.keys() - theirs.keys())]
         parts = [f"missing {name_some(missing)}"] if missing else []
         parts += [f"not expected {name_some(extra)}"] if extra else []
-        _fail(f"{of}The entries differ: {'; '.join(parts)}.")
+        raise CheckFailed(f"{of}The entries differ: {'; '.join(parts)}.")
     worst, wrong, count = 0.0, 0, 0
     where, wanted, found = "", 0.0, 0.0  # the place of the largest difference, and the two numbers
     for name, x in mine.items():
         y = theirs[name]
         at = f" at {name}" if name else ""
         if x.shape != y.shape:
-            _fail(f"{of}The shapes differ{at}: {owner} {_shape(y)}, {other} {_shape(x)}.")
+            raise CheckFailed(f"{of}The shapes differ{at}: {owner} {_shape(y)}, {other} {_shape(x)}.")
         count += x.size
         if x.dtype.kind not in "biuf" or y.dtype.kind not in "biuf":
             if not np.array_equal(x, y):
-                _fail(f"{of}The values differ{at}: {owner} {_show(y.tolist())}, {other} {_show(x.tolist())}.")
+                said = f"{owner} {_show(y.tolist())}, {other} {_show(x.tolist())}"
+                raise CheckFailed(f"{of}The values differ{at}: {said}.")
             continue
         x, y = x.astype(np.float64), y.astype(np.float64)
         with np.errstate(invalid="ignore"):
@@ -228,7 +224,7 @@ def _compare(
         nan = np.isnan(found) != np.isnan(wanted)
         share = f"{rtol:g} of the expected number"
         allowed = f"{atol:g} + {share}" if atol and rtol else share if rtol else f"{atol:g}"
-        _fail(
+        raise CheckFailed(
             f"{of}{differ if count > 1 else ''}{place} {_number(wanted)}, {other} {_number(found)}. "
             f"{'One of them is NaN' if nan else f'The difference is {_number(worst)}'}. Allowed: {allowed}."
         )

@@ -285,7 +285,7 @@ def _causes(failure: RankFailure, indent: str = "") -> list[str]:
     return lines
 
 
-_PAIRED = ("send", "recv")
+PAIRED = ("send", "recv")
 LATE = "its timeout, for another rank"  # of a call that has waited so long
 
 
@@ -300,12 +300,12 @@ def mismatch_error(run: Run) -> RankMismatch:
             calls |= result.mismatch.calls
         elif failure is not None and failure.call is not None and failure.caused_by_abort:
             call = failure.call  # not all that were freed stood in the same call
-            if wrong.op not in _PAIRED and (call.group, call.nth) == (wrong.group, wrong.nth):
+            if wrong.op not in PAIRED and (call.group, call.nth) == (wrong.group, wrong.nth):
                 calls[result.rank] = call
     # a rank whose part was over, such as a leaf of a broadcast, went on unharmed
-    for event in run.events if wrong.op not in _PAIRED else ():
+    for event in run.events if wrong.op not in PAIRED else ():
         # a send and its receive know each other, and have numbers of their own
-        if event.op not in _PAIRED and (event.group, event.seq) == (wrong.group, wrong.nth):
+        if event.op not in PAIRED and (event.group, event.seq) == (wrong.group, wrong.nth):
             calls.setdefault(event.rank, Call(event.text, event.line, event.seq, event.group, file=event.file))
     texts: dict[str, list[int]] = {}
     rows: dict[str, list[int]] = {}
@@ -322,7 +322,7 @@ def mismatch_error(run: Run) -> RankMismatch:
     lines = [f"  {name_ranks(ranks):<{width}}  {row}" for row, ranks in rows.items()]
     advice = _ADVICE.get(first.problem, _SPLITS)
     elsewhere = len({(call.file, call.line) for call in calls.values()}) > 1
-    if elsewhere and wrong.op not in _PAIRED and first.problem != "different numbers of groups before":
+    if elsewhere and wrong.op not in PAIRED and first.problem != "different numbers of groups before":
         advice = (
             "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take "
             f"the same things in another order? {_ADVICE['different operations']}"

@@ -21,14 +21,11 @@ class Values:
 
 @dataclass(frozen=True)
 class Watched:
-    """What the array named by `rankcell.watch` held, flattened: when an operation of the rank was called, and
-    when the rank called its next one, or left the block. `part` is where in it the operation's tensor lies,
-    from and up to; None if that tensor is no part of it.
-    """
+    """What the array named by `rankcell.watch` held, flattened."""
 
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-    part: tuple[int, int] | None = None
+    before: tuple[float, ...]  # when an operation of the rank was called
+    after: tuple[float, ...]  # when the rank called its next one, or left the block
+    part: tuple[int, int] | None = None  # where in it the operation's tensor lies, from and up to; None: nowhere
 
 
 @dataclass(frozen=True)
@@ -148,13 +145,11 @@ class Frame:
 
 @dataclass(frozen=True)
 class Call:
-    """A communication as a rank called it: its text ("all_reduce(float32[4])"), the line of the cell or of `file`, and
-    the how-many-th call of its group in the cell.
-    """
+    """A communication as a rank called it."""
 
-    text: str
-    line: int = 0
-    nth: int = 0
+    text: str  # "all_reduce(float32[4])"
+    line: int = 0  # of the cell, or of `file`
+    nth: int = 0  # the how-many-th call of its group in the cell
     group: str = ""
     op: str = ""
     file: str = ""
@@ -221,11 +216,9 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Connection:
-    """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count. Its two ends are
-    named by address and port.
-    """
+    """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count."""
 
-    ours: str
+    ours: str  # address and port of an end
     theirs: str
     sent: int
     received: int

@@ -38,7 +38,6 @@ class Channel:
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        """The descriptor, for selectors."""
         return self.socket.fileno()
 
     def send(self, message: Any) -> None:
@@ -79,14 +78,13 @@ class Channel:
 
     def poll_packed(self) -> list[bytes]:
         """The messages that have arrived, as they were packed: to pass them on, or to unpack them later."""
-        ended, messages = None, []
+        ended = None
         try:
             while self._fill(wait=False):
                 pass
         except EOFError as error:
             ended = error
-        while (payload := self._take()) is not None:
-            messages.append(payload)
+        messages = list(iter(self._take, None))
         if ended and not messages:
             raise ended
         return messages

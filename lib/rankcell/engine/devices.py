@@ -69,24 +69,18 @@ def choose(world_size: int, device: str, machine: Machine) -> Choice:
         return Choice("cpu", "gloo", f"gloo on the CPU: {why}", better)
     if not gpus:
         raise errors.WorldSizeError("this machine has no GPU that torch can use. Use `--device cpu`.")
-    version = ".".join(map(str, machine.nccl))
+    shared, version = -(-world_size // gpus), ".".join(map(str, machine.nccl))
     if machine.nccl[:2] < SHARES:
         reason = f"NCCL {version} does not let ranks share a GPU" if version else "this torch has no nccl"
         return Choice(
             "cuda", "gloo", f"gloo on CUDA tensors, through the memory of the host: {reason}",
             "With NCCL 2.30 or newer, ranks that share a GPU talk over nccl: `pip install 'nvidia-nccl-cu13>=2.30'` "
             "(CUDA 12: nvidia-nccl-cu12) puts it in the place of an older one.",
-            shared=-(-world_size // gpus),
+            shared=shared,
         )  # fmt: skip
-    return _shared(world_size, machine, f"nccl {version}, sharing {gpus} GPU{'s' * (gpus > 1)}")
-
-
-def _shared(world_size: int, machine: Machine, note: str) -> Choice:
-    """Ranks share GPUs over nccl: https://docs.nvidia.com/deeplearning/nccl, NCCL 2.30, environment variables. NVLS is
-    for GPUs of one rank each. The kernels of all ranks of a GPU wait for each other: they must fit on it together.
-    """
-    shared = -(-world_size // machine.gpus)
-    ctas = str(max(1, CTAS // shared))
+    # https://docs.nvidia.com/deeplearning/nccl, NCCL 2.30, environment variables. NVLS is for GPUs of one rank each.
+    # The kernels of all ranks of a GPU wait for each other: they must fit on it together.
+    note, ctas = f"nccl {version}, sharing {gpus} GPU{'s' * (gpus > 1)}", str(max(1, CTAS // shared))
     environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": ctas}
     if machine.mps:
         return Choice("cuda", "nccl", f"{note} side by side (CUDA MPS)", "", shared, environment)

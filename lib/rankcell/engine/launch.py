@@ -163,8 +163,8 @@ def _environment() -> Iterator[None]:
     A file in the learner's folder that is called like a module of the standard library is for the ranks to import, not
     for torch. The last entry is for a package of ours that lies in that folder only.
     """
-    path = list(sys.path)
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)}
+    path, names = list(sys.path), ("PYTHONPATH", "PYTHONSAFEPATH", FOLDER)
+    before = {name: os.environ[name] for name in names if name in os.environ}
     sys.path[:] = [p for p in path if p and str(Path(p).absolute()) != system.current_folder()]
     sys.path.append(str(Path(__file__).absolute().parents[2]))
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1")
@@ -174,11 +174,9 @@ def _environment() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = path
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _parent_folder() -> str:

@@ -1,8 +1,4 @@
-"""Ranks that live on this machine: processes, their pipes and sockets, their ends.
-
-The agent of a node uses it for its part of a world on several (`rankcell.nodes`), so that all ranks are started, heard
-and ended in the same way.
-"""
+"""Ranks that live on this machine, or on one of several (`nodes/agent`): processes, their pipes, sockets and ends."""
 
 import contextlib
 import os
@@ -62,7 +58,6 @@ class _Member:
         return pipes | {"work": self.work, "control": self.control, "end": self.process.sentinel}
 
     def close(self) -> None:
-        """Close our ends."""
         self.work.close()
         self.control.close()
         os.close(self.stdout)
@@ -101,7 +96,6 @@ class Local(Host):
 
     @property
     def pids(self) -> dict[int, int]:  # type: ignore[override]
-        """Rank -> process id."""
         return {rank: m.process.pid or 0 for rank, m in self._members.items()}
 
     def fileno(self) -> int:

@@ -51,7 +51,6 @@ class Observer:
             self.note_span(name, start, now, caller()[0])
 
     def note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
-        """Something was computed from `start` to `end`."""
         self.make_room(self.computing)
         span = Event(self.rank, name, start - self.began, end - self.began, kind="compute", line=line)
         self.computing.append(span)

@@ -8,8 +8,8 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-# data, metadata, display id, whether it replaces the earlier one of this id
 WIDGET = "application/vnd.jupyter.widget-view+json"
+# data, metadata, display id, whether it replaces the earlier one of this id
 Show = Callable[[dict[str, Any], dict[str, Any], str | None, bool], None]
 
 

@@ -113,7 +113,6 @@ class Workers:
         self._await_ready(START_TIMEOUT)
 
     def restart(self) -> None:
-        """End the ranks and start new ones."""
         self.host.end(self.host.ranks)
         self.generation += 1
         self.start_all()
@@ -142,12 +141,11 @@ class Workers:
             self.received[rank] = Received(runs=False)
             self._joined[rank] = -1
             local_rank, per_node, node = self.host.place_of(rank)
-            order = messages.StartRank(
+            orders.append(messages.StartRank(
                 rank, self.world_size, choice.device, choice.backend, self.host.address_for(rank), self._port,
                 self.generation, folder=system.current_folder(), path=tuple(map(str, sys.path)), local_rank=local_rank,
                 local_world_size=per_node or self.world_size, node=node, memory_fraction=choice.memory_fraction,
-            )  # fmt: skip
-            orders.append(order)
+            ))  # fmt: skip
         self.host.start(orders)
 
     def _await_ready(self, timeout: float) -> None:

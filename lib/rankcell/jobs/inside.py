@@ -195,13 +195,11 @@ def _runs(pid: int) -> bool:
     return False
 
 
-def arrive(rank: int | None = None, world_size: int | None = None) -> Inside | None:
+def arrive(rank: int, world_size: int) -> Inside | None:
     """This process as a rank; None, with a line on stderr, if the runner cannot be reached."""
     found: Inside | None = _state.get("inside")
     if found is not None and found.pid == os.getpid():
         return found
-    rank = int(os.environ["RANK"]) if rank is None else rank
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     try:
         found = _state["inside"] = Inside(rank, world_size)
     except (OSError, EOFError, ValueError, KeyError) as error:

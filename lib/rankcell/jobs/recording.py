@@ -21,7 +21,7 @@ from ..engine.messages import Status
 from ..engine.operation import clock, forget_groups
 from ..engine.record import Recorder
 from ..results import Event
-from .records import RankRecord, later
+from .records import RankRecord
 
 FAR = 64  # ranks of a world of several nodes whose calls are compared in the store: two questions for each call
 LAST = 40  # operations of each rank that a report holds
@@ -57,7 +57,7 @@ class Recording:
         self.recorder.bind_rank(rank, _shared_board(self._board_path, rank, world_size), enqueues=frozenset())
         self.recorder.begin("", began=clock(), values=False)
         self.recorder.join("job")
-        self._epoch = time.time() - self.recorder.began
+        self._epoch = self.recorder.began - time.time()  # by the clock of its operations
         self._before: Status | None = None
         self._groups = _PatientGroups(self.recorder, rank, world_size)
         self._destroy = dist.destroy_process_group
@@ -78,7 +78,6 @@ class Recording:
         return found
 
     def destroy(self, group: Any = None) -> None:
-        """`destroy_process_group`."""
         self._groups.destroyed(group, self._destroy)
         if not dist.is_initialized():
             forget_groups()
@@ -95,7 +94,7 @@ class Recording:
     def events(self) -> tuple[Event, ...]:
         """The last operations, with times since the epoch."""
         kept = [o for o in list(self.recorder.operations)[-LAST:] if o.start is not None]
-        return tuple(later(replace(o.event(self.rank, 0.0), seq=o.seq), self._epoch) for o in kept)
+        return tuple(replace(o.event(self.rank, self._epoch), seq=o.seq) for o in kept)
 
     def _far_board(self) -> SignatureStore:
         """A board in the store of the default group, on a connection of its own; one that is over if there is none."""

@@ -3,7 +3,7 @@
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,6 @@ class RankArrived:
     pid: int
     host: str  # the same for processes that share memory
     crash_file: str  # where it writes its stack when it crashes
-
-
-def later(event: Event, by: float) -> Event:
-    """The event so many seconds later."""
-    names = ("start", "end", "issued", "wait_start", "done")
-    times = {name: at + by for name in names if (at := getattr(event, name)) is not None}
-    return replace(event, **times)
 
 
 class _PlainData(pickle.Unpickler):

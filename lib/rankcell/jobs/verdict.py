@@ -26,7 +26,6 @@ _CONSEQUENCE = re.compile(
     r"timeout|broken pipe|remote process exited|network error|peer closed",
     re.IGNORECASE,
 )
-_PAIRED = ("send", "recv")
 _OWN_ERRORS = ("ValueError", "KeyError", "OSError")  # of the program, whatever their text says
 
 
@@ -101,7 +100,7 @@ def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
     _, first = min(noticed, key=lambda each: each[0])
     calls = dict(first.calls)
     one = next(iter(calls.values()))
-    for record in records if one.op not in _PAIRED else ():
+    for record in records if one.op not in errors.PAIRED else ():
         if there := [c for c in _calls(record) if (c.group, c.nth) == (one.group, one.nth)]:
             calls.setdefault(record.rank, there[0])
     return replace(first, calls=calls)
@@ -113,7 +112,7 @@ def _calls(record: RankRecord) -> list[Call]:
     found += [Call(w.text, w.line, w.nth, w.group, w.op, w.file) for w in record.waits]
     if record.failure is not None and record.failure.mismatch is not None:
         found += [call for rank, call in record.failure.mismatch.calls.items() if rank == record.rank]
-    return [call for call in found if call.op not in _PAIRED]
+    return [call for call in found if call.op not in errors.PAIRED]
 
 
 def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
@@ -225,7 +224,7 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
     one = next(iter(calls.values()))
     found = {r.rank: {e.seq: e for e in r.events if e.group == one.group and e.seq < one.nth} for r in records}
     before = {rank: events for rank, events in found.items() if events}
-    if one.op in _PAIRED or not before.keys() >= calls.keys():
+    if one.op in errors.PAIRED or not before.keys() >= calls.keys():
         return ""
     common = set.intersection(*map(set, before.values()))
     alike = [n for n in common if len({what(events[n]) for events in before.values()}) == 1]

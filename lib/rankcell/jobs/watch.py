@@ -41,7 +41,6 @@ class WatchedRank:
     runs: int = 0  # looks in a row in which it had a core, or waited for one as on a busy machine
 
     def take(self, record: RankRecord) -> None:
-        """It has said what it does."""
         self.heard = now = time.monotonic()
         if record.calls != self.record.calls:
             self.called = self.moved = now
@@ -181,26 +180,22 @@ class WatchedJob:
         """What is known of each rank; ranks that have not come are taken to be on the way."""
         with self._news:
             found = {rank: RankRecord(rank, self.world_size) for rank in range(self.world_size)}
-            for rank, known in self.ranks.items():
-                found[rank] = known.record
-                if not known.record.over:
-                    now = time.monotonic()
-                    if silent := now - known.heard > SILENT:
-                        known.moved = now
-                    threads = known.record.threads or silent
-                    found[rank] = replace(known.record, threads=threads, idle=now - known.moved)
+            found |= {rank: known.record for rank, known in self.ranks.items()}
+            for rank, known in self.living.items():
+                now = time.monotonic()
+                if silent := now - known.heard > SILENT:
+                    known.moved = now
+                found[rank] = replace(known.record, threads=known.record.threads or silent, idle=now - known.moved)
         return [record for _, record in sorted(found.items())]
 
     def reports(self) -> list[RankRecord]:
         """The same with stacks and last operations."""
-        said = {
-            n: r for n, r in self.ask(list(self.living), "report", wait=ANSWER).items() if isinstance(r, RankRecord)
-        }
+        said = self.ask(list(self.living), "report", wait=ANSWER)
         known = {r.rank: r for r in self.records()}
-        new = {
-            n: replace(r, blocked=known[n].blocked, idle=known[n].idle) for n, r in said.items() if not known[n].over
-        }
-        return [*(known | new).values()]
+        for rank, report in said.items():
+            if not known[rank].over:
+                known[rank] = replace(report, blocked=known[rank].blocked, idle=known[rank].idle)
+        return [*known.values()]
 
 
 def _how_it_ended(pid: int) -> str:

@@ -1,7 +1,4 @@
-"""On a node: holds the node's ranks, does what the notebook says, and passes on what comes from them.
-
-Started by `srun`, one per node (`allocation.py`); it ends with the notebook, and its ranks with it.
-"""
+"""On a node: holds the node's ranks, does what the notebook says, passes on what comes from them, and ends with it."""
 
 import json
 import os

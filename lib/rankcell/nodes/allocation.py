@@ -1,12 +1,7 @@
-"""In the notebook: the ranks of a world that live on several nodes of the allocation that it runs in.
-
-`srun` starts one agent per node, which connects back, proves that it knows the key, and from then on starts, feeds and
-ends the ranks of its node.
-"""
+"""In the notebook: the ranks of a world that live on several nodes of the allocation that it runs in."""
 
 import contextlib
 import os
-import queue
 import secrets
 import selectors
 import shutil
@@ -20,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .. import errors
 from ..engine import channel, devices, system
@@ -35,14 +30,12 @@ LOOKS_AT_CLOCK = 5  # the one with the quickest answer counts: half of its way i
 
 @dataclass
 class _Node:
-    """One node, as the notebook knows it."""
-
     name: str
     channel: channel.Channel
     address: str  # ours, as this node reaches it
     gpus: int
     room: tuple[int, str]
-    offset: float = 0.0  # seconds by which its clock is ahead of ours
+    offset: float = 0.0  # seconds by which its clock was ahead of ours when the world was started
     alive: bool = True
 
     def compare_clocks(self) -> None:
@@ -109,7 +102,6 @@ class Nodes(Host):
         return self._node_of(rank).alive
 
     def clock_offset(self, rank: int) -> float:
-        """Seconds by which the clock of the rank's machine was ahead of ours when the world was started."""
         return self._node_of(rank).offset
 
     def start(self, orders: Sequence[StartRank]) -> None:
@@ -182,11 +174,33 @@ class Nodes(Host):
                 how: Any = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
                 how["start_new_session"] = True  # an interrupt of the notebook is for the ranks' cell, not for srun
                 self._srun = subprocess.Popen(_command(nodes, path), **how)
-                self._nodes = _accept(listener, key, nodes, self._srun, self._log)
+                self._nodes = self._accept(listener, key, nodes, self._srun)
             finally:
                 path.unlink(missing_ok=True)
         for node in self._nodes:
             node.compare_clocks()
+
+    def _accept(self, listener: socket.socket, key: bytes, nodes: int, srun: "subprocess.Popen[bytes]") -> list[_Node]:
+        """The agents that have connected, when all have."""
+        listener.settimeout(0.1)
+        deadline = time.monotonic() + START_TIMEOUT
+        found: dict[int, _Node] = {}
+        while len(found) < nodes:
+            if srun.poll() is not None or time.monotonic() > deadline:
+                self._log.seek(0)
+                said = self._log.read()[-2000:].decode(errors="replace").strip()
+                ended = f"{len(found)} of {nodes} nodes answered within {START_TIMEOUT:.0f} s"
+                if srun.returncode is not None:
+                    ended = f"srun ended with code {srun.returncode}"
+                raise errors.AllocationError(
+                    f"no ranks on {nodes} nodes: {ended}.\n{said}".rstrip()
+                    + "\nTry `!srun --overlap hostname` in the notebook: it must name the nodes of the allocation."
+                )
+            with contextlib.suppress(TimeoutError):
+                sock, _ = listener.accept()
+                # each in a thread of its own: a stranger who says nothing keeps nobody waiting
+                threading.Thread(target=_greet, args=(sock, key, found), daemon=True).start()
+        return [node for _, node in sorted(found.items())]
 
     def _node_of(self, rank: int) -> _Node:
         return self._nodes[rank // self._per_node]
@@ -227,37 +241,8 @@ def _command(nodes: int, key: Path) -> list[str]:
     return ["srun", *places.split(), *ends.split(), *agent]
 
 
-def _accept(
-    listener: socket.socket, key: bytes, nodes: int, srun: "subprocess.Popen[bytes]", log: IO[bytes]
-) -> list[_Node]:
-    """The agents that have connected, when all have."""
-    listener.settimeout(0.1)
-    deadline = time.monotonic() + START_TIMEOUT
-    found: dict[int, _Node] = {}
-    arrived: queue.Queue[tuple[int, _Node]] = queue.Queue()
-    while len(found) < nodes:
-        if srun.poll() is not None or time.monotonic() > deadline:
-            log.seek(0)
-            said = log.read()[-2000:].decode(errors="replace").strip()
-            ended = f"{len(found)} of {nodes} nodes answered within {START_TIMEOUT:.0f} s"
-            if srun.returncode is not None:
-                ended = f"srun ended with code {srun.returncode}"
-            raise errors.AllocationError(
-                f"no ranks on {nodes} nodes: {ended}.\n{said}".rstrip()
-                + "\nTry `!srun --overlap hostname` in the notebook: it must name the nodes of the allocation."
-            )
-        with contextlib.suppress(TimeoutError):
-            sock, _ = listener.accept()
-            # each in a thread of its own: a stranger who says nothing keeps nobody waiting
-            threading.Thread(target=_greet, args=(sock, key, arrived), daemon=True).start()
-        while not arrived.empty():
-            index, node = arrived.get()
-            found[index] = node
-    return [node for _, node in sorted(found.items())]
-
-
-def _greet(sock: socket.socket, key: bytes, arrived: "queue.Queue[tuple[int, _Node]]") -> None:
-    """Hear who is at the other end of `sock`, and announce it if it is an agent of ours."""
+def _greet(sock: socket.socket, key: bytes, found: dict[int, _Node]) -> None:
+    """Hear who is at the other end of `sock`, and note it if it is an agent of ours."""
     try:
         channel.authenticate(sock, key, server=True)
         sock.settimeout(HELLO)
@@ -268,7 +253,7 @@ def _greet(sock: socket.socket, key: bytes, arrived: "queue.Queue[tuple[int, _No
     except (OSError, EOFError):  # not one of ours: nothing it said was read
         sock.close()
     else:
-        arrived.put((hello.index, _Node(hello.name, talk, sock.getsockname()[0], hello.gpus, hello.room)))
+        found[hello.index] = _Node(hello.name, talk, sock.getsockname()[0], hello.gpus, hello.room)
 
 
 def _check(world_size: int, nodes: int) -> int:

@@ -1,8 +1,5 @@
 """Context parallelism: causal attention over a sequence of which every rank holds a part, and a model on it.
 
-`ring_attention` passes blocks of keys and values round the ranks and joins what they give with the online softmax; it
-takes and returns tensors of one rank's positions. `ContextParallel` is a GPT or Llama that attends so.
-
 The ring has no fused kernel and sends blocks to ranks that will not look at them. All ranks need equally many
 positions, and must start from equal parameters.
 """
@@ -98,14 +95,7 @@ class OnlineSoftmax:
 
 
 def block_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    log_sum_exp: Tensor,
-    correction: Tensor,
-    *,
-    triangle: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, log_sum_exp: Tensor, correction: Tensor, *, triangle: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one block of keys adds to the gradients of query, key and value.
 
@@ -123,7 +113,7 @@ class _Ring:
 
     def __init__(self, process_group: dist.ProcessGroup | None, layout: str) -> None:
         self.group, self.layout = process_group or dist.group.WORLD, layout
-        self.rank, self.world_size = _place(self.group)
+        self.rank, self.world_size = group.place(self.group, "this context parallelism", use="call it")
         self.next, self.previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
         self.n_pieces = len(pieces(0, self.world_size, layout=layout))
 
@@ -301,7 +291,7 @@ class ContextParallel(nn.Module):
         super().__init__()
         self.module, self.layout = module, layout
         self.process_group = process_group or dist.group.WORLD
-        self.rank, self.world_size = _place(self.process_group)
+        self.rank, self.world_size = group.place(self.process_group, "this context parallelism", use="call it")
         attend = partial(ring_attention, layout=layout, process_group=self.process_group)
         for block in module.blocks:
             block.attention = ContextAttention(block.attention, attend, self.positions)
@@ -331,7 +321,3 @@ class ContextParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """After backward: every rank has the gradients of the whole mean loss."""
         sum_gradients(self.module.parameters(), process_group=self.process_group)
-
-
-def _place(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return group.place(process_group, "this context parallelism", use="call it")

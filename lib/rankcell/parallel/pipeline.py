@@ -1,8 +1,7 @@
 """Pipeline parallelism: one engine that executes a schedule of `rankcell.schedules` on a process group.
 
-`Pipeline` holds the stages of this rank and runs its list of actions. Activations and gradients travel in asynchronous
-sends and receives, which are posted in an order that both ends share, so that nothing can stand still whatever the
-schedule. `split_gpt` cuts a GPT or Llama into stages.
+Activations and gradients travel in asynchronous sends and receives, which are posted in an order that both ends share,
+so that nothing can stand still whatever the schedule.
 
 What it does not do: evaluate, mix dtypes, halve backwards (torch's ScheduleZBVZeroBubble does), or run ahead with old
 weights. A stage takes one tensor and gives one tensor, each with the samples in its first dim.
@@ -113,7 +112,6 @@ class _Execution:
         self.losses: dict[int, Tensor] = {}  # of the last stage, by micro-batch: shares of the loss
 
     def run(self) -> Tensor | None:
-        """Execute this rank's list of actions."""
         shared = [p for stage in self.pipeline.stages.values() for p in _shared(stage).values()]
         before = [(p, p.grad) for p in shared]  # gradients of earlier steps: they were added up then
         for parameter in shared:
@@ -131,8 +129,6 @@ class _Execution:
                 parameter.grad += grad
         losses = [loss for _, loss in sorted(self.losses.items())]
         return torch.stack(losses).sum() if losses else None
-
-    # Messages
 
     def _post_receives(self, action: Action) -> None:
         """Post the receive of each message that is earlier in the order of all ranks, and a few where it may be."""
@@ -178,8 +174,6 @@ class _Execution:
     def _shape(self, action: Action) -> tuple[int, ...]:
         return len(self.inputs[action.microbatch]), *self.pipeline.between
 
-    # Computing
-
     def _forward(self, action: Action, arrived: Tensor | None) -> Tensor:
         stage, _, j = action
         if arrived is not None:
@@ -199,8 +193,6 @@ class _Execution:
         if x is None:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad  # the stage before waits for it
-
-    # A parameter that two stages share
 
     @torch.no_grad()
     def _add_shared(self) -> None:
@@ -230,9 +222,6 @@ def _shared(stage: nn.Module) -> Mapping[int, nn.Parameter]:
     return getattr(stage, "shared", {})
 
 
-# Cutting a GPT into stages
-
-
 def split_gpt(model: models.Decoder, n_stages: int) -> list[nn.Module]:
     """The stages of a GPT or Llama in order; the first may have one block more than the others.
 
@@ -249,23 +238,17 @@ def split_gpt(model: models.Decoder, n_stages: int) -> list[nn.Module]:
         part.blocks = nn.ModuleList()
         for number in numbers.tolist():
             part.blocks.add_module(str(number), model.blocks[number])
-        first, last = stage == 0, stage == n_stages - 1
-        if not first:
+        if stage > 0:
             part.token_embedding = part.position_embedding = None
-        if not last:
+        if stage < n_stages - 1:
             part.norm = part.head = None
         stages.append(part)
     if n_stages > 1 and model.head.weight is model.token_embedding.weight:
-        _untie(stages[0], stages[-1], n_stages)
+        tied, head = model.head.weight, _shallow(model.head)
+        head.weight = nn.Parameter(tied.detach().clone(), tied.requires_grad)
+        stages[-1].head = head
+        stages[0].shared, stages[-1].shared = {n_stages - 1: tied}, {0: head.weight}
     return stages
-
-
-def _untie(first: Any, last: Any, n_stages: int) -> None:
-    """Give the last stage a copy of the embedding as its head, and note on both who has the other one."""
-    head = last.head = _shallow(last.head)
-    head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
-    first.shared = {n_stages - 1: first.token_embedding.weight}
-    last.shared = {0: head.weight}
 
 
 def _shallow(module: nn.Module) -> Any:

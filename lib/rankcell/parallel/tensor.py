@@ -1,10 +1,9 @@
 """Tensor parallelism: every rank holds a part of each layer and all ranks compute on the same batch.
 
-The six functions at the top move activations between ranks and know their own backward. On them stand the linear
+The five functions at the top move activations between ranks and know their own backward. On them stand the linear
 layers, by columns and by rows, and in `parallel.vocabulary` an embedding and a cross-entropy. Every layer takes its
-part of a dense layer, which must be the same on all ranks. `parallel.transformer` builds the GPT and the Llama from
-them. With `sequence_parallel` the activations between the layers are divided along the sequence: a rank holds
-`(batch, length / ranks, features)`.
+part of a dense layer, which must be the same on all ranks. With `sequence_parallel` the activations between the layers
+are divided along the sequence: a rank holds `(batch, length / ranks, features)`.
 
 What it does not do: uneven parts (only of a vocabulary), automatic mixed precision, gradients of gradients, gathering
 a sequence anew in the backward, as Megatron-LM does, in place of keeping it. It sets no seeds: with dropout all ranks
@@ -94,9 +93,6 @@ ProcessGroup = dist.ProcessGroup | Group | None
 Move = Callable[[Tensor], Tensor]
 
 
-# Six functions in three pairs: the backward of each is the forward of the other one
-
-
 class _Pair(torch.autograd.Function):
     """`forth(x)`, and `back` of its gradient."""
 
@@ -148,9 +144,6 @@ def reduce_scatter(x: Tensor, dim: int = SEQUENCE, *, process_group: ProcessGrou
     return _Pair.apply(x, lambda x: group.reduce_scatter(x, dim), lambda grad: group.all_gather(grad, dim))
 
 
-# The layers
-
-
 def columns(x: Tensor, layers: "Sequence[ColumnParallelLinear | SlicedLinear]") -> list[Tensor]:
     """What several layers that divide their outputs compute from the same input, with one communication."""
     enter = all_gather if layers[0].sequence_parallel else copy_to_group
@@ -173,12 +166,9 @@ class ParallelLayer(nn.Module):
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         for name, parameter in dense.named_parameters(recurse=False):
-            mine = nn.Parameter(self.part_of(name, parameter.detach()), parameter.requires_grad)
-            setattr(self, name, mine)
-
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter of the dense layer, a tensor of its own."""
-        return self.group.own(whole, self.sharded[name]) if name in self.sharded else whole.clone()
+            whole = parameter.detach()
+            mine = self.group.own(whole, self.sharded[name]) if name in self.sharded else whole.clone()
+            setattr(self, name, nn.Parameter(mine, parameter.requires_grad))
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -252,9 +242,9 @@ class SlicedLinear(ParallelLayer):
         self.outputs = outputs
 
     def own(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias that this rank computes with."""
-        weight, bias = (_sum_gradient(p, self.group) for p in (self.weight, self.bias))
-        return weight[self.outputs], None if bias is None else bias[self.outputs]
+        weight = copy_to_group(self.weight, process_group=self.group)[self.outputs]
+        bias = None if self.bias is None else copy_to_group(self.bias, process_group=self.group)[self.outputs]
+        return weight, bias
 
 
 class ReplicatedNorm(ParallelLayer):
@@ -266,16 +256,8 @@ class ReplicatedNorm(ParallelLayer):
         self.norm: Any = F.layer_norm if isinstance(dense, nn.LayerNorm) else F.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        have = [_sum_gradient(p, self.group) for p in (self.weight, self.bias) if p is not None]
+        have = [copy_to_group(p, process_group=self.group) for p in (self.weight, self.bias) if p is not None]
         return self.norm(x, self.normalized_shape, *have, eps=self.eps)
-
-
-def _sum_gradient(parameter: Tensor | None, group: Group) -> Any:
-    """A parameter that every rank holds and uses for something else: its gradient is a sum over the ranks."""
-    return None if parameter is None else copy_to_group(parameter, process_group=group)
-
-
-# States
 
 
 def sharded_dims(model: nn.Module) -> dict[str, int | None]:
@@ -295,8 +277,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         if dim is None:
             wholes[name] = mine.clone()
             continue
-        layer = model.get_submodule(name.rpartition(".")[0])
-        assert isinstance(layer, ParallelLayer)
+        layer: Any = model.get_submodule(name.rpartition(".")[0])
         total = torch.tensor([mine.shape[dim]], device=mine.device)
         layer.group.all_reduce(total)
         wholes[name] = layer.group.all_gather(mine, dim, int(total))

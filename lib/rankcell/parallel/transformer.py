@@ -89,19 +89,18 @@ class ParallelAttention(nn.Module):
         self.d_head, self.rope_base = dense.d_head, dense.rope_base
         self.query = ColumnParallelLinear.from_linear(dense.query, group, **options)
         n_kv_heads = dense.key.out_features // dense.d_head
-        self.key: Any
-        self.value: Any
-        both = dense.key, dense.value
+        both: Any = dense.key, dense.value
         if n_kv_heads % group.size == 0:
-            self.key, self.value = (ColumnParallelLinear.from_linear(f, group, **options) for f in both)
+            both = (ColumnParallelLinear.from_linear(f, group, **options) for f in both)
         elif group.size % n_kv_heads == 0:
             head = group.rank * n_kv_heads // group.size  # the one that serves this rank's query heads
             mine = slice(head * self.d_head, (head + 1) * self.d_head)
-            self.key, self.value = (SlicedLinear(f, mine, group, **options) for f in both)
+            both = (SlicedLinear(f, mine, group, **options) for f in both)
         else:
             raise ValueError(
                 f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks: neither divides the other."
             )
+        self.key, self.value = both
         self.output = RowParallelLinear.from_linear(dense.output, group, **options)
         self.dropout = ParallelDropout(dense.dropout.p, group)
 
@@ -124,8 +123,7 @@ class ParallelBlock(nn.Module):
         self.attention = _twin(dense.attention, group, sequence_parallel)
         self.mlp_norm = _norm(dense.mlp_norm, group, sequence_parallel)
         self.mlp = _twin(dense.mlp, group, sequence_parallel)
-        p = dense.dropout.p if isinstance(dense, models.Block) else 0.0
-        self.dropout = _dropout(p, group, sequence_parallel)
+        self.dropout = _dropout(dense, group, sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -136,7 +134,8 @@ def _norm(dense: nn.LayerNorm | nn.RMSNorm, group: Group, sequence_parallel: boo
     return ReplicatedNorm(dense, group) if sequence_parallel else copy.deepcopy(dense)
 
 
-def _dropout(p: float, group: Group, sequence_parallel: bool) -> nn.Module:
+def _dropout(dense: nn.Module, group: Group, sequence_parallel: bool) -> nn.Module:
+    p = dense.dropout.p if isinstance(dense, models.GPT | models.Block) else 0.0  # a Llama has none
     return ParallelDropout(p, group) if sequence_parallel else nn.Dropout(p)
 
 
@@ -159,8 +158,7 @@ class ParallelDecoder(nn.Module):
         self.context, how = dense.context, {"sequence_parallel": sequence_parallel}
         self.token_embedding = VocabParallelEmbedding(dense.token_embedding, self.group, **how)
         self.position_embedding = copy.deepcopy(dense.position_embedding)  # a Llama has none
-        p = dense.dropout.p if isinstance(dense, models.GPT) else 0.0
-        self.dropout = _dropout(p, self.group, sequence_parallel)
+        self.dropout = _dropout(dense, self.group, sequence_parallel)
         self.blocks = nn.ModuleList(_twin(block, self.group, sequence_parallel) for block in dense.blocks)
         self.norm = _norm(dense.norm, self.group, sequence_parallel)
         self.head = ColumnParallelLinear.from_linear(dense.head, self.group, uneven=True, **how)
@@ -168,7 +166,6 @@ class ParallelDecoder(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits, or with targets the loss."""
         if self.token_embedding is not None:
             x = self.embed(x)
         for block in self.blocks:

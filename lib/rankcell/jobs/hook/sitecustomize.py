@@ -60,7 +60,7 @@ def _replace_init(module):
     # no process that has started this one is the rank that its environment names
     is_rank = "RANK" in os.environ and os.environ.get("RANKCELL_CLAIMED") != os.environ["RANK"]
     if is_rank and os.environ.get("WORLD_SIZE", "1") != "1" and (inside := _inside()) is not None:
-        inside.arrive()
+        inside.arrive(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def _run_the_next():
