@@ -316,6 +316,19 @@ for _ in range(2): ddp(torch.ones(1, 2)).sum().backward()
         assert says in str(fails(four, source))
 
 
+def test_numbers_in_names_of_parameters_are_no_indices(four):
+    """With TORCH_DISTRIBUTED_DEBUG torch names the parameters itself."""
+    source = """
+net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+names = 'Parameters which did not receive grad for rank 0: 0.bias'
+class DDP(torch.nn.parallel.DistributedDataParallel):
+    def forward(self, x):
+        raise RuntimeError(f'Expected to have finished reduction in the prior iteration. {names}')
+DDP(net)(torch.ones(1, 2))
+"""
+    assert "No gradient came" not in str(fails(four, source))
+
+
 def test_several_that_skip_the_same_are_all_named(four):
     said = str(fails(four, "if rank < 2: dist.all_reduce(torch.ones(4))", Deadlock))
     assert said.startswith("ranks 2, 3 finished the cell without the all_reduce that ranks 0, 1 wait in.")
@@ -522,6 +535,23 @@ def test_an_interrupt_reaches_what_the_ranks_have_started(four):
     four.run("import subprocess\np = subprocess.Popen(['sleep', '600'])")
     fails(four, "p.wait()", RankTimeout, timeout=1)
     four.run("p.wait(60)")  # raises where it still runs
+
+
+def test_an_interrupt_waits_until_the_main_thread_takes_it(four):
+    """As it must while half a message is sent: no other thread of the rank may take it."""
+    source = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+waited = False
+try:
+    while signal.SIGINT not in signal.sigpending(): pass
+    waited = True
+finally:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    while True: pass
+"""
+    fails(four, source, RankTimeout, timeout=1)
+    assert four.run("waited").values == [True] * 4
 
 
 def test_a_timeout_says_where_every_rank_was(four):

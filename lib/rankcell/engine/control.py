@@ -63,7 +63,9 @@ class Control:
         leaves with the clean error of a closed connection.
         """
         if wanted:
-            os.killpg(os.getpgrp(), signal.SIGINT)  # also what the cell has started, as Jupyter does
+            system.interrupt_children()  # as Jupyter does
+            # of this process the main thread alone: it may have to finish a message first
+            signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
             self._await_end(BACK)
         if self._rank.running:
             self._rank.groups.close()

@@ -123,10 +123,11 @@ def _of_names(error: BaseException) -> list[str]:
 
 def _without_gradient(error: BaseException) -> list[str]:
     """Which parameters of a model in DDP got no gradient: torch says their numbers only."""
-    numbers = [int(n) for n in re.findall(r"\d+", str(error).partition("for rank")[2].partition(":")[2].split("\n")[0])]
+    told = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+    numbers = [int(n) for n in told[1].split()] if told else []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         ddp = frame.f_locals.get("self")
-        if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
+        if numbers and isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
             named = [*ddp.module.named_parameters()]
             if ddp._get_ddp_logging_data()["num_parameter_tensors"] < len(named):  # of those DDP knows nothing
                 named = [(name, p) for name, p in named if p.requires_grad]

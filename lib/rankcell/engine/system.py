@@ -32,6 +32,13 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def interrupt_children() -> None:
+    """Send SIGINT to all that this process has started, and to what that has started."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            child.send_signal(signal.SIGINT)
+
+
 def enlarge_pipe(fd: int, nbytes: int = 1 << 20) -> None:
     """Let a pipe hold `nbytes`, so that a rank that prints much is not slowed by its reader (Linux)."""
     if LINUX:
