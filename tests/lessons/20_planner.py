@@ -286,3 +286,17 @@ plain = stacks.STACKS["megatron-plain"]
 assert plain.overlap_tp == plain.overlap_dp == 0, "the planner knows that SimuMax overlaps nothing"
 assert max(known) < 0.06 and (min(unknown), max(unknown)) == (0.028, 0.371)
 assert apart["Megatron 2020"]["median"] > 0.1 and apart["SimuMax"]["signed"] == 0.371
+
+# after: p18-panel-show
+from IPython.utils.capture import capture_output
+
+with capture_output() as drawn:
+    shown("llama3-8b", "A100-80", 16, 4, 2)
+of, way = job_of("llama3-8b", 16, gpu="A100-80", batch=512), Layout(dp=2, tp=4, pp=2)
+most = max(sum(held(of, way, k).values()) for k in (0, 1)) / 1e9
+says = [output.data["text/plain"] for output in drawn.outputs]
+assert says[0].endswith(f"has the longest bar: {most:.0f}."), says
+assert says[1] == f"a step has the longest bar: {sum(step_time(of, way).values()):.2f}.", says
+with capture_output() as drawn:
+    shown(gpus=8, tp=8, pp=2)
+assert "tp 8 x pp 2 does not divide 8 GPUs" in drawn.stdout and not drawn.outputs
