@@ -61,6 +61,7 @@ def test_a_torch_that_fails_is_a_finding(monkeypatch):
 
 
 def test_on_this_machine(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "PROBE", 600.0)  # torch may be slow to answer on a busy machine
     found = list(doctor.findings())
     kinds = [f.kind for f in found]
     assert kinds == sorted(kinds, key=["problem", "note", "works"].index)
