@@ -14,14 +14,15 @@ from .blame import between, given, right_elsewhere
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
-from .wording import BEFORE, LEFT_OUT, bias_words, times_words
+from .wording import BEFORE, GONE, LEFT_OUT, bias_words, times_words
 
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
 ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
 LONG = 400  # letters of a list that is too long to read
 ANOTHER = (
-    "and not made of `.grad`: is what it is made of that of all ranks, and the norm by which that is clipped, too?"
+    "and not made of `.grad`: is what it is made of that of all ranks and every micro-batch, and the norm by which "
+    "that is clipped, too?"
 )
 
 
@@ -301,17 +302,18 @@ def _loaded(tried: Tried, reference: Reference) -> str:
 
 def set_aside(judge: Any, rows: Sequence[Row]) -> list[Row]:
     """The rows, without gradients that no optimizer steps on: their signs are not those of one process, and those of
-    the update are. Optimizers that shard their states leave such behind.
+    the update are; or none is left, and weights change. Optimizers that shard their states leave such behind.
     """
-    lost = [r for r in rows if r.kind == "grad" and r.status == "none"]
+    grads = [r for r in rows if r.kind == "grad"]
+    lost, left = [r for r in grads if r.status == "none"], {r.step for r in grads if r.layout != GONE}
     updates = {(r.name, r.step - 1): r for r in rows if r.kind == "parameter"}
     votes: dict[int, list[bool]] = {}
     for r in lost:
         votes.setdefault(r.step, []).extend(_as_in_one(judge, r))
     changed = {}
-    for r in lost:
+    for r in (*lost, *(r for r in grads if r.step not in left)):
         update = updates.get((r.name, r.step))
-        if update is None or len(votes[r.step]) < ENOUGH or np.mean(votes[r.step]) < SURE:
+        if update is None or (r in lost and (len(votes[r.step]) < ENOUGH or np.mean(votes[r.step]) < SURE)):
             continue
         if update.status not in ("fits", "skipped"):
             if r.step or update.status == "missing" or update.layout == BEFORE:

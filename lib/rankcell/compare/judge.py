@@ -19,7 +19,7 @@ from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
-from .wording import ALIKE, BEFORE, LEFT_OUT, UNEVEN, partial_words, said, times_words
+from .wording import ALIKE, BEFORE, GONE, LEFT_OUT, UNEVEN, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -148,11 +148,11 @@ class Judge:
             if pairs := self.ranks.get(key):
                 found.append(self._row(key, entries, pairs))
             elif kind == "grad_output" and (cut := self._cut_off(name, step)):
-                found.append(Row(name, kind, step, "on no rank", "missing", cut))
+                found.append(Row(name, kind, step, GONE, "missing", cut))
             elif kind in FINAL and name in self.holders:
                 holders = tuple(sorted(self.holders[name]))
                 if kind == "grad":
-                    found.append(Row(name, kind, step, "on no rank", "missing", holders))
+                    found.append(Row(name, kind, step, GONE, "missing", holders))
                 elif any(k == "parameter" and s == step for k, _, s, _ in self.ranks):
                     found.append(Row(name, kind, step, BEFORE, "none", holders))
         return found
@@ -231,9 +231,13 @@ class Judge:
         earlier = (kind, name, step - 1, part)
         before = {rank: Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in self.ranks.get(earlier, [])}
         old = self.dense.get(earlier)
-        if not old or any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
+        if not old:
             return reference, list(pieces)
         was = _matrix(old)
+        if any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
+            now, then = ([self._lies_in(p, m) for p in pieces] for m in (reference, replace(reference, matrix=was)))
+            stays = all(then) and not any(now)  # though it is cut otherwise than before
+            return reference, [replace(p, matrix=p.matrix * (not stays)) for p in pieces]
         change = reference.matrix - was
         rounding = ROUNDING.get(old[0].dtype, 0.0) * typical(was) / self.tolerance
         slack = None
@@ -244,6 +248,10 @@ class Judge:
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
         changed = replace(reference, matrix=change, floor=rounding, slack=slack)
         return changed, [replace(p, matrix=p.matrix - before[p.rank].matrix) for p in pieces]
+
+    def _lies_in(self, piece: Piece, reference: Reference) -> bool:
+        fit = layouts.place(piece, reference, self.seen)
+        return fit is not None and fit.factor == 1.0
 
     def _is_noise(self, name: str, step: int) -> bool:
         """Whether a parameter's gradient is so small that an optimizer may make anything of it; or, where it has none,
