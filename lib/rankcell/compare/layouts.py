@@ -6,6 +6,7 @@ partial sums. It knows no modules and no words; `judge` does.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, product
 
 import numpy as np
@@ -90,12 +91,17 @@ def _blocks(piece: Piece, reference: Reference) -> list[Map]:
     is_cut = len(mine) == len(whole) and mine != whole and not any(a % b for a, b in zip(whole, mine, strict=True))
     if not is_cut or np.prod(whole) != reference.n:
         return []
-    places = np.arange(reference.n).reshape(whole)
-    chosen = product(*(_parts(a, b) for a, b in zip(whole, mine, strict=True)))
-    blocks = [places[np.ix_(*parts)].reshape(-1) for parts in chosen]
-    begins = np.linalg.norm(reference.matrix - piece.matrix[0], axis=1) <= reference.limits(reference.matrix)
-    found = [b for b in blocks if begins[b[0]] and reference.factor(piece.matrix, b, None) == 1.0]
+    begins = np.linalg.norm(reference.matrix - piece.matrix[0], axis=1) <= reference.row_limits
+    found = [b for b in _cut(whole, mine) if begins[b[0]] and reference.factor(piece.matrix, b, None) == 1.0]
     return found if len(found) == 1 else []
+
+
+@cache
+def _cut(whole: tuple[int, ...], mine: tuple[int, ...]) -> list[Map]:
+    """The rows of each block of these sizes."""
+    places = np.arange(np.prod(whole)).reshape(whole)
+    chosen = product(*(_parts(a, b) for a, b in zip(whole, mine, strict=True)))
+    return [places[np.ix_(*parts)].reshape(-1) for parts in chosen]
 
 
 def _parts(whole: int, mine: int) -> list[Map]:

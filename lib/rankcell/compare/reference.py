@@ -150,10 +150,17 @@ class Reference(_Sizes):
 
     def _part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray | None]:
         """The part with these rows and columns (None: all), and its slack."""
-        if rows is None and columns is None:
-            return self.matrix, self.slack
-        chosen = np.ix_(np.arange(self.n) if rows is None else rows, np.arange(self.f) if columns is None else columns)
-        return self.matrix[chosen], None if self.slack is None else self.slack[chosen]
+        part, slack = self.matrix, self.slack
+        if rows is not None:
+            part, slack = part[rows], None if slack is None else slack[rows]
+        if columns is not None:
+            part, slack = part[:, columns], None if slack is None else slack[:, columns]
+        return part, slack
+
+    @cached_property
+    def row_limits(self) -> np.ndarray:
+        """By how much its rows may be off."""
+        return self.limits(self.matrix, self.slack)
 
     def limits(self, part: np.ndarray, slack: np.ndarray | None = None) -> np.ndarray:
         """By how much the rows of a part may be off."""
@@ -180,9 +187,10 @@ class Reference(_Sizes):
         if abs(k - 1) < SLACK * self.tolerance or self.is_noise:
             k = 1.0
         off, grown = matrix - k * part, max(1.0, abs(k))
-        fits = (_norms(off) <= grown * self.limits(part, slack)).all()
-        fits &= (_norms(off.T) <= grown * self.limits(part.T, None if slack is None else slack.T)).all()
-        return k if fits and abs(k) >= 1e-6 else None
+        if abs(k) < 1e-6 or not (_norms(off) <= grown * self.limits(part, slack)).all():
+            return None
+        limits = self.limits(part.T, None if slack is None else slack.T)
+        return k if (_norms(off.T) <= grown * limits).all() else None
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
         """Whether a matrix differs from that part by the same in every row: a bias added elsewhere, or by all."""
@@ -196,7 +204,7 @@ class Reference(_Sizes):
     def locate_rows(self, piece: Piece, columns: Map | None) -> tuple[Map, bool] | None:
         """The rows of the reference that a piece with these columns has, and whether no others would do."""
         part, slack = self._part(None, columns)
-        return _nearest(piece.matrix, part, self.limits(part, slack))
+        return _nearest(piece.matrix, part, self.row_limits if columns is None else self.limits(part, slack))
 
     def locate_columns(self, piece: Piece, rows: Map | None) -> tuple[Map, bool] | None:
         """The columns of the reference that a piece with these rows has."""
