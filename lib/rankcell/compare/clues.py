@@ -71,7 +71,23 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     says, clue = _told(judge, wrong)
     if used_as_whole:
         return (replace(wrong, says=says), False) if says else (row, True)
-    return replace(row, says=says, clue=clue or row.clue or between(row, rows) or given(row, rows)), False
+    return replace(
+        row, says=says, clue=clue or row.clue or _mixed(judge, row, rows) or between(row, rows) or given(row, rows)
+    ), False
+
+
+def _mixed(judge: Any, row: Row, rows: Sequence[Row]) -> str:
+    """The other gradient of which a rank takes the place of this one: neither is right, and their sum is."""
+    others = (r for r in rows if (r.kind, r.step, r.status) == ("grad", row.step, "none") and r.name != row.name)
+    for other in others if row.kind == "grad" else ():
+        keys = [("grad", name, row.step, 0) for name in (row.name, other.name)]
+        (mine, *_), (theirs, *_) = (judge.dense[key] for key in keys)
+        pairs = [*zip(*(judge.ranks[key] for key in keys), strict=False)]
+        if mine.shape == theirs.shape and all(a.shape == b.shape for (_, a), (_, b) in pairs):
+            whole = Reference(matrix_of(mine) + matrix_of(theirs), judge.tolerance)
+            if all(whole.factor(matrix_of(a) + matrix_of(b), None, None) == 1.0 for (_, a), (_, b) in pairs):
+                return f"its sum with `{other.title}` is right: do the ranks take the two in another order?"
+    return ""
 
 
 def _of_stages(row: Row, rows: Sequence[Row]) -> str:

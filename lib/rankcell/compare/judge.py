@@ -48,6 +48,8 @@ def compare(
             f"which is which with names={{'the ranks' name': 'the dense name'}}."
         )
     first, blamed = None, first_wrong(rows)
+    if blamed is not None and (odd := judge.steps_elsewhere(rows)):
+        rows, blamed = [odd if r.key == odd.key else r for r in rows], (odd, False)
     beside = Beside(() if judge.has_dropout else getattr(one, "beside", ()), ranks, SLACK * judge.tolerance)
     rows, blamed = beside.told(rows, blamed, judge.holders)
     if blamed is not None:
@@ -156,6 +158,22 @@ class Judge:
                 elif any(k == "parameter" and s == step for k, _, s, _ in self.ranks):
                     found.append(Row(name, kind, step, BEFORE, "none", holders))
         return found
+
+    def steps_elsewhere(self, rows: Sequence[Row]) -> Row | None:
+        """Where ranks update their weights after another number of calls of a module than one process, of as many."""
+        for row in (r for r in rows if r.kind == "output"):
+            keys = [("output", row.name, step, 0) for step in range(1 + max(key[2] for key in self.ranks))]
+            one = [len(self.dense.get(key, ())) for key in keys]
+            here = {rank: [sum(r == rank for r, _ in self.ranks.get(key, ())) for key in keys] for rank in row.ranks}
+            odd = {rank: n for rank, n in here.items() if n != one and sum(n) == sum(one)}
+            at = [next(s for s, (a, b) in enumerate(zip(n, one, strict=True)) if a != b) for n in odd.values()]
+            if odd and row.step == min(at):
+                after = [odd[rank][row.step] for rank in odd]
+                says = f"{name_ranks([*odd])}: after {name_some([*dict.fromkeys(map(str, after))])} calls of it in "
+                says += f"step {row.step + 1} the weights are updated, in one process after {one[row.step]}: is a step "
+                says += "skipped in one of them, for an overflow on its own part, or made too often?"
+                return row.found("none", "updated after other calls", ranks=tuple(odd), says=says)
+        return None
 
     def _cut_off(self, name: str, step: int) -> tuple[int, ...]:
         """Ranks that compute a module whose own parameters all end without a gradient there."""
