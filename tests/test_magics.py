@@ -198,6 +198,22 @@ def test_ranks_follow_the_notebook_into_another_folder(shell, tmp_path, monkeypa
     assert shell.run_cell(where).result.values[1] == "/"
 
 
+def test_ranks_follow_the_notebook_to_another_default_dtype(shell):
+    def makes(setting=""):
+        return shell.run_cell(f"%%ranks 4\n{setting}\nstr(torch.ones(1).dtype)[6:]").result.values
+
+    assert makes() == ["float32"] * 4
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert makes() == ["float64"] * 4
+        # what a rank sets by itself stays
+        assert makes("if rank == 1: torch.set_default_dtype(torch.float16)")[:2] == ["float64", "float16"]
+        assert makes()[:2] == ["float64", "float16"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert makes() == ["float32"] * 4
+
+
 def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
     class Trainer:
         def __init__(self):

@@ -51,6 +51,7 @@ class Task:
     source: str = ""
     filename: str = "<cell>"
     folder: str = ""  # in which the notebook is
+    dtype: Any = None  # what torch makes tensors of there; None: the notebook has not imported torch
     call: bytes = b""  # cloudpickle of (function, args, kwargs)
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()

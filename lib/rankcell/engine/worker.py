@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
+import torch
 
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
@@ -63,6 +64,7 @@ class Rank:
         self._pid = os.getpid()
         self._notes: list[str] = []
         self._folder = config.folder
+        self._dtype: Any = torch.get_default_dtype()
         self._exit = ""  # what ended the cell early, without an error
         self._models: dict[str, Any] = {}  # that the cell was given: the model, and which versions its weights had
         environment.enter(config)
@@ -179,6 +181,9 @@ class Rank:
             self._folder = task.folder
             with contextlib.suppress(OSError):
                 os.chdir(task.folder)
+        if task.dtype not in (None, self._dtype):  # the same of `torch.set_default_dtype`
+            self._dtype = task.dtype
+            torch.set_default_dtype(task.dtype)
         self._exit, value = "", None
         operation.cell["runs"] = "" if task.call else task.filename
         try:

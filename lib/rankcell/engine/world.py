@@ -7,6 +7,7 @@ A world is a set of processes that live on from cell to cell, on this machine or
 import ast
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -167,6 +168,7 @@ class Ranks:
                 cell=f"{self._workers.generation}.{self._cells}",
                 filename=filename,
                 folder=system.current_folder(),
+                dtype=torch.get_default_dtype() if (torch := sys.modules.get("torch")) else None,
                 pull=tuple(pull),
                 values=values,
                 # all ranks or none: a rank that counts on is out of step with those that begin anew
