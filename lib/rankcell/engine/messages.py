@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..results import Display, RankResult
+from ..results import Display, Frame, RankResult
 
 # in its environment the fork server finds what to remove when the notebook is gone
 FOLDER = "RANKCELL_FOLDER"
@@ -201,6 +201,7 @@ class ProcessExited:
 
     rank: int
     how: str  # in words, to follow "rank 2"
+    stack: tuple[Frame, ...] = ()  # where it crashed
 
 
 HostEvent = Output | WorkerMessage | ProcessExited

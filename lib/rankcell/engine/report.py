@@ -37,10 +37,7 @@ _ENVIRONMENT = (
     "notebook before `%ranks restart`."
 )
 _HIDDEN = "`{0}` is of type {1} here, which hides Python's `{0}`: `del {0}` in a rank cell, and take another name."
-_SET = (
-    "A cell has given `{0}` another value: it is of type {1} now, and no longer {2}. Write `del {0}` in a rank cell: "
-    "the next one finds {2} again. And take another name for yours."
-)
+_SET = "A cell has set `{0}`: it is of type {1} now, no longer {2}. `del {0}` in a rank cell brings that back."
 _GIVEN = {"torch": torch, "dist": torch.distributed, "device": torch.device}  # what rank cells find: the value, or type
 _NO_DEVICE = re.compile(r"torch\.device|device string|device ordinal|with CUDA|No CUDA|no NVIDIA")
 _NOTES = {  # by a part of the exception: what to do
@@ -132,12 +129,11 @@ def _given(error: BaseException) -> list[str]:
     """What to do where a line of a cell failed for a name that every rank cell finds and that has another value now."""
     names = vars(sys.modules["__main__"])
     frame, line = [e for e in traceback.walk_tb(error.__traceback__) if e[0].f_globals is names][-1]
-    text = linecache.getline(frame.f_code.co_filename, line)
+    used = re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, line))
     for name, ours in _GIVEN.items():
         value = (names | frame.f_locals).get(name, ours)
-        changed = value is names.get(name) and value is not ours and type(value) is not ours  # and no function's own
-        failed = getattr(error, "obj", error) is value or (name == "device" and _NO_DEVICE.search(str(error)))
-        if changed and failed and re.search(rf"\b{name}\b", text):
+        changed = name in used and value is names.get(name) and value is not ours and type(value) is not ours
+        if changed and (getattr(error, "obj", error) is value or (name == "device" and _NO_DEVICE.search(str(error)))):
             return [_SET.format(name, type(value).__name__, repr(ours).split("'")[1])]
     return []
 

@@ -25,7 +25,7 @@ import torch
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
 from ..source import split, versions
-from . import control, current, environment, listen, operation, record, report, shell, system
+from . import control, current, environment, listen, operation, record, report, shell, stacks, system
 from .channel import Channel
 from .groups import Groups
 from .match import SignatureTable
@@ -44,9 +44,10 @@ def prepare() -> None:
     sys.displayhook = sys.__displayhook__
 
 
-def main(config: StartRank, work: int, control: int, stdout: int, stderr: int, table: int) -> None:
+def main(config: StartRank, work: int, control: int, stdout: int, stderr: int, table: int, crash: int) -> None:
     """The life of a rank, in a new process that has torch, to the end of its channel."""
     system.die_with_parent()
+    stacks.keep_crashes(crash)
     os.setpgid(0, 0)  # what a cell starts is in this group, and ends with it
     Rank(config, Channel(socket.socket(fileno=work)), control, Stdio(stdout, stderr), table).serve()
 

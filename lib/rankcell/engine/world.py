@@ -6,6 +6,7 @@ A world is a set of processes that live on from cell to cell, on this machine or
 
 import ast
 import atexit
+import linecache
 import os
 import sys
 import threading
@@ -313,6 +314,7 @@ def _work(
     """What a `Task` says of the work: its source, or a call."""
     if isinstance(work, str):
         ast.parse(work, filename)  # a syntax error is raised here, once, before any rank has run
+        linecache.cache[filename] = (len(work), None, work.splitlines(True), filename)  # for the lines of a crash
         return {"source": work}
     if callable(work):
         return {"call": _pickle("the function", (work, tuple(args), dict(kwargs or {})))}
