@@ -432,7 +432,7 @@ ENDS = {
     "os._exit": ("import os; os._exit(3)", "rank 1 of 4 left with exit code 3 (os._exit)"),
     "segfault": (
         "import ctypes; ctypes.string_at(0)",
-        "rank 1 of 4 was ended by SIGSEGV (a crash in C code)",
+        'rank 1 of 4 was ended by SIGSEGV (a crash in C code)\n\n  File "<cell>", line 2, in <module>\n    if rank ==',
     ),
 }
 

@@ -174,6 +174,27 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell, monkeypatch)
         cell("4", "filter(1)(2)")  # callable, and what it gives is not
     assert "hides" not in str(other.value)
     cell("4", "del max, filter")
+    cell("4", "dist, device = torch.ones(2), 'cuda:7'")
+    with pytest.raises(
+        RankError, match=r"A cell has set `dist`: it is of type Tensor now, no longer torch\.dis"
+    ):
+        cell("4", "dist.all_reduce(torch.ones(1))")
+    with pytest.raises(
+        RankError, match=r"A cell has set `device`: it is of type str now, no longer torch\.device"
+    ):
+        cell("4", "torch.ones(1).to(device)")
+    for innocent in (
+        "dist.view(3)",
+        "dist.view(2) + 'a'.of",
+        "def f(dist): dist.to_the_left()\nf(rank)",
+        "torch.ones(2, device='meta').to('cpu'), device",
+        "device_mesh(device)",
+    ):
+        with pytest.raises(RankError) as other:
+            cell("4", innocent)
+        assert "has set" not in str(other.value)
+    cell("4", "del dist, device")
+    assert cell("4", "dist.all_reduce(x := torch.ones(1, device=device))\nx.item()").values == [4.0] * 4
     with pytest.raises(RankError, match="A rank has no keyboard, so the debugger cannot ask"):
         cell("4", "import IPython\nIPython.embed()")
     with pytest.raises(RankError) as other:
@@ -196,6 +217,22 @@ def test_ranks_follow_the_notebook_into_another_folder(shell, tmp_path, monkeypa
         assert shell.run_cell(where).result.values == [str(tmp_path / folder)] * 4
     shell.run_cell("%%ranks 4\nif rank == 1: os.chdir('/')")  # where a rank goes by itself it stays
     assert shell.run_cell(where).result.values[1] == "/"
+
+
+def test_ranks_follow_the_notebook_to_another_default_dtype(shell):
+    def makes(setting=""):
+        return shell.run_cell(f"%%ranks 4\n{setting}\nstr(torch.ones(1).dtype)[6:]").result.values
+
+    assert makes() == ["float32"] * 4
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert makes() == ["float64"] * 4
+        # what a rank sets by itself stays
+        assert makes("if rank == 1: torch.set_default_dtype(torch.float16)")[:2] == ["float64", "float16"]
+        assert makes()[:2] == ["float64", "float16"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert makes() == ["float32"] * 4
 
 
 def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):

@@ -340,15 +340,17 @@ _DEVICE_ASSERT = re.compile(r"block: \[\d+,\d+,\d+\], thread: \[\d+,\d+,\d+\] As
 def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankLost:
     """The error for a cell in which the process of a rank ended, and was `replaced` or ended the world."""
     lost = list(lost)
-    ends: dict[str, list[int]] = {}
+    ends: dict[tuple[str, str], list[int]] = {}
     for result in lost:
         assert result.error is not None
         message = result.error.message
         if asserted := _DEVICE_ASSERT.search(result.stderr):
             message = message.replace(" (a crash in C code)", f" after a device-side assert: {asserted[1]}")
-        ends.setdefault(message, []).append(result.rank)
-    said = {end: re.sub("^was ", "were ", end) if len(ranks) > 1 else end for end, ranks in ends.items()}
-    lines = [f"{name_ranks(ranks)} of {run.world_size} {said[end]}" for end, ranks in ends.items()]
+        ends.setdefault((message, describe_frames(result.error)), []).append(result.rank)
+    lines = []
+    for (end, frames), ranks in ends.items():
+        said = re.sub("^was ", "were ", end) if len(ranks) > 1 else end
+        lines += [f"{name_ranks(ranks)} of {run.world_size} {said}", *([f"\n{frames}\n"] if frames else [])]
     if not replaced:
         lines.append(
             "All ranks of this world were ended, and their names are gone. The next cell starts new ones, as "

@@ -3,7 +3,7 @@
     both sides       messages   what travels, typed, without torch
                      channel    whole messages over a socket
                      system     what only some operating systems offer
-                     match      calls that must be alike on several ranks
+                     match      calls that must be alike on several ranks;  stacks  where a process stands or crashed
     notebook side    world      run cells, repair, stop
                      cell       one cell: send, poll, diagnose, free, and what went wrong first
                      diagnose   who waits for whom, and what is to blame: a pure function of  states
@@ -19,7 +19,7 @@
                      streams    when a GPU is through with one
                      observe    what a program asks for besides (the part `observers` measures)
 
-Imports go from `world` and from `worker` downwards; the two sides meet in `messages`, `match` and `system` only.
+Imports go from `world` and from `worker` downwards; the two sides meet in what `both sides` lists.
 CONTRIBUTING.md follows one cell and one event through these files. It draws nothing and knows nothing of IPython's
 magics; where the ranks of a world live otherwise, a part says through `extensions`.
 """

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import errors
-from . import devices, launch, system
+from . import devices, launch, stacks, system
 from .channel import Channel, pair
 from .host import Host
 from .match import SignatureTable
 from .messages import CRASHED, HostEvent, Output, ProcessExited, StartRank, WorkerMessage
 
 MEMORY_PER_RANK = 40 << 20  # bytes; measured: 20-60 MB (PSS) for an idle rank
-FILES_PER_RANK = 8  # descriptors that the notebook's process needs
+FILES_PER_RANK = 9  # descriptors that the notebook's process needs
 MOST = 512  # ranks: each holds a connection to every other one
 
 
@@ -48,6 +48,7 @@ class _Member:
     control: Channel
     stdout: int
     stderr: int
+    crash: int  # it writes there where it stands when it crashes
     process: BaseProcess = field(init=False)
     ended: bool = False
 
@@ -60,8 +61,8 @@ class _Member:
     def close(self) -> None:
         self.work.close()
         self.control.close()
-        os.close(self.stdout)
-        os.close(self.stderr)
+        for fd in (self.stdout, self.stderr, self.crash):
+            os.close(fd)
 
 
 class Local(Host):
@@ -121,7 +122,7 @@ class Local(Host):
         if self.choice.backend == "gloo":
             environment.setdefault("GLOO_SOCKET_IFNAME", self._interface)
         members: list[_Member] = []
-        asked: list[tuple[StartRank, list[int]]] = []
+        asked: list[tuple[StartRank, list[int], list[int]]] = []
         try:
             for order in orders:
                 work, work_theirs = pair()
@@ -131,10 +132,10 @@ class Local(Host):
                 system.enlarge_pipe(out_read)
                 os.set_blocking(out_read, False)
                 os.set_blocking(err_read, False)
-                members.append(_Member(order.rank, work, control, out_read, err_read))
+                members.append(_Member(order.rank, work, control, out_read, err_read, system.shared_file(0)))
                 theirs = [work_theirs.detach(), control_theirs.detach(), out_write, err_write]
-                asked.append((replace(order, environment=environment), theirs))
-            processes = launch.start([(order, [*fds, self._table]) for order, fds in asked], self._method)
+                asked.append((replace(order, environment=environment), theirs, [self._table, members[-1].crash]))
+            processes = launch.start([(order, [*fds, *ours]) for order, fds, ours in asked], self._method)
         except BaseException as error:
             for member in members:
                 member.close()
@@ -145,7 +146,7 @@ class Local(Host):
                 ) from None
             raise
         finally:
-            for _, theirs in asked:
+            for _, theirs, _ in asked:
                 for fd in theirs:
                     os.close(fd)
         for member, process in zip(members, processes, strict=True):
@@ -218,7 +219,9 @@ class Local(Host):
         launch.end(member.process)  # what it has left behind
         self._unregister(*member.sources.values())
         member.process.join(10.0)  # on a busy machine the process that knows how it ended may be seconds late
-        found.append(ProcessExited(member.rank, how_it_ended(member.process.exitcode)))
+        how = how_it_ended(member.process.exitcode)
+        stack = stacks.own(stacks.crash_in(member.crash)[1]) if "crash" in how else ()
+        found.append(ProcessExited(member.rank, how, stack[-8:]))  # of a recursion the end
 
     def _take_work(self, member: _Member, found: list[HostEvent]) -> bool:
         """A rank's messages, after what it wrote before them, which lies in the pipes; whether it may say more."""

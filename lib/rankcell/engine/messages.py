@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..results import Display, RankResult
+from ..results import Display, Frame, RankResult
 
 # in its environment the fork server finds what to remove when the notebook is gone
 FOLDER = "RANKCELL_FOLDER"
@@ -51,6 +51,7 @@ class Task:
     source: str = ""
     filename: str = "<cell>"
     folder: str = ""  # in which the notebook is
+    dtype: Any = None  # what torch makes tensors of there; None: the notebook has not imported torch
     call: bytes = b""  # cloudpickle of (function, args, kwargs)
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
@@ -200,6 +201,7 @@ class ProcessExited:
 
     rank: int
     how: str  # in words, to follow "rank 2"
+    stack: tuple[Frame, ...] = ()  # where it crashed
 
 
 HostEvent = Output | WorkerMessage | ProcessExited

@@ -5,6 +5,7 @@ import io
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from dataclasses import replace
@@ -36,6 +37,9 @@ _ENVIRONMENT = (
     "notebook before `%ranks restart`."
 )
 _HIDDEN = "`{0}` is of type {1} here, which hides Python's `{0}`: `del {0}` in a rank cell, and take another name."
+_SET = "A cell has set `{0}`: it is of type {1} now, no longer {2}. `del {0}` in a rank cell brings that back."
+_GIVEN = {"torch": torch, "dist": torch.distributed, "device": torch.device}  # what rank cells find: the value, or type
+_NO_DEVICE = re.compile(r"torch\.device|device string|device ordinal|with CUDA|No CUDA|no NVIDIA")
 _NOTES = {  # by a part of the exception: what to do
     "BdbQuit": BDB_NOTE,
     "is not part of group": "`src`, `dst` are ranks of the world, `group_src` and `group_dst` count within the group.",
@@ -63,7 +67,7 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
         message = "" if error.code is None else _safely(lambda: str(error.code), "")
     kind, frames = type(error).__name__, _frames(error)
     notes += [note for text, note in _NOTES.items() if text in f"{kind}: {message}"]
-    notes += _safely(lambda: _of_names(error), [])
+    notes += _safely(lambda: _of_names(error), []) + _safely(lambda: _given(error), [])
     if "_launcher(" in str(frames) and kind != "SpawnError":  # those of accelerate
         notes.append("This cell runs on several ranks already: call the function itself, without a launcher.")
     told = isinstance(error, SpawnError)  # what is behind it is a traceback of the other process
@@ -119,6 +123,19 @@ def _of_names(error: BaseException) -> list[str]:
     called = re.findall(r"\b([a-z]\w*)\(", linecache.getline(frame.f_code.co_filename, line))
     hidden = {name for name in called if hasattr(builtins, name) and not callable(here.get(name, int))}
     return [_HIDDEN.format(name, type(here[name]).__name__) for name in hidden if "not callable" in str(error)]
+
+
+def _given(error: BaseException) -> list[str]:
+    """What to do where a line of a cell failed for a name that every rank cell finds and that has another value now."""
+    names = vars(sys.modules["__main__"])
+    frame, line = [e for e in traceback.walk_tb(error.__traceback__) if e[0].f_globals is names][-1]
+    used = re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, line))
+    for name, ours in _GIVEN.items():
+        value = (names | frame.f_locals).get(name, ours)
+        changed = name in used and value is names.get(name) and value is not ours and type(value) is not ours
+        if changed and (getattr(error, "obj", error) is value or (name == "device" and _NO_DEVICE.search(str(error)))):
+            return [_SET.format(name, type(value).__name__, repr(ours).split("'")[1])]
+    return []
 
 
 def _without_gradient(error: BaseException) -> list[str]:

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
+import torch
 
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
 from ..source import split, versions
-from . import control, current, environment, listen, operation, record, report, shell, system
+from . import control, current, environment, listen, operation, record, report, shell, stacks, system
 from .channel import Channel
 from .groups import Groups
 from .match import SignatureTable
@@ -43,9 +44,10 @@ def prepare() -> None:
     sys.displayhook = sys.__displayhook__
 
 
-def main(config: StartRank, work: int, control: int, stdout: int, stderr: int, table: int) -> None:
+def main(config: StartRank, work: int, control: int, stdout: int, stderr: int, table: int, crash: int) -> None:
     """The life of a rank, in a new process that has torch, to the end of its channel."""
     system.die_with_parent()
+    stacks.keep_crashes(crash)
     os.setpgid(0, 0)  # what a cell starts is in this group, and ends with it
     Rank(config, Channel(socket.socket(fileno=work)), control, Stdio(stdout, stderr), table).serve()
 
@@ -63,6 +65,7 @@ class Rank:
         self._pid = os.getpid()
         self._notes: list[str] = []
         self._folder = config.folder
+        self._dtype: Any = torch.get_default_dtype()
         self._exit = ""  # what ended the cell early, without an error
         self._models: dict[str, Any] = {}  # that the cell was given: the model, and which versions its weights had
         environment.enter(config)
@@ -179,6 +182,9 @@ class Rank:
             self._folder = task.folder
             with contextlib.suppress(OSError):
                 os.chdir(task.folder)
+        if task.dtype not in (None, self._dtype):  # the same of `torch.set_default_dtype`
+            self._dtype = task.dtype
+            torch.set_default_dtype(task.dtype)
         self._exit, value = "", None
         operation.cell["runs"] = "" if task.call else task.filename
         try:

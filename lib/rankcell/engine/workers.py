@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import errors
-from ..results import RankFailure, name_ranks
+from ..results import Frame, RankFailure, name_ranks
 from . import messages, system
 from .host import Host
 from .received import Received
@@ -69,7 +69,7 @@ class Workers:
             elif isinstance(event, messages.WorkerMessage):
                 self._take(event.rank, received, pickle.loads(event.message))
             elif isinstance(event, messages.ProcessExited):
-                self.lose(event.rank, event.how)
+                self.lose(event.rank, event.how, event.stack)
 
     def _take(self, rank: int, received: Received, message: Any) -> None:
         if isinstance(message, messages.Joined):
@@ -85,12 +85,12 @@ class Workers:
         elif message.cell == self._cell:
             received.done = message
 
-    def lose(self, rank: int, how: str, *, by_us: bool = False) -> None:
-        """Note that the process of `rank` has ended, or that we have ended it."""
+    def lose(self, rank: int, how: str, stack: tuple[Frame, ...] = (), *, by_us: bool = False) -> None:
+        """Note that the process of `rank` has ended, having crashed in `stack`, or that we have ended it."""
         received = self.received[rank]
         if received.lost is None or by_us:
             at = received.lost.at if received.lost else time.monotonic() - self.began
-            received.lost = RankFailure("RankLost", how, at=at, caused_by_abort=by_us)
+            received.lost = RankFailure("RankLost", how, stack, at=at, caused_by_abort=by_us)
 
     def ask(self, ranks: Sequence[int], about: str, argument: Any = None, *, wait: float) -> dict[int, Any]:
         """Ask the control threads of `ranks`; the answers that came within `wait` seconds. None: it found none."""

@@ -6,7 +6,9 @@ A world is a set of processes that live on from cell to cell, on this machine or
 
 import ast
 import atexit
+import linecache
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -167,6 +169,7 @@ class Ranks:
                 cell=f"{self._workers.generation}.{self._cells}",
                 filename=filename,
                 folder=system.current_folder(),
+                dtype=torch.get_default_dtype() if (torch := sys.modules.get("torch")) else None,
                 pull=tuple(pull),
                 values=values,
                 # all ranks or none: a rank that counts on is out of step with those that begin anew
@@ -311,6 +314,7 @@ def _work(
     """What a `Task` says of the work: its source, or a call."""
     if isinstance(work, str):
         ast.parse(work, filename)  # a syntax error is raised here, once, before any rank has run
+        linecache.cache[filename] = (len(work), None, work.splitlines(True), filename)  # for the lines of a crash
         return {"source": work}
     if callable(work):
         return {"call": _pickle("the function", (work, tuple(args), dict(kwargs or {})))}

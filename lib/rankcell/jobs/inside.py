@@ -22,10 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine import channel, system
+from ..engine import channel, stacks, system
 from ..engine.messages import Answer, Question
 from ..results import Frame, at_line
-from . import stacks
 from .records import RankArrived, RankRecord
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from itertools import takewhile, zip_longest
 from typing import Any
 
 from .. import errors
-from ..engine import diagnose
+from ..engine import diagnose, stacks
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
 from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
-from . import stacks
 from .divergence import Divergence, find_divergent_rank, what
 from .records import RankRecord
 

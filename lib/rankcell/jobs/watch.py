@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..engine import channel, system
+from ..engine import channel, stacks, system
 from ..engine.messages import Answer, Question
-from . import inside, stacks
+from . import inside
 from .records import RankArrived, RankRecord
 
 ANSWER = 20.0  # seconds for a rank to answer a question: on a busy machine it waits for a core

@@ -15,8 +15,7 @@ _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python\d|/rankcell/(engine|jobs)/|^<frozen|^torch/|"
     r"/torch/(distributed|nn|autograd|utils|optim|multiprocessing|_\w+)/"
 )
-_CRASH_FRAME = re.compile(r'^ *File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-_crashes: list[Any] = []  # the file that faulthandler writes to must stay open
+_CRASH_FRAME = re.compile(r'^ *File "(?!<string>)(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
@@ -43,17 +42,17 @@ def _frame(file: str, line: int, name: str) -> Frame:
     return Frame(file, line, name, linecache.getline(file, line).strip())
 
 
-def keep_crashes(path: str) -> None:
-    """From now on this process writes into `path` where it stood when it crashed, if the program does not do so."""
+def keep_crashes(file: str | int) -> None:
+    """From now on this process writes into `file` where it stood when it crashed, if the program does not do so."""
     if not faulthandler.is_enabled():
-        _crashes.append(open(path, "w"))  # noqa: PTH123 - kept open
-        faulthandler.enable(file=_crashes[0], all_threads=False)
+        faulthandler.enable(file=open(file, "w"), all_threads=False)  # noqa: PTH123 - it keeps the file
 
 
-def crash_in(path: str) -> tuple[str, tuple[Frame, ...]]:
+def crash_in(file: str | int) -> tuple[str, tuple[Frame, ...]]:
     """What a crash has left in a file: the name of the signal, and the stack; ("", ()) if there was none."""
-    with contextlib.suppress(OSError):
-        _, begins, text = Path(path).read_text().partition("Fatal Python error: ")
+    with contextlib.suppress(OSError), open(file, closefd=isinstance(file, str)) as opened:
+        opened.seek(0)
+        _, begins, text = opened.read().rpartition("Fatal Python error: ")  # a fork may have crashed before
         if begins:
             frames = [_frame(file, int(line), name) for file, line, name in _CRASH_FRAME.findall(text)]
             return text.partition("\n")[0], tuple(reversed(frames))
