@@ -26,6 +26,9 @@ _CONSEQUENCE = re.compile(
     r"timeout|broken pipe|remote process exited|network error|peer closed",
     re.IGNORECASE,
 )
+# what a program calls: no private function, no wrapper, nothing of ours
+_CALLED = re.compile(r"(\w+\.)*(__\w+__|[^\W_]\w*) of (?!rankcell\.)")
+_FROM_WORKER = "_MultiProcessingDataLoaderIter._get_data of "
 _OWN_ERRORS = ("ValueError", "KeyError", "OSError")  # of the program, whatever their text says
 
 
@@ -189,6 +192,7 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
         by_rank, missed = {s.rank: s for s in states}, set(culprits)
         places = [(w.file, w.line) for r, w in waits.items() if missed.intersection(missing_peers(w, by_rank, r))][:1]
     kind = "still" if any(records[r].phase == "still" for r in culprits) else "hang"
+    advice = _of_loader([records[r] for r in culprits]) or advice
     places = list(dict.fromkeys(p for p in places if p[1]))
     return JobVerdict(kind, tuple(culprits), head, rows(states, len(states), culprits), advice, tuple(places))
 
@@ -270,6 +274,28 @@ def unclear(records: Sequence[RankRecord], headline: str, advice: str = "") -> J
     return JobVerdict("unclear", (), headline, rows([state_of(r) for r in records], len(records)), advice)
 
 
+def stalled(records: Sequence[RankRecord], limit: float) -> JobVerdict:
+    """Where nothing has moved for `limit` seconds, and nobody waits for another rank."""
+    if any(map(waits_for, records)):
+        return unclear(
+            records,
+            f"nothing has moved for {limit:.0f} s.",
+            "Everybody has come to the operation that it stands in: what does not end is the transfer itself. Look "
+            "at the network and at what the backend logs.",
+        )
+    advice = "Look at what they wait for: a file, a lock, input, another process?"
+    head = f"nothing has moved for {limit:.0f} s, and no rank waits in a communication."
+    return unclear(records, head, _of_loader(records) or advice)
+
+
+def _of_loader(records: Sequence[RankRecord]) -> str:
+    """What to do where ranks stand still in their data loader, else ""."""
+    loads = [r.rank for r in records if any(f.name.startswith(_FROM_WORKER) for f in stacks.below(r.stack))]
+    wait = f"{name_ranks(loads)} wait{'s' * (len(loads) == 1)} for a worker of the data loader".capitalize()
+    may = "What does that wait for: a file, a lock that was held when it was forked, another process?"
+    return f"{wait}. {may}" if loads else ""
+
+
 def finished(records: Sequence[RankRecord]) -> JobVerdict:
     """Nothing went wrong: what every rank has done."""
     states = [state_of(r) for r in records]
@@ -296,7 +322,11 @@ def _details(record: RankRecord) -> list[str]:
     if frames := record.stack:
         shown = (stacks.own(frames) or frames)[-6:]
         lines = errors.describe_frames(RankFailure("", "", shown)).split("\n")
-        lines += [] if shown[-1] is frames[-1] else [f"  (in {frames[-1].name})"]
+        if shown[-1] is not frames[-1]:
+            inner = stacks.below(frames)
+            called = next(filter(lambda f: _CALLED.match(f.name), inner), inner[0])
+            last = inner[-1].name.partition(" of ")[0].rpartition(".")[2]
+            lines.append(f"  (in {called.name}{'' if called is inner[-1] else f', in {last}'})")
     if record.events:
         lines.append("  last operations:")
     for event in record.events[-SHOWN:]:
