@@ -283,6 +283,37 @@ dist.barrier()
     assert "that of rank 0 is made inside forward" in said or "Only rank 0 went on" in said
 
 
+def test_a_backward_that_one_rank_has_not_done_has_usual_reasons(four):
+    source = """
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for step in range(3):
+    loss = net(torch.ones(1, 2)).sum()
+    if (rank, step) != (1, STEP): loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+"""
+    for step in "20":
+        said = str(fails(four, source.replace("STEP", step), RankMismatch))
+        assert "Usual reasons: on one rank backward gave some parameters no gradient" in said, step
+    other = source.replace("loss.backward()", "dist.broadcast(torch.ones(6), 0)").replace("STEP", "2")
+    assert "Usual reasons" not in str(fails(four, other, RankMismatch))
+
+
+def test_parameters_without_a_gradient_are_known_to_a_job(four):
+    """Of a model that has other gradients, where DDP does not look for such parameters itself."""
+    source = """
+from rankcell.jobs.recording import Recording
+parts = {"idle": torch.nn.Linear(1, 1), "used": torch.nn.Linear(1, 1, bias=False)}
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.ModuleDict(parts), find_unused_parameters=LOOKS)
+names = [Recording.without_gradient()]
+parts["used"].weight.grad = torch.ones(1, 1)
+names += [Recording.without_gradient()]
+names
+"""
+    assert four.run(source.replace("LOOKS", "False")).values[0] == [(), ("idle.weight", "idle.bias")]
+    assert four.run(source.replace("LOOKS", "True")).values[0][1] == ()
+
+
 FROZEN = "for p in net[0].parameters(): p.requires_grad = False"
 
 

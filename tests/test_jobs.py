@@ -241,6 +241,21 @@ def test_where_all_stand_still_outside_torch_no_transfer_is_suspected():
     assert "transfer" in str(verdict.stalled([waiting(rank) for rank in WORLD], 60.0))
 
 
+def test_a_backward_that_a_rank_has_not_done_names_parameters_without_a_gradient():
+    step = [{"line": 12, "via": "backward"}, {"line": 14, "via": ""}] * 3
+    ran = [tuple(event(r, seq=n, **e) for n, e in enumerate(step[:5], 1)) for r in range(2)]
+    ran[1] = (*ran[1][:4], event(1, seq=5, shape=(), line=14))
+    calls = {r: Call(e[-1].text, e[-1].line, 5, "0", "all_reduce", TRAIN) for r, e in enumerate(ran)}
+    failure = RankFailure("MismatchError", "...", mismatch=Mismatch("different shapes", calls))
+    records = [
+        RankRecord(0, 2, "error", failure=failure, events=ran[0]),
+        RankRecord(1, 2, events=ran[1], without=("b",)),
+    ]
+    advice = verdict.judge(records).advice
+    assert "inside backward. Usual reasons:" in advice
+    assert advice.endswith("Parameters of rank 1 without a gradient now: b.")
+
+
 def test_of_a_circle_the_odd_rank_is_blamed():
     pair = [waiting(0, group="1", ranks=(0, 1), seq=1, line=20), waiting(1), waiting(2)]
     counts = [{("1", (0, 1)): 1, ("0", WORLD): 3}, {("1", (0, 1)): 0, ("0", WORLD): 4}, {("0", WORLD): 4}]

@@ -15,7 +15,7 @@ from .. import errors
 from ..engine import diagnose
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
-from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
+from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks, name_some
 from . import stacks
 from .divergence import Divergence, find_divergent_rank, what
 from .records import RankRecord
@@ -29,6 +29,11 @@ _CONSEQUENCE = re.compile(
 # what a program calls: no private function, no wrapper, nothing of ours
 _CALLED = re.compile(r"(\w+\.)*(__\w+__|[^\W_]\w*) of (?!rankcell\.)")
 _FROM_WORKER = "_MultiProcessingDataLoaderIter._get_data of "
+_BACKWARD = " inside backward"
+_NOT_REDUCED = (
+    "Usual reasons: on one rank backward gave some parameters no gradient (another way through the model), or it was "
+    "skipped (a caught exception, a `continue`, one batch fewer)."
+)
 _OWN_ERRORS = ("ValueError", "KeyError", "OSError")  # of the program, whatever their text says
 
 
@@ -246,10 +251,16 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         new = find_divergent_rank(records, sorted(calls))
         if new is not None and new.call is not None and new.usual is not None:
             now, until = (call_of(e, size) + inside(e) for e in (new.call, new.usual))
-            return f"Only rank {new.rank} went on otherwise than before: to {now}, where until then came {until}."
+            said = f"Only rank {new.rank} went on otherwise than before: to {now}, where until then came {until}."
+            if not (until.endswith(_BACKWARD) and not now.endswith(_BACKWARD)):
+                return said
+            without = next(r.without for r in records if r.rank == new.rank)
+            have = f" Parameters of rank {new.rank} without a gradient now: {name_some(without, 6)}." if without else ""
+            return f"{said} {_NOT_REDUCED}{have}"
         within = {r.rank: inside(r.events[-1]) for r in records if r.rank in calls and r.events}
         of_ranks = [f"that of rank {rank} is made{via}" for rank, via in within.items() if via]
-        return f"Of these calls {', '.join(of_ranks)}." if of_ranks else ""
+        why = f" {_NOT_REDUCED}" if {"", _BACKWARD} == {*within.values()} else ""
+        return f"Of these calls {', '.join(of_ranks)}.{why}" if of_ranks else ""
     at = one.file, one.line
     last = [[*takewhile(lambda e: (e.file, e.line) == at, reversed(es.values()))] for es in before.values()]
     if not all(last):
