@@ -163,7 +163,7 @@ def test_a_mismatch_names_the_minority_and_everybodys_line():
     assert found.headline.startswith(
         "rank 1 calls all_reduce(float32[7]) where ranks 0, 2 call all_reduce(float32[8])"
     )
-    assert "ranks 0, 2  all_reduce(float32[8]) at line 14 of train.py (call 2)" in found.rows
+    assert "ranks 0, 2  all_reduce(float32[8]) at line 14 of train.py (call 2 of the world)" in found.rows
 
 
 def test_ranks_that_only_wait_count_in_a_mismatch():

@@ -231,6 +231,8 @@ def parted_before(run: Run) -> str:
 def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int) -> str:
     """Where the ranks had parted before, or since when they call nothing else."""
     one = next(iter(calls.values()))
+    if asks := _asks_for_group(records, one, size):
+        return asks
     found = {r.rank: {e.seq: e for e in r.events if e.group == one.group and e.seq < one.nth} for r in records}
     before = {rank: events for rank, events in found.items() if events}
     if one.op in errors.PAIRED or not before.keys() >= calls.keys():
@@ -269,6 +271,22 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         f"At least since call {max(events[-1].seq for events in last)} they call {at_line(one.line, one.file)} only: "
         "does it go through the same things, in the same order, on every rank?"
     )
+
+
+def _asks_for_group(records: Sequence[RankRecord], one: Call, size: int) -> str:
+    """A question, where calls of the world differ between the smaller groups of the calls just before, not within."""
+    alike: dict[tuple[int, ...], set[str]] = {}
+    for events in (r.events for r in records if one.group == "0"):
+        before = [*takewhile(lambda e: (e.group, e.seq) != (one.group, one.nth), events)]
+        for call in events[len(before) :][:1]:
+            known = any((e.group, e.file, e.line) == (call.group, call.file, call.line) for e in before)
+            alike.setdefault(before[-1].ranks if before and not known else (), set()).add(call.text)
+    if len(set().union(*alike.values())) < 2 or not all(
+        0 < len(r) < size and len(texts) == 1 for r, texts in alike.items()
+    ):
+        return ""
+    groups = "; ".join(map(name_ranks, sorted(alike)))
+    return f"These calls are of the world, those just before were of smaller groups ({groups}): was `group=` left out?"
 
 
 def _from_lines(one: Event, other: Event) -> tuple[str, str]:
@@ -342,5 +360,7 @@ def _details(record: RankRecord) -> list[str]:
         lines.append("  last operations:")
     for event in record.events[-SHOWN:]:
         where = f", {at_line(event.line, event.file)}" if event.line else ""
-        lines.append(f"    {event.text} (call {event.seq} of group {event.group!r}{where})")
+        group = "the world" if event.group in errors.OF_WORLD else f"group {event.group!r}"
+        group = "this pair" if event.op in errors.PAIRED else group
+        lines.append(f"    {event.text} (call {event.seq} of {group}{where})")
     return lines
