@@ -172,6 +172,11 @@ MISMATCHES = {
         "different "
         "roots.",
     ),
+    "different roots and shapes": (
+        "dist.broadcast(torch.ones(4 + rank // 2), src=rank // 2 * 2)",
+        "ranks 0, 1 call broadcast(float32[4], root 0) where ranks 2, 3 call broadcast(float32[5], root 2): "
+        "different roots and different shapes.",
+    ),
     "different operations": (
         "x = torch.ones(4)\nif rank == 1:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)",
         "rank 1 calls broadcast(float32[4], root 0) where ranks 0, 2, 3 call all_reduce(float32[4]): "
@@ -213,6 +218,8 @@ def test_calls_that_do_not_match_send_nothing(four, name):
     pids = four.pids
     error = fails(four, source, RankMismatch)
     assert headline in str(error).splitlines()[0] and "stopped before it sent anything" in str(error)
+    if name == "different sizes":
+        assert "of the world" not in str(error), "messages count by pair"
     assert four.pids == pids  # gloo alone would have aborted a process, or returned garbage
 
 
@@ -223,6 +230,31 @@ def test_calls_of_different_lines_ask_for_what_came_before(four):
     )
     source, _ = MISMATCHES["different shapes"]
     assert "different lines" not in str(fails(four, source, RankMismatch))
+
+
+def test_a_group_that_was_left_out_is_asked_for(four):
+    """A root and the others call in two lines: that is no call more or fewer."""
+    source = """
+groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+dist.all_reduce(torch.ones(2), group=groups[rank // 2])
+x = torch.ones(4 + rank // 2)
+if rank % 2: dist.broadcast(x, src=rank - 1)
+else: dist.broadcast(x, src=rank)
+"""
+    said = str(fails(four, source, RankMismatch))
+    asks = "those just before were of smaller groups (ranks 0, 1; ranks 2, 3): was `group=` left out?"
+    assert (
+        "root 2) at line 6 (call 1 of the world)" in said and asks in said and "different lines" not in said
+    )
+    within = source.replace("4 + rank // 2", "4 + rank")
+    assert "left out?" not in str(fails(four, within, RankMismatch)), "they differ within a group, too"
+    went = """
+groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+for n in (0, 1):
+    dist.all_reduce(torch.ones(2), group=groups[rank // 2])
+    dist.all_reduce(torch.ones(4 + n * (rank // 2)))
+"""
+    assert "left out?" not in str(fails(four, went, RankMismatch)), "the line was right before"
 
 
 def test_uneven_parts_that_fit_together_in_a_group_are_no_mismatch(four):
@@ -281,6 +313,37 @@ dist.barrier()
 """
     said = str(fails(four, alone, RankMismatch))
     assert "that of rank 0 is made inside forward" in said or "Only rank 0 went on" in said
+
+
+def test_a_backward_that_one_rank_has_not_done_has_usual_reasons(four):
+    source = """
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for step in range(3):
+    loss = net(torch.ones(1, 2)).sum()
+    if (rank, step) != (1, STEP): loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+"""
+    for step in "20":
+        said = str(fails(four, source.replace("STEP", step), RankMismatch))
+        assert "Usual reasons: on one rank backward gave some parameters no gradient" in said, step
+    other = source.replace("loss.backward()", "dist.broadcast(torch.ones(6), 0)").replace("STEP", "2")
+    assert "Usual reasons" not in str(fails(four, other, RankMismatch))
+
+
+def test_parameters_without_a_gradient_are_known_to_a_job(four):
+    """Of a model that has other gradients, where DDP does not look for such parameters itself."""
+    source = """
+from rankcell.jobs.recording import Recording
+parts = {"idle": torch.nn.Linear(1, 1), "used": torch.nn.Linear(1, 1, bias=False)}
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.ModuleDict(parts), find_unused_parameters=LOOKS)
+names = [Recording.without_gradient()]
+parts["used"].weight.grad = torch.ones(1, 1)
+names += [Recording.without_gradient()]
+names
+"""
+    assert four.run(source.replace("LOOKS", "False")).values[0] == [(), ("idle.weight", "idle.bias")]
+    assert four.run(source.replace("LOOKS", "True")).values[0][1] == ()
 
 
 FROZEN = "for p in net[0].parameters(): p.requires_grad = False"
@@ -366,8 +429,10 @@ def test_a_group_is_named_without_its_address(four):
 def test_a_line_of_an_earlier_cell_is_named_with_the_line_that_led_there(four):
     four.run("def sums(n):\n    dist.all_reduce(torch.ones(n))", filename="<cell 2>")
     said = str(fails(four, "if rank == 1:\n    dist.barrier()\nsums(2)", RankMismatch, filename="<cell 3>"))
-    assert "rank 1         barrier() at line 2 (call 1)" in said
-    assert "ranks 0, 2, 3  all_reduce(float32[2]) at line 2 of cell 2, from line 3 (call 1)" in said
+    assert "rank 1         barrier() at line 2 (call 1 of the world)" in said
+    assert (
+        "ranks 0, 2, 3  all_reduce(float32[2]) at line 2 of cell 2, from line 3 (call 1 of the world)" in said
+    )
     said = str(fails(four, "if rank:\n    sums(2)", Deadlock, filename="<cell 4>"))
     assert "(call 1 of the world, line 2 of cell 2, from line 2)" in said
     own = "def sums():\n    dist.barrier()\nif rank: sums()"

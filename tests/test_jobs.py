@@ -4,6 +4,7 @@
 """
 
 import pickle
+import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from rankcell import command, errors
 from rankcell.engine import channel
 from rankcell.engine.messages import Answer, Question, Wait
-from rankcell.jobs import inside, recording, records, verdict
+from rankcell.jobs import inside, recording, records, stacks, verdict
 from rankcell.jobs.records import RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
@@ -162,7 +163,7 @@ def test_a_mismatch_names_the_minority_and_everybodys_line():
     assert found.headline.startswith(
         "rank 1 calls all_reduce(float32[7]) where ranks 0, 2 call all_reduce(float32[8])"
     )
-    assert "ranks 0, 2  all_reduce(float32[8]) at line 14 of train.py (call 2)" in found.rows
+    assert "ranks 0, 2  all_reduce(float32[8]) at line 14 of train.py (call 2 of the world)" in found.rows
 
 
 def test_ranks_that_only_wait_count_in_a_mismatch():
@@ -198,6 +199,61 @@ def test_a_rank_that_stands_still_is_waited_for():
         "rank 1 stands still at line 5 of train.py, for 60 s, and ranks 0, 2 wait for it in all_reduce."
     )
     assert "lock.acquire()" in verdict.text(found, [waiting(0), stuck, waiting(2)])
+
+
+def stands_in(rank, *names):
+    """`rank` stands still in functions of torch."""
+    torch = (
+        Frame("/usr/lib/python3/dist-packages/torch/utils/some.py", 1, f"{n} of torch.utils") for n in names
+    )
+    stack = (Frame(TRAIN, 5, "load", "for x in loader:"), *torch)
+    return RankRecord(rank, 3, "still", "still at line 5 of train.py, for 60 s", 5, TRAIN, stack=stack)
+
+
+def test_where_a_stack_ends_in_a_library_the_function_is_named_that_the_program_has_called():
+    seen = []
+    threading.Thread(target=lambda: seen.extend(stacks.of_frame(sys._getframe(1)))).run()
+    assert [f.name for f in stacks.below(seen)] == ["Thread.run of threading"]
+    stuck = [stands_in(0, "_log.<locals>.wrapper", "FileBaton.wait", "_Poll.select"), stands_in(1, "f")]
+    said = verdict.text(verdict.unclear(stuck, "."), stuck)
+    assert "  (in FileBaton.wait of torch.utils, in select)\n" in said and "  (in f of torch.utils)" in said
+
+
+def test_a_rank_that_waits_for_its_data_loader():
+    """For a worker of it; without workers the loader computes itself."""
+    loader = "_BaseDataLoaderIter.__next__"
+    stuck = stands_in(1, loader, "_MultiProcessingDataLoaderIter._get_data", "select")
+    found = verdict.judge([waiting(0), stuck, waiting(2)])
+    assert found.advice.startswith("Rank 1 waits for a worker of the data loader. What does that wait for")
+    assert verdict.judge([waiting(0), stands_in(1, loader), waiting(2)]).advice.startswith(
+        "Look at that line"
+    )
+    assert "Ranks 0, 1 wait for a worker" in verdict.stalled([replace(stuck, rank=0), stuck], 60.0).advice
+
+
+def test_where_all_stand_still_outside_torch_no_transfer_is_suspected():
+    still = [stands_in(rank, "FileBaton.wait") for rank in WORLD]
+    said = str(verdict.stalled(still, 60.0))
+    assert (
+        "nothing has moved for 60 s, and no rank waits in a communication.\n  ranks 0-2  stand still" in said
+    )
+    assert "a file, a lock" in said and "transfer" not in said
+    assert "transfer" in str(verdict.stalled([waiting(rank) for rank in WORLD], 60.0))
+
+
+def test_a_backward_that_a_rank_has_not_done_names_parameters_without_a_gradient():
+    step = [{"line": 12, "via": "backward"}, {"line": 14, "via": ""}] * 3
+    ran = [tuple(event(r, seq=n, **e) for n, e in enumerate(step[:5], 1)) for r in range(2)]
+    ran[1] = (*ran[1][:4], event(1, seq=5, shape=(), line=14))
+    calls = {r: Call(e[-1].text, e[-1].line, 5, "0", "all_reduce", TRAIN) for r, e in enumerate(ran)}
+    failure = RankFailure("MismatchError", "...", mismatch=Mismatch("different shapes", calls))
+    records = [
+        RankRecord(0, 2, "error", failure=failure, events=ran[0]),
+        RankRecord(1, 2, events=ran[1], without=("b",)),
+    ]
+    advice = verdict.judge(records).advice
+    assert "inside backward. Usual reasons:" in advice
+    assert advice.endswith("Parameters of rank 1 without a gradient now: b.")
 
 
 def test_of_a_circle_the_odd_rank_is_blamed():

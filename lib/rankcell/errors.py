@@ -111,6 +111,7 @@ _ADVICE = {
     "the number of groups that a rank is in: all members must be in equally many. Make this group first, or let every "
     "rank call new_group for every group, without use_local_synchronization.",
     "different roots": "src or dst must name the same rank on every rank.",
+    "different roots and different shapes": "src or dst must be the same rank on every rank, and the shapes alike.",
     "different reduce operations": "Pass the same `op=` on every rank.",
 }
 
@@ -286,6 +287,7 @@ def _causes(failure: RankFailure, indent: str = "") -> list[str]:
 
 
 PAIRED = ("send", "recv")
+OF_WORLD = ("0", "new_group", "init_process_group")  # groups of all ranks
 LATE = "its timeout, for another rank"  # of a call that has waited so long
 
 
@@ -311,7 +313,8 @@ def mismatch_error(run: Run) -> RankMismatch:
     rows: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         texts.setdefault(call.text, []).append(rank)
-        rows.setdefault(f"{call.text}{_at_line(call)} (call {call.nth})", []).append(rank)
+        of = " of the world" if call.group in OF_WORLD and wrong.op not in PAIRED else ""  # these count by pair
+        rows.setdefault(f"{call.text}{_at_line(call)} (call {call.nth}{of})", []).append(rank)
     parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))  # the minority first
     said = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in parties]
     if len(said) > 1:
@@ -321,7 +324,9 @@ def mismatch_error(run: Run) -> RankMismatch:
     width = max(len(name_ranks(ranks)) for ranks in rows.values())
     lines = [f"  {name_ranks(ranks):<{width}}  {row}" for row, ranks in rows.items()]
     advice = _ADVICE.get(first.problem, _SPLITS)
-    elsewhere = len({(call.file, call.line) for call in calls.values()}) > 1
+    # who sends and who receives a broadcast may call it in two lines, alike in each party
+    ways = {frozenset((calls[r].file, calls[r].line) for r in ranks) for ranks in texts.values()}
+    elsewhere = len(ways) > 1 or (len(said) == 1 and len(rows) > 1)
     if elsewhere and wrong.op not in PAIRED and first.problem != "different numbers of groups before":
         advice = (
             "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take "

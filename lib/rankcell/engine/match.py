@@ -66,6 +66,8 @@ def _problem(a: Signature, b: Signature, ranks: Sequence[int], rank: int, peer: 
         if [dtype for dtype, _ in a.tensors] != [dtype for dtype, _ in b.tensors]:
             same_number = len(a.tensors) == len(b.tensors)
             return "different dtypes" if same_number else "different numbers of tensors"
+        if a.root != b.root:
+            return "different roots and different shapes"
         return "different sizes" if a.op == "send to recv" else "different shapes"
     if a.root != b.root:
         return "different roots"

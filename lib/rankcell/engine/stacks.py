@@ -5,6 +5,7 @@ import faulthandler
 import linecache
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,21 @@ def place(frames: Sequence[Frame]) -> tuple[str, int]:
     return (found[-1].filename, found[-1].lineno) if found else ("", 0)
 
 
+def below(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """The frames of libraries in which the program stands: all below its own last one."""
+    return tuple(takewhile(lambda f: _LIBRARY.search(f.filename), reversed(frames)))[::-1]
+
+
 def of_frame(frame: Any) -> tuple[Frame, ...]:
-    """A stack of this process, outermost first, with the text of its lines."""
+    """A stack of this process, outermost first, with the text of its lines; of a library's function the name says the
+    module, too: "FileBaton.wait of torch.utils.file_baton".
+    """
     found: list[Frame] = []
     while frame is not None and len(found) < MAX_FRAMES:
-        found.append(_frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        code = frame.f_code
+        of_library = f"{code.co_qualname} of {frame.f_globals.get('__name__')}"
+        name = of_library if _LIBRARY.search(code.co_filename) else code.co_name
+        found.append(_frame(code.co_filename, frame.f_lineno or 0, name))
         frame = frame.f_back
     return tuple(reversed(found))
 

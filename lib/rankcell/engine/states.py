@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..errors import LATE
+from ..errors import LATE, OF_WORLD
 from ..results import Event, Standing, at_line, name_ranks
 from .messages import Status, Wait
 
@@ -114,19 +114,16 @@ def inside(call: Event | Wait) -> str:
     return f" inside {call.via}" if call.via and call.via not in (call.op, f"{call.op}_single") else ""
 
 
-_OF_WORLD = ("0", "new_group", "init_process_group")
-
-
 def _group_of(call: Event | Wait, world_size: int) -> str:
     if len(call.ranks) < world_size:
         return f"the group of {name_ranks(call.ranks)}"
-    return "the world" if call.group in _OF_WORLD else "a group of all ranks"
+    return "the world" if call.group in OF_WORLD else "a group of all ranks"
 
 
 def twins(states: Iterable[State]) -> set[str]:
     """Groups in which ranks wait and that have the same ranks: in words they are alike, but for their names."""
     waits = [s.blocking[0] for s in states if s.blocking]
-    waits = [w for w in waits if w.called and w.group not in _OF_WORLD and w.op not in ("send", "recv")]
+    waits = [w for w in waits if w.called and w.group not in OF_WORLD and w.op not in ("send", "recv")]
     return {w.group for w in waits if any(w.ranks == v.ranks and w.group != v.group for v in waits)}
 
 

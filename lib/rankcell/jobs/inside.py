@@ -143,8 +143,11 @@ class Inside:
 
     def report(self) -> RankRecord:
         """The same with its stack and its last operations."""
-        events = () if self.recording is None else self.recording.events()
-        return replace(self.record(), stack=self._stack(), events=events)
+        record = replace(self.record(), stack=self._stack())
+        if self.recording is None:
+            return record
+        without = () if self.phase == "finished" else self.recording.without_gradient()
+        return replace(record, events=self.recording.events(), without=without)
 
     def _stack(self) -> tuple[Frame, ...]:
         return stacks.of_frame(sys._current_frames().get(self._main))

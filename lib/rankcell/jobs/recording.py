@@ -5,6 +5,7 @@ program's own store, in worlds of at most `FAR` ranks; larger ones are compared 
 Nothing else in this package knows the recorder.
 """
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ..engine import control, listen, states, streams
 from ..engine.groups import GroupCalls, replace_in_torch
@@ -95,6 +97,17 @@ class Recording:
         """The last operations, with times since the epoch."""
         kept = [o for o in list(self.recorder.operations)[-LAST:] if o.start is not None]
         return tuple(replace(o.event(self.rank, self._epoch), seq=o.seq) for o in kept)
+
+    @staticmethod
+    def without_gradient() -> tuple[str, ...]:
+        """Parameters for whose gradient DDP waits and that have none, of models that have others."""
+        found: list[str] = []
+        for ddp in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+            if not vars(ddp).get("find_unused_parameters", True) and not ddp.static_graph:  # it is set up
+                named = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
+                none = [n for n, p in named.items() if p.requires_grad and p.grad is None]
+                found += none if any(p.grad is not None for p in named.values()) else []
+        return tuple(found)
 
     def _far_board(self) -> SignatureStore:
         """A board in the store of the default group, on a connection of its own; one that is over if there is none."""

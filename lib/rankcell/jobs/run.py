@@ -159,13 +159,7 @@ class Runner:
         found = verdict.judge(reports)
         if found is None and any(now - known.moved < self._limit for known in living.values()):
             return None  # they wait, but something goes on, such as the first connections on a busy machine
-        found = found or verdict.unclear(
-            reports,
-            f"nothing has moved for {self._limit:.0f} s.",
-            "Everybody has come to the operation that it stands in: what does not end is the transfer itself. Look "
-            "at the network and at what the backend logs.",
-        )
-        return found, reports
+        return found or verdict.stalled(reports, self._limit), reports
 
     def _note_slow(self, busy: dict[int, RankRecord]) -> None:
         """Say once that ranks compute while the others wait."""

@@ -15,7 +15,7 @@ from .. import errors
 from ..engine import diagnose, stacks
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
-from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
+from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks, name_some
 from .divergence import Divergence, find_divergent_rank, what
 from .records import RankRecord
 
@@ -24,6 +24,14 @@ _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|to another rank)|socket closed|gloo/transport|tim(ed|e) ?out|"
     r"timeout|broken pipe|remote process exited|network error|peer closed",
     re.IGNORECASE,
+)
+# what a program calls: no private function, no wrapper, nothing of ours
+_CALLED = re.compile(r"(\w+\.)*(__\w+__|[^\W_]\w*) of (?!rankcell\.)")
+_FROM_WORKER = "_MultiProcessingDataLoaderIter._get_data of "
+_BACKWARD = " inside backward"
+_NOT_REDUCED = (
+    "Usual reasons: on one rank backward gave some parameters no gradient (another way through the model), or it was "
+    "skipped (a caught exception, a `continue`, one batch fewer)."
 )
 _OWN_ERRORS = ("ValueError", "KeyError", "OSError")  # of the program, whatever their text says
 
@@ -188,6 +196,7 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
         by_rank, missed = {s.rank: s for s in states}, set(culprits)
         places = [(w.file, w.line) for r, w in waits.items() if missed.intersection(missing_peers(w, by_rank, r))][:1]
     kind = "still" if any(records[r].phase == "still" for r in culprits) else "hang"
+    advice = _of_loader([records[r] for r in culprits]) or advice
     places = list(dict.fromkeys(p for p in places if p[1]))
     return JobVerdict(kind, tuple(culprits), head, rows(states, len(states), culprits), advice, tuple(places))
 
@@ -221,6 +230,8 @@ def parted_before(run: Run) -> str:
 def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int) -> str:
     """Where the ranks had parted before, or since when they call nothing else."""
     one = next(iter(calls.values()))
+    if asks := _asks_for_group(records, one, size):
+        return asks
     found = {r.rank: {e.seq: e for e in r.events if e.group == one.group and e.seq < one.nth} for r in records}
     before = {rank: events for rank, events in found.items() if events}
     if one.op in errors.PAIRED or not before.keys() >= calls.keys():
@@ -241,10 +252,16 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         new = find_divergent_rank(records, sorted(calls))
         if new is not None and new.call is not None and new.usual is not None:
             now, until = (call_of(e, size) + inside(e) for e in (new.call, new.usual))
-            return f"Only rank {new.rank} went on otherwise than before: to {now}, where until then came {until}."
+            said = f"Only rank {new.rank} went on otherwise than before: to {now}, where until then came {until}."
+            if not (until.endswith(_BACKWARD) and not now.endswith(_BACKWARD)):
+                return said
+            without = next(r.without for r in records if r.rank == new.rank)
+            have = f" Parameters of rank {new.rank} without a gradient now: {name_some(without, 6)}." if without else ""
+            return f"{said} {_NOT_REDUCED}{have}"
         within = {r.rank: inside(r.events[-1]) for r in records if r.rank in calls and r.events}
         of_ranks = [f"that of rank {rank} is made{via}" for rank, via in within.items() if via]
-        return f"Of these calls {', '.join(of_ranks)}." if of_ranks else ""
+        why = f" {_NOT_REDUCED}" if {"", _BACKWARD} == {*within.values()} else ""
+        return f"Of these calls {', '.join(of_ranks)}.{why}" if of_ranks else ""
     at = one.file, one.line
     last = [[*takewhile(lambda e: (e.file, e.line) == at, reversed(es.values()))] for es in before.values()]
     if not all(last):
@@ -253,6 +270,22 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         f"At least since call {max(events[-1].seq for events in last)} they call {at_line(one.line, one.file)} only: "
         "does it go through the same things, in the same order, on every rank?"
     )
+
+
+def _asks_for_group(records: Sequence[RankRecord], one: Call, size: int) -> str:
+    """A question, where calls of the world differ between the smaller groups of the calls just before, not within."""
+    alike: dict[tuple[int, ...], set[str]] = {}
+    for events in (r.events for r in records if one.group == "0"):
+        before = [*takewhile(lambda e: (e.group, e.seq) != (one.group, one.nth), events)]
+        for call in events[len(before) :][:1]:
+            known = any((e.group, e.file, e.line) == (call.group, call.file, call.line) for e in before)
+            alike.setdefault(before[-1].ranks if before and not known else (), set()).add(call.text)
+    if len(set().union(*alike.values())) < 2 or not all(
+        0 < len(r) < size and len(texts) == 1 for r, texts in alike.items()
+    ):
+        return ""
+    groups = "; ".join(map(name_ranks, sorted(alike)))
+    return f"These calls are of the world, those just before were of smaller groups ({groups}): was `group=` left out?"
 
 
 def _from_lines(one: Event, other: Event) -> tuple[str, str]:
@@ -267,6 +300,28 @@ def _from_lines(one: Event, other: Event) -> tuple[str, str]:
 def unclear(records: Sequence[RankRecord], headline: str, advice: str = "") -> JobVerdict:
     """Where everybody is, when nothing is proved."""
     return JobVerdict("unclear", (), headline, rows([state_of(r) for r in records], len(records)), advice)
+
+
+def stalled(records: Sequence[RankRecord], limit: float) -> JobVerdict:
+    """Where nothing has moved for `limit` seconds, and nobody waits for another rank."""
+    if any(map(waits_for, records)):
+        return unclear(
+            records,
+            f"nothing has moved for {limit:.0f} s.",
+            "Everybody has come to the operation that it stands in: what does not end is the transfer itself. Look "
+            "at the network and at what the backend logs.",
+        )
+    advice = "Look at what they wait for: a file, a lock, input, another process?"
+    head = f"nothing has moved for {limit:.0f} s, and no rank waits in a communication."
+    return unclear(records, head, _of_loader(records) or advice)
+
+
+def _of_loader(records: Sequence[RankRecord]) -> str:
+    """What to do where ranks stand still in their data loader, else ""."""
+    loads = [r.rank for r in records if any(f.name.startswith(_FROM_WORKER) for f in stacks.below(r.stack))]
+    wait = f"{name_ranks(loads)} wait{'s' * (len(loads) == 1)} for a worker of the data loader".capitalize()
+    may = "What does that wait for: a file, a lock that was held when it was forked, another process?"
+    return f"{wait}. {may}" if loads else ""
 
 
 def finished(records: Sequence[RankRecord]) -> JobVerdict:
@@ -295,10 +350,16 @@ def _details(record: RankRecord) -> list[str]:
     if frames := record.stack:
         shown = (stacks.own(frames) or frames)[-6:]
         lines = errors.describe_frames(RankFailure("", "", shown)).split("\n")
-        lines += [] if shown[-1] is frames[-1] else [f"  (in {frames[-1].name})"]
+        if shown[-1] is not frames[-1]:
+            inner = stacks.below(frames)
+            called = next(filter(lambda f: _CALLED.match(f.name), inner), inner[0])
+            last = inner[-1].name.partition(" of ")[0].rpartition(".")[2]
+            lines.append(f"  (in {called.name}{'' if called is inner[-1] else f', in {last}'})")
     if record.events:
         lines.append("  last operations:")
     for event in record.events[-SHOWN:]:
         where = f", {at_line(event.line, event.file)}" if event.line else ""
-        lines.append(f"    {event.text} (call {event.seq} of group {event.group!r}{where})")
+        group = "the world" if event.group in errors.OF_WORLD else f"group {event.group!r}"
+        group = "this pair" if event.op in errors.PAIRED else group
+        lines.append(f"    {event.text} (call {event.seq} of {group}{where})")
     return lines
