@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from rankcell import command, errors
-from rankcell.engine import channel
+from rankcell.engine import channel, stacks
 from rankcell.engine.messages import Answer, Question, Wait
-from rankcell.jobs import inside, recording, records, stacks, verdict
+from rankcell.jobs import inside, recording, records, verdict
 from rankcell.jobs.records import RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
@@ -254,6 +254,18 @@ def test_a_backward_that_a_rank_has_not_done_names_parameters_without_a_gradient
     advice = verdict.judge(records).advice
     assert "inside backward. Usual reasons:" in advice
     assert advice.endswith("Parameters of rank 1 without a gradient now: b.")
+
+
+def test_the_exception_behind_a_call_in_a_finally_is_told():
+    records = [waiting(0), waiting(1), waiting(2, op="barrier", handles="ValueError: label 7 is not in 0..4")]
+    said = verdict.text(verdict.stalled(records, 20.0), records)
+    assert (
+        "Rank 2 came here after ValueError: label 7 is not in 0..4 (in an `except` or a `finally`)." in said
+    )
+    consequence = [replace(r, handles="MismatchError: different operations") for r in records[:2]]
+    assert "Rank 0" not in verdict.text(verdict.stalled(records, 20.0), [*consequence, records[2]])
+    everywhere = [replace(r, handles="ImportError: no apex") for r in records]
+    assert "came here" not in verdict.text(verdict.stalled(records, 20.0), everywhere)
 
 
 def test_of_a_circle_the_odd_rank_is_blamed():

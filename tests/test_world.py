@@ -185,3 +185,10 @@ def test_a_number_given_anew_is_left_alone():
         launch.end(SimpleNamespace(pid=other.pid, exitcode=0))  # a rank that had this number, long ago
         assert other.poll() is None
         other.kill()
+
+
+def test_ranks_draw_different_numbers_as_processes_of_a_launcher_do(four):
+    drawn = four.run(
+        "import numpy, random\ntorch.rand(1).item(), numpy.random.rand(), random.random()"
+    ).values
+    assert all(len({*numbers}) == 4 for numbers in zip(*drawn, strict=True))

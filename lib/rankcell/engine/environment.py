@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import IPython
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.launcher.api as launcher
@@ -43,6 +44,8 @@ def enter(config: StartRank) -> None:
     sys.path[:] = list(config.path)
     sys.argv = [""]
     torch.set_num_threads(1)
+    torch.default_generator.seed()  # forks draw the same, processes that a launcher starts do not
+    np.random.seed()
     _print_bars()
     builtins.input = functools.partial(_no_keyboard, "")
     sys.breakpointhook = IPython.embed = functools.partial(_no_keyboard, report.BDB_NOTE)

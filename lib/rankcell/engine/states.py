@@ -111,7 +111,8 @@ def doing(state: State, world_size: int, *, many: bool = False, twins: Collectio
 
 def inside(call: Event | Wait) -> str:
     """ " inside backward" where not the program itself made the call."""
-    return f" inside {call.via}" if call.via and call.via not in (call.op, f"{call.op}_single") else ""
+    is_own = call.via.removeprefix(call.op) in ("", "_single", "_tensor", "_into_tensor")
+    return f" inside {call.via}" if call.via and not is_own else ""
 
 
 def _group_of(call: Event | Wait, world_size: int) -> str:

@@ -143,7 +143,10 @@ class Inside:
 
     def report(self) -> RankRecord:
         """The same with its stack and its last operations."""
-        record = replace(self.record(), stack=self._stack())
+        of_main: Any = sys._current_exceptions().get(self._main)
+        handled = of_main[1] if isinstance(of_main, tuple) else of_main  # Python 3.11 gives three things
+        handles = "" if handled is None else f"{type(handled).__name__}: {handled}"
+        record = replace(self.record(), stack=self._stack(), handles=handles)
         if self.recording is None:
             return record
         without = () if self.phase == "finished" else self.recording.without_gradient()
@@ -180,7 +183,8 @@ class Inside:
             failed_in = recorder.operations[-1].wait()  # C++ has waited for it, as DDP does
         # where the others are gone, the operation that waited for them fails: the stack tells where it stood
         stack = failure.frames if failed_in is not None else ()
-        return replace(record, why=str(failure), failure=failure, failed_in=failed_in, stack=stack)
+        handles = next((str(cause) for how, cause in failure.causes if how == "while handling"), "")
+        return replace(record, why=str(failure), failure=failure, failed_in=failed_in, stack=stack, handles=handles)
 
 
 def _moved(pid: int) -> int:

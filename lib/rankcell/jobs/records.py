@@ -39,6 +39,7 @@ class RankRecord:
     runs: bool = False  # it has a core, or waits for one
     stack: tuple[Frame, ...] = ()  # of the main thread, outermost first
     events: tuple[Event, ...] = ()
+    handles: str = ""  # the exception for which its main thread is in an `except` or a `finally`
     without: tuple[str, ...] = ()  # parameters in DDP that have no gradient, where others have one
     failure: RankFailure | None = None
     failed_in: Wait | None = None  # the operation that raised, if one did

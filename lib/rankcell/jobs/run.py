@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..engine.states import rows
 from ..results import at_line, name_ranks
 from . import records, verdict
 from .records import RankRecord
@@ -142,7 +143,7 @@ class Runner:
             return None
         stands = {r for r, k in living.items() if verdict.waits_for(k.record) or now - k.moved >= self._limit}
         if stands != set(living):
-            self._note_slow({r: k.record for r, k in living.items() if r not in stands})
+            self._note_slow(sorted({*living} - stands), [k.record for k in living.values()])
             return None
         seen, reports = self._job.reports(), []
         if _standing(seen) != _standing(here):  # somebody has moved since it last said what it does
@@ -161,18 +162,15 @@ class Runner:
             return None  # they wait, but something goes on, such as the first connections on a busy machine
         return found or verdict.stalled(reports, self._limit), reports
 
-    def _note_slow(self, busy: dict[int, RankRecord]) -> None:
-        """Say once that ranks compute while the others wait."""
-        if self._called_slow >= busy.keys():
+    def _note_slow(self, busy: Sequence[int], records: Sequence[RankRecord]) -> None:
+        """Say once which ranks compute, and for what the others wait."""
+        if self._called_slow.issuperset(busy):
             return
-        self._called_slow |= busy.keys()
-        where = sorted({at_line(r.line, r.file) or "an unknown line" for r in busy.values()})
-        print(
-            f"rankcell: for {self._limit:.0f} s no rank has called an operation; {name_ranks(list(busy))} computing at "
-            f"{', '.join(where)}. This may be slow, or an endless loop: the job goes on.",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._called_slow.update(busy)
+        who, states = name_ranks(busy).capitalize(), [verdict.state_of(r) for r in records]
+        head = f"rankcell: for {self._limit:.0f} s no rank has called an operation. {who} may be slow, or in an "
+        said = f"{head}endless loop: the job goes on.", *rows(states, records[0].world_size, busy)
+        print("\n  ".join(said), file=sys.stderr, flush=True)
 
     def say(self, found: verdict.JobVerdict, reports: Sequence[RankRecord]) -> None:
         """Print the verdict, and write it with what is known of every rank."""

@@ -22,7 +22,7 @@ from .records import RankRecord
 SHOWN = 4  # last operations of a rank that are printed
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|to another rank)|socket closed|gloo/transport|tim(ed|e) ?out|"
-    r"timeout|broken pipe|remote process exited|network error|peer closed",
+    r"timeout|broken pipe|remote process exited|network error|peer closed|^MismatchError",
     re.IGNORECASE,
 )
 # what a program calls: no private function, no wrapper, nothing of ours
@@ -342,7 +342,10 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
     parts = [
         "\n".join([f"{name_ranks([r.rank for r in same])}:", *lines]) for (_, *lines), same in alike.items() if lines
     ]
-    return "\n".join([f"rankcell: {found}", *([""] if parts else []), *parts])
+    after = {r.rank: r.handles for r in records if r.handles and not _CONSEQUENCE.search(r.handles)}
+    came = [f"Rank {rank} came here after {error} (in an `except` or a `finally`)." for rank, error in after.items()]
+    came = came if len(came) < len(records) else []  # else the whole program stands in one
+    return "\n".join([f"rankcell: {found}", *came, *([""] if parts else []), *parts])
 
 
 def _details(record: RankRecord) -> list[str]:
