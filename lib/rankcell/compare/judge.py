@@ -100,16 +100,14 @@ def _ranks(run: Run, names: Mapping[str, str]) -> _OfRanks:
     for result in run.ran:
         for e in result.trace:
             if 0 not in e.shape:  # of an uneven shard nothing is left for the last rank
-                name = _renamed(e.name, names)
-                found.setdefault((e.kind, name, e.step, e.part), []).append((result.rank, e))
+                found.setdefault((e.kind, _renamed(e.name, names), e.step, e.part), []).append((result.rank, e))
     return found
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     for ours in sorted(names, key=len, reverse=True):
         if ours == "" or name == ours or name.startswith(f"{ours}."):
-            rest = name[len(ours) :].removeprefix(".")
-            return ".".join(filter(None, (names[ours], rest)))
+            return ".".join(filter(None, (names[ours], name[len(ours) :].removeprefix("."))))
     return name
 
 
@@ -185,9 +183,8 @@ class Judge:
 
     def _row(self, key: _Key, entries: Sequence[Traced], pairs: Sequence[tuple[int, Traced]]) -> Row:
         kind, name, step, _ = key
-        line = next((e.line for _, e in pairs if e.line), 0)
         ranks = tuple(sorted({rank for rank, _ in pairs}))
-        row = Row(name, kind, step, "", "fits", ranks, line)
+        row = Row(name, kind, step, "", "fits", ranks, next((e.line for _, e in pairs if e.line), 0))
         masked = [(rank, e) for rank, e in pairs if e.mask]
         if bool(masked) != any(e.mask for e in entries):
             here, there = ("on the ranks", "in one process") if masked else ("in one process", "on the ranks")
@@ -346,8 +343,7 @@ class Judge:
             total = layouts.sums(pieces, reference, self.seen, self.mesh) if row.kind != "parameter" else None
             if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
-            ranks = tuple(sorted({p.rank for p in lost}))
-            return row.found("none", _nowhere(row, reference, lost), ranks=ranks)
+            return row.found("none", _nowhere(row, reference, lost), ranks=tuple(sorted({p.rank for p in lost})))
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = [fit.factor for _, fit in placed]
