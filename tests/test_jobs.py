@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from rankcell import command, errors
-from rankcell.engine import channel
+from rankcell.engine import channel, stacks
 from rankcell.engine.messages import Answer, Question, Wait
-from rankcell.jobs import inside, recording, records, stacks, verdict
+from rankcell.jobs import inside, recording, records, verdict
 from rankcell.jobs.records import RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
