@@ -1,7 +1,4 @@
-"""Every error a learner can meet, with its wording: what happened, the numbers, and what to do.
-
-No port, pid or backend text stands in a message: it would change from run to run and teach nothing.
-"""
+"""Every error a learner can meet, with its wording: what happened, the numbers, and what to do."""
 
 import difflib
 import linecache
@@ -11,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .results import Call, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks
+from .results import Call, Mismatch, RankFailure, RankResult, Run, name_ranks, placed
 
 
 class UserFacingError:
@@ -30,8 +27,7 @@ def _wrapped(text: str, width: int = 88) -> str:
     for line in text.split("\n"):
         # below a row about some ranks, "  ranks 0, 1  wait in ...", what they do stands apart
         begin = re.match(r" +ranks? [0-9, -]+  +", line) or re.match(r"\s*", line)
-        indent = " " * len(begin[0]) if begin else ""
-        lines += textwrap.wrap(line, width, subsequent_indent=indent, **how) or [""]
+        lines += textwrap.wrap(line, width, subsequent_indent=" " * len(begin[0]) if begin else "", **how) or [""]
     return "\n".join(lines)
 
 
@@ -81,7 +77,7 @@ class MismatchError(RuntimeError):
 
     def __init__(self, details: Mismatch, *, again: bool = False) -> None:
         self.details = details
-        calls = ", ".join(f"rank {r} calls {c.text}{_at_line(c)}" for r, c in sorted(details.calls.items()))
+        calls = ", ".join(f"rank {r} calls {c.text}{placed(c)}" for r, c in sorted(details.calls.items()))
         super().__init__(
             f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "
             f"ranks are out of step: until the cell ends, this group sends nothing more."
@@ -89,10 +85,6 @@ class MismatchError(RuntimeError):
             else f"{details.problem}: {calls}. This call was stopped before it sent anything. "
             f"{_ADVICE.get(details.problem, _SPLITS)}"
         )
-
-
-def _at_line(call: Call) -> str:
-    return f" at {at_line(call.line, call.file)}" if call.line else ""
 
 
 _SPLITS = "What one rank sends to another must be as long as what that rank expects."
@@ -280,8 +272,7 @@ def _causes(failure: RankFailure, indent: str = "") -> list[str]:
     """What stands behind an exception: a line each, with where it was raised."""
     lines = []
     for how, cause in failure.causes:
-        at = f" (line {cause.line})" if cause.line else ""
-        lines.append(f"{indent}  {how}: {cause}{at}")
+        lines.append(f"{indent}  {how}: {cause}{f' (line {cause.line})' if cause.line else ''}")
         lines += _causes(cause, indent + "  ")
     return lines
 
@@ -314,7 +305,7 @@ def mismatch_error(run: Run) -> RankMismatch:
     for rank, call in sorted(calls.items()):
         texts.setdefault(call.text, []).append(rank)
         of = " of the world" if call.group in OF_WORLD and wrong.op not in PAIRED else ""  # these count by pair
-        rows.setdefault(f"{call.text}{_at_line(call)} (call {call.nth}{of})", []).append(rank)
+        rows.setdefault(f"{call.text}{placed(call)} (call {call.nth}{of})", []).append(rank)
     parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))  # the minority first
     said = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in parties]
     if len(said) > 1:

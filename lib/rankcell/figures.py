@@ -32,8 +32,7 @@ class GpuRecord:
         for (gpu, date, version), same in groupby(self.figures, key=lambda f: (f.gpu, f.date, f.torch)):
             rows.append(f"{gpu}, torch {version}, measured {date}")
             rows += [f"  {f.value:>9.4g} {f.unit:<8} {f.what}" for f in same]
-        none = "No GPU has been measured yet: `make gpu` on a machine with one writes a record."
-        return "\n".join(rows) or none
+        return "\n".join(rows) or "No GPU has been measured yet: `make gpu` on a machine with one writes a record."
 
 
 def of_a_gpu(lesson: str = "", folder: str | Path = "recorded") -> GpuRecord:

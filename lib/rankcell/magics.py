@@ -83,15 +83,10 @@ class RankMagics(Magics):
         ranks, figures = self._world(options, live), _open_figures()
         try:
             run = ranks.run(
-                text,
-                only=options.only,
-                push={n: names[n] for n in options.push or ()},
-                pull=options.pull or (),
-                timeout=options.timeout,
-                values=options.values,
+                text, only=options.only, push={n: names[n] for n in options.push or ()}, pull=options.pull or (),
+                timeout=options.timeout, values=options.values, on_update=live.update,
                 filename=f"<cell {number}>" if number > 0 else "<cell>",
-                on_update=live.update,
-            )
+            )  # fmt: skip
         except (errors.RankError, errors.RanksInterrupted, errors.PullError) as error:
             self._keep(error.run, options)
             live.end()
@@ -128,8 +123,7 @@ class RankMagics(Magics):
         """The world of the cell: the one that is alive, or a new one."""
         size, nodes, kind = options.world_size, options.nodes, options.device
         if not self._started:  # a slow disk takes a minute for it
-            what = f"starting {_count(size)}: torch is being imported, once for all of this notebook"
-            live.show("", "", what)
+            live.show("", "", f"starting {_count(size)}: torch is being imported, once for all of this notebook")
         try:
             if nodes is None:
                 kind = devices.choose(size, options.device, devices.look(mps=False)).device
@@ -191,8 +185,7 @@ class RankMagics(Magics):
     def stop(self) -> None:
         """End all worlds."""
         for ranks in self.worlds.values():
-            if ranks.alive:
-                ranks.stop()
+            ranks.stop()
         self.worlds.clear()
 
     def tell_where_names_are(self, result: Any) -> None:

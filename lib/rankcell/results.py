@@ -165,6 +165,11 @@ def at_line(line: int, file: str = "") -> str:
     return f"line {line} of {PurePath(file).name}" if file else f"line {line}"
 
 
+def placed(call: Any, before: str = " at ") -> str:
+    """The place of a call, or of whatever has a line and a file, in words that follow `before`; "" as above."""
+    return f"{before}{at_line(call.line, call.file)}" if call.line else ""
+
+
 def call_text(op: str, dtype: str, shape: Sequence[int], reduce_op: str, peer: int | None, tag: int = 0) -> str:
     """A communication in a learner's words: "all_reduce(float32[4])", "send(float32[8] to rank 1)"."""
     what = f"{dtype}{list(shape)}" if dtype and op != "barrier" else ""

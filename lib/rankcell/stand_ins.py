@@ -80,8 +80,7 @@ def lend_cpu_rule() -> None:
 
     def on_the_cpu(op, args, kwargs):
         mesh, (query, key, value) = args[0].device_mesh, [x.to_local() for x in args[:3]]
-        group = mesh.get_group()
-        results = private._templated_ring_attention(group, 2, op, query, key, value, is_causal=args[4])
+        results = private._templated_ring_attention(mesh.get_group(), 2, op, query, key, value, is_causal=args[4])
         return [DTensor.from_local(x, mesh, args[0].placements) for x in results[:2]]
 
     private.custom_ops[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default] = on_the_cpu

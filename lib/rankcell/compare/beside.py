@@ -94,8 +94,7 @@ class Beside:
         return self._same(part, whole if fit.columns is None else whole[:, fit.columns])
 
     def _same(self, part: np.ndarray, whole: np.ndarray) -> bool:
-        limit = self._off * typical(whole)
-        return part.shape == whole.shape and bool((np.abs(part - whole) <= limit).all())
+        return part.shape == whole.shape and bool((np.abs(part - whole) <= self._off * typical(whole)).all())
 
 
 def _sorted(value: np.ndarray) -> np.ndarray:

@@ -15,8 +15,7 @@ from .wording import ALIKE, REORDERED, is_weighted
 def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
     """The row to blame, and whether it is a partial sum that is used as if it were whole; None if all is well."""
     trained = [r for r in rows if r.kind == "grad" or (r.kind == "parameter" and r.step)]
-    updates = [r for r in rows if r.kind == "parameter" and r.step]
-    updated = {(r.name, r.step - 1): r for r in updates}
+    updated = {(r.name, r.step - 1): r for r in trained if r.kind == "parameter"}
     wrong = [r for r in trained if not _is_right(r, updated)]
     start = [r for r in rows if r.kind == "parameter" and r.step == 0 and r.status not in ("fits", "skipped")]
     dropouts = [r for r in rows if r.status == "none" and r.says and r.kind == "output"]
@@ -102,8 +101,7 @@ def _explains(row: Row, rows: Sequence[Row], wrong: Sequence[Row]) -> bool:
         return row in wrong
     if row.kind == "output":
         return row.status in ("none", "missing", "uncovered", "scaled")
-    bad = row.status in ("none", "missing", "uncovered") or is_weighted(row)
-    return bad and not _ends_well(row, rows)
+    return (row.status in ("none", "missing", "uncovered") or is_weighted(row)) and not _ends_well(row, rows)
 
 
 def _ends_well(row: Row, rows: Sequence[Row]) -> bool:

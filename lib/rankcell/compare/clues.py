@@ -357,6 +357,23 @@ def _as_in_one(judge: Any, row: Row) -> list[bool]:
     return found
 
 
+def steps_elsewhere(judge: Any, rows: Sequence[Row]) -> Row | None:
+    """Where ranks update their weights after another number of calls of a module than one process, of as many."""
+    for row in (r for r in rows if r.kind == "output"):
+        keys = [("output", row.name, step, 0) for step in range(1 + max(key[2] for key in judge.ranks))]
+        one = [len(judge.dense.get(key, ())) for key in keys]
+        here = {rank: [sum(r == rank for r, _ in judge.ranks.get(key, ())) for key in keys] for rank in row.ranks}
+        odd = {rank: n for rank, n in here.items() if n != one and sum(n) == sum(one)}
+        at = [next(s for s, (a, b) in enumerate(zip(n, one, strict=True)) if a != b) for n in odd.values()]
+        if odd and row.step == min(at):
+            after = [odd[rank][row.step] for rank in odd]
+            says = f"{name_ranks([*odd])}: after {name_some([*dict.fromkeys(map(str, after))])} calls of it in "
+            says += f"step {row.step + 1} the weights are updated, in one process after {one[row.step]}: is a step "
+            says += "skipped in one of them, for an overflow on its own part, or made too often?"
+            return row.found("none", "updated after other calls", ranks=tuple(odd), says=says)
+    return None
+
+
 def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
     """Where a dropout is on: the same zeros where ranks were given the same, others where not."""
     alike: dict[tuple[int, str], dict[bytes, list[int]]] = {}  # call, what was given -> masks -> their ranks

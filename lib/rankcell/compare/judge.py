@@ -36,8 +36,7 @@ def compare(
     """How the tensors traced in `run` make up those of `one`, the trace of one process; see `check.against`."""
     dense = _dense(one)
     ranks = _ranks(run, names or {})
-    places = run.world_size if mesh is None else int(np.prod(list(mesh.values())))
-    if mesh is not None and places != run.world_size:
+    if mesh is not None and (places := int(np.prod(list(mesh.values())))) != run.world_size:
         raise NothingToCompare(f"The mesh {dict(mesh)} has {places} places, and the Run has {run.world_size} ranks.")
     judge = Judge(dense, ranks, mesh)
     rows = clues.set_aside(judge, judge.rows())
@@ -48,7 +47,7 @@ def compare(
             f"which is which with names={{'the ranks' name': 'the dense name'}}."
         )
     first, blamed = None, first_wrong(rows)
-    if blamed is not None and (odd := judge.steps_elsewhere(rows)):
+    if blamed is not None and (odd := clues.steps_elsewhere(judge, rows)):
         rows, blamed = [odd if r.key == odd.key else r for r in rows], (odd, False)
     beside = Beside(() if judge.has_dropout else getattr(one, "beside", ()), ranks, SLACK * judge.tolerance)
     rows, blamed = beside.told(rows, blamed, judge.holders)
@@ -100,16 +99,14 @@ def _ranks(run: Run, names: Mapping[str, str]) -> _OfRanks:
     for result in run.ran:
         for e in result.trace:
             if 0 not in e.shape:  # of an uneven shard nothing is left for the last rank
-                name = _renamed(e.name, names)
-                found.setdefault((e.kind, name, e.step, e.part), []).append((result.rank, e))
+                found.setdefault((e.kind, _renamed(e.name, names), e.step, e.part), []).append((result.rank, e))
     return found
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     for ours in sorted(names, key=len, reverse=True):
         if ours == "" or name == ours or name.startswith(f"{ours}."):
-            rest = name[len(ours) :].removeprefix(".")
-            return ".".join(filter(None, (names[ours], rest)))
+            return ".".join(filter(None, (names[ours], name[len(ours) :].removeprefix("."))))
     return name
 
 
@@ -159,35 +156,17 @@ class Judge:
                     found.append(Row(name, kind, step, BEFORE, "none", holders))
         return found
 
-    def steps_elsewhere(self, rows: Sequence[Row]) -> Row | None:
-        """Where ranks update their weights after another number of calls of a module than one process, of as many."""
-        for row in (r for r in rows if r.kind == "output"):
-            keys = [("output", row.name, step, 0) for step in range(1 + max(key[2] for key in self.ranks))]
-            one = [len(self.dense.get(key, ())) for key in keys]
-            here = {rank: [sum(r == rank for r, _ in self.ranks.get(key, ())) for key in keys] for rank in row.ranks}
-            odd = {rank: n for rank, n in here.items() if n != one and sum(n) == sum(one)}
-            at = [next(s for s, (a, b) in enumerate(zip(n, one, strict=True)) if a != b) for n in odd.values()]
-            if odd and row.step == min(at):
-                after = [odd[rank][row.step] for rank in odd]
-                says = f"{name_ranks([*odd])}: after {name_some([*dict.fromkeys(map(str, after))])} calls of it in "
-                says += f"step {row.step + 1} the weights are updated, in one process after {one[row.step]}: is a step "
-                says += "skipped in one of them, for an overflow on its own part, or made too often?"
-                return row.found("none", "updated after other calls", ranks=tuple(odd), says=says)
-        return None
-
     def _cut_off(self, name: str, step: int) -> tuple[int, ...]:
         """Ranks that compute a module whose own parameters all end without a gradient there."""
-        own = [n for n in self.holders if n.rpartition(".")[0] == name]
-        learns = [n for n in own if ("grad", n, step, 0) in self.dense]
+        learns = [n for n in self.holders if n.rpartition(".")[0] == name and ("grad", n, step, 0) in self.dense]
         if not learns or any(("grad", n, step, 0) in self.ranks for n in learns):
             return ()
         return tuple(sorted({rank for rank, _ in self.ranks.get(("output", name, step, 0), [])}))
 
     def _row(self, key: _Key, entries: Sequence[Traced], pairs: Sequence[tuple[int, Traced]]) -> Row:
         kind, name, step, _ = key
-        line = next((e.line for _, e in pairs if e.line), 0)
         ranks = tuple(sorted({rank for rank, _ in pairs}))
-        row = Row(name, kind, step, "", "fits", ranks, line)
+        row = Row(name, kind, step, "", "fits", ranks, next((e.line for _, e in pairs if e.line), 0))
         masked = [(rank, e) for rank, e in pairs if e.mask]
         if bool(masked) != any(e.mask for e in entries):
             here, there = ("on the ranks", "in one process") if masked else ("in one process", "on the ranks")
@@ -259,8 +238,7 @@ class Judge:
         change = reference.matrix - was
         rounding = ROUNDING.get(old[0].dtype, 0.0) * typical(was) / self.tolerance
         slack = None
-        gradient = self.dense.get(("grad", name, step - 1, 0))
-        if gradient:  # Adam makes a whole step of the smallest one
+        if gradient := self.dense.get(("grad", name, step - 1, 0)):  # Adam makes a whole step of the smallest one
             size = np.abs(_matrix(gradient))
             noise = (1.0 if self.in_16_bits else TINY) * self.tolerance * typical(size)
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
@@ -341,13 +319,11 @@ class Judge:
     def _judged(self, row: Row, key: _Key, reference: Reference, shape: tuple[int, ...], tried: Tried) -> Row:
         lost = [p for p, fit in tried if fit is None and not self._is_of_a_stage(p, key)]
         placed = [(p, fit) for p, fit in tried if fit is not None]
-        pieces = [p for p, _ in tried]
         if lost:
-            total = layouts.sums(pieces, reference, self.seen, self.mesh) if row.kind != "parameter" else None
-            if total is not None:
+            pieces = [p for p, _ in tried]
+            if row.kind != "parameter" and (total := layouts.sums(pieces, reference, self.seen, self.mesh)):
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
-            ranks = tuple(sorted({p.rank for p in lost}))
-            return row.found("none", _nowhere(row, reference, lost), ranks=ranks)
+            return row.found("none", _nowhere(row, reference, lost), ranks=tuple(sorted({p.rank for p in lost})))
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = [fit.factor for _, fit in placed]
@@ -358,7 +334,7 @@ class Judge:
         wrong = tuple(sorted({p.rank for p, fit in placed if fit.factor != 1.0}))
         if row.kind != "grad_output":  # there the losses of all ranks count together
             factors = [factor for factor in factors if factor != 1.0]
-        if row.kind == "grad_output" and (found := _calls_apart(row, placed)):
+        elif found := _calls_apart(row, placed):
             return found
         same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
         layout = f"{times_words(worst)} it" if same else "each rank another multiple of it"
@@ -367,10 +343,8 @@ class Judge:
     def _is_of_a_stage(self, piece: Piece, key: _Key) -> bool:
         """Whether a rank has but some of the modules within this one, and its tensor is that of the last of them."""
         kind, name, step, _ = key
-        if kind == "grad_output":
-            return (name, piece.rank) in self.stages
         if kind != "output":
-            return False
+            return kind == "grad_output" and (name, piece.rank) in self.stages
         prefix = f"{name}." if name else ""
         inner = {n for k, n, *_ in self.dense if k == "output" and n.startswith(prefix) and n != name}
         of_rank = {k: [e for r, e in ps if r == piece.rank] for k, ps in self.ranks.items() if k[0] == kind}
@@ -378,14 +352,11 @@ class Judge:
         if not inner - held:
             return False
         order = {n: es[0].order for (k, n, s, _), es in self.dense.items() if k == kind and s == step and n in inner}
-        if not name and max(order, key=order.__getitem__) not in held:
+        is_cut = not name and max(order, key=order.__getitem__) not in held
+        own = (e for (_, n, s, _), es in of_rank.items() if n in inner and s == step for e in es)
+        if is_cut or any(e.shape == piece.shape and np.array_equal(matrix_of(e), piece.matrix) for e in own):
             self.stages.add((name, piece.rank))  # what it sends on may be made of its last module's output
             return True
-        for (_, n, s, _), es in of_rank.items():
-            if n in inner and s == step:
-                if any(e.shape == piece.shape and np.array_equal(matrix_of(e), piece.matrix) for e in es):
-                    self.stages.add((name, piece.rank))
-                    return True
         return False
 
 
@@ -393,9 +364,7 @@ def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:
     """A module is called several times, and of one call all ranks have another multiple than of the next."""
     calls = {p.call: fit.factor for p, fit in placed}
     near = 1e-3 * max(map(abs, calls.values()))
-    if max(calls.values()) - min(calls.values()) <= near:
-        return None
-    if any(abs(fit.factor - calls[p.call]) > near for p, fit in placed):
+    if np.ptp([*calls.values()]) <= near or any(abs(fit.factor - calls[p.call]) > near for p, fit in placed):
         return None
     each = ["as it is" if k == 1.0 else f"{times_words(k)} it" for _, k in sorted(calls.items())]
     layout = ", ".join(f"call {n}: {words}" for n, words in enumerate(each, 1))

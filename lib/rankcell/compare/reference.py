@@ -189,8 +189,7 @@ class Reference(_Sizes):
         off, grown = matrix - k * part, max(1.0, abs(k))
         if abs(k) < 1e-6 or not (_norms(off) <= grown * self.limits(part, slack)).all():
             return None
-        limits = self.limits(part.T, None if slack is None else slack.T)
-        return k if (_norms(off.T) <= grown * limits).all() else None
+        return k if (_norms(off.T) <= grown * self.limits(part.T, None if slack is None else slack.T)).all() else None
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
         """Whether a matrix differs from that part by the same in every row: a bias added elsewhere, or by all."""

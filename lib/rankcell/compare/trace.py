@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from ..engine import current
-from ..engine.operation import kind_of
+from ..engine.operation import dtype_name, kind_of
 from .reference import Traced
 
 LIMIT = 1 << 30  # bytes that a process keeps at most
@@ -68,8 +69,7 @@ class Trace:
         self._without_graph: dict[int, list[dict[str, Any]]] = {}
 
     def __repr__(self) -> str:
-        counts = Counter(e.kind for e in self.entries)
-        what = ", ".join(f"{count} {kind}s" for kind, count in counts.items())
+        what = ", ".join(f"{count} {kind}s" for kind, count in Counter(e.kind for e in self.entries).items())
         return f"Trace of {len(self._places)} modules: {what or 'nothing yet'}; {self._nbytes / 1e6:.1f} MB"
 
     def __enter__(self) -> "Trace":
@@ -240,8 +240,7 @@ class Trace:
             # a copy: what is computed in place afterwards must not change it
             value = to_numpy(local_part(tensor))
             self._last = tensor, tensor._version, value
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return Traced(name, kind, step, value, dtype, order=self._order, **about)
+        return Traced(name, kind, step, value, dtype_name(tensor.dtype), order=self._order, **about)
 
 
 def of(model: Any) -> AbstractContextManager[Trace]:
@@ -301,13 +300,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _line() -> int:
     """The line of the learner's code that is running, not of the models and layers that come with us."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if kind_of(code) is True and not code.co_filename.startswith(_PACKAGE):
-            return frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return 0
+    stack = ((frame.f_code, line) for frame, line in walk_stack(sys._getframe(1)))
+    return next((n for code, n in stack if kind_of(code) is True and not code.co_filename.startswith(_PACKAGE)), 0)
 
 
 def _modules(model: Any) -> list[nn.Module]:

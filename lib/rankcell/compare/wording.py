@@ -34,16 +34,11 @@ def _sentence(
 ) -> str:
     who = name_ranks(row.ranks) if row.ranks else "no rank"
     over = f"over {' and '.join(row.axes)}" if row.axes else f"over {who}"
-    if used_as_whole and row.kind == "output":
-        return (
-            f"each rank holds a partial sum, and it is used as if it were whole: an all-reduce {over} is missing in "
-            f"the forward"
-        )
+    side, what = "forward", "each rank holds a partial sum"
+    if row.kind != "output":
+        side, what = "backward", "the gradient of its output is a partial sum on each rank"
     if used_as_whole:
-        return (
-            f"the gradient of its output is a partial sum on each rank, and it is used as if it were whole: an "
-            f"all-reduce {over} is missing in the backward"
-        )
+        return f"{what}, and it is used as if it were whole: an all-reduce {over} is missing in the {side}"
     if row.status == "partial":
         if abs(row.factor - 1) <= 1e-3:
             return f"partial {over}: its gradients are never summed"
@@ -73,7 +68,6 @@ def _sentence(
     if row.kind == "grad":
         asks = f": {row.clue}" if row.clue else ""
         return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout}){asks}"
-    side = "forward" if row.kind == "output" else "backward"
     look = f"and all before it does: look at the {side} here"
     if begins and row.kind == "output":
         look += ", or at what it is given: nothing is computed before it, and its weights are right"
@@ -104,19 +98,16 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
     if others and row.kind == "grad":
         hint = f"the gradients of {name_ranks(others)} are right: is the loss scale the same, or what they send scaled?"
     elif abs(k - round(k)) < 1e-3 and k > 1:
-        over = f" over {of_size}" if of_size else ""
         more = "" if of_size or round(k) == world_size else ", or counted more than once"
-        hint = f"a sum{over} where a mean is meant{more}"
+        hint = f"a sum{f' over {of_size}' if of_size else ''} where a mean is meant{more}"
     elif k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
         hint = "a mean where a sum is meant, or divided once too often"
         if of_size and len(row.ranks) == world_size:
             hint += f", by the size of {of_size}: is a count summed over ranks that share what is counted?"
     else:
         hint = "divided by another number than one process: by other tokens, or by a norm that counts other numbers?"
-    what = {"grad": "the dense gradient", "grad_output": "the gradient of its output in one process"}.get(
-        row.kind, "the tensor of one process"
-    )
-    return f"{times_words(k)} {what} on {who}: {hint}"
+    names = {"grad": "the dense gradient", "grad_output": "the gradient of its output in one process"}
+    return f"{times_words(k)} {names.get(row.kind, 'the tensor of one process')} on {who}: {hint}"
 
 
 def is_weighted(row: Row) -> bool:
@@ -128,9 +119,7 @@ def times_words(k: float) -> str:
     """A factor: "4 times", "1/4 of"."""
     if abs(k - round(k)) < 1e-3:
         return f"{round(k)} times"
-    if k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
-        return f"1/{round(1 / k)} of"
-    return f"{k:.3g} times"
+    return f"1/{round(1 / k)} of" if k > 0 and abs(1 / k - round(1 / k)) < 1e-3 else f"{k:.3g} times"
 
 
 def bias_words(times: int) -> str:
@@ -144,17 +133,13 @@ def bias_words(times: int) -> str:
 def partial_words(total: Sum) -> str:
     """Pieces that add up: over which axes, or which ranks."""
     over = f"over {' and '.join(total.axes)}" if total.axes else f"over {name_ranks(total.ranks)}"
-    if abs(total.factor - 1) < 1e-3:
-        return f"partial {over}"
-    return f"each its own part of the batch ({over})"
+    return f"partial {over}" if abs(total.factor - 1) < 1e-3 else f"each its own part of the batch ({over})"
 
 
 def cut_words(kind: str, whole: tuple[int, ...], shapes: Iterable[tuple[int, ...]], rows: bool, columns: bool) -> str:
     """Which dims of a tensor are cut, as far as shapes tell."""
-    dims: set[int] = set()
-    for shape in shapes:
-        if len(shape) == len(whole):
-            dims |= {d for d, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b}
+    pairs = [zip(shape, whole, strict=True) for shape in shapes if len(shape) == len(whole)]
+    dims = {d for of_shape in pairs for d, (a, b) in enumerate(of_shape) if a != b}
     if dims:
         word = "part of the batch" if dims == {0} and kind in ("output", "grad_output") else ""
         return word or f"sharded on dim {', '.join(map(str, sorted(dims)))}"

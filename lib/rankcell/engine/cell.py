@@ -1,7 +1,5 @@
 """On the notebook's side: one cell, from its task to its `Run`, or the error that says what went wrong first.
-
-It listens, asks now and then what the ranks do, proves a deadlock (`diagnose.py`), and gets everybody out of a cell
-that cannot end, took too long, or was interrupted. What then must be repaired is for the world to do.
+What it has broken is for the world to repair.
 """
 
 import contextlib
@@ -54,15 +52,9 @@ class Cell:
     """
 
     def __init__(
-        self,
-        workers: Workers,
-        task: Task,
-        members: Sequence[int],
-        *,
-        source: str,
-        timeout: float | None,
+        self, workers: Workers, task: Task, members: Sequence[int], *, source: str, timeout: float | None,
         on_update: OnUpdate | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._workers, self._task, self._members = workers, task, members
         self._source, self._timeout, self._on_update = source, timeout, on_update
         self._last: dict[int, Status] = {}  # what each rank answered last
@@ -74,9 +66,8 @@ class Cell:
         host = self._workers.host
         offsets = {rank: host.clock_offset(rank) for rank in self._members}
         for offset in set(offsets.values()):  # its beginning as the clock of each one's machine shows it
-            task = replace(self._task, began=self._task.began + offset)
             mine = [rank for rank in self._members if offsets[rank] == offset]
-            host.send(mine, pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
+            host.send(mine, pickle.dumps(replace(self._task, began=self._task.began + offset), pickle.HIGHEST_PROTOCOL))
         if (cause := self._wait(interrupted)) is not None:
             self._free(wanted=not isinstance(cause, errors.Deadlock))
         return self._ending(cause)
@@ -175,8 +166,7 @@ class Cell:
         while running := [rank for rank, r in received.items() if not r.over]:
             now = time.monotonic()
             if now > began + GRACE:
-                late = now > began + PATIENCE  # until then it may only want a core
-                self._end([r for r in running if late or self._used(r) - used[r] >= SPINS])
+                self._end([r for r in running if now > began + PATIENCE or self._used(r) - used[r] >= SPINS])
             elif now > again:  # a first interrupt may have been swallowed by an `except`
                 again = now + GRACE / 4
                 workers.ask(running, about, wait=0.05)
@@ -210,9 +200,8 @@ class Cell:
         now = {**earlier, **{rank: state.counts for rank, state in states.items()}}
         # a message that a rank has not taken, because it raised, would be taken for the next one
         left_over = bool(run.failed) and under_way(now.values()) != under_way(earlier.values())
-        broken = cause is not None or bool(left_over or lost or unmatched or left)
-        broken = broken or any(r.mismatch for r in run.ranks) or any(state.broken for state in states.values())
-        broken = broken or len({state.group for state in states.values()}) > 1
+        broken = bool(cause or left_over or lost or unmatched or left or any(r.mismatch for r in run.ranks))
+        broken = broken or len({s.group for s in states.values()}) > 1 or any(s.broken for s in states.values())
         replaced = all(self._workers.host.reachable(rank) for rank in lost)
         error = what_went_wrong(run, cause, unmatched, self._task.pull, replaced=replaced)
         for name, ranks in errors.missing_names(run).items():

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from . import system
@@ -117,15 +118,8 @@ def threads(recorder: Recorder, ours: set[int | None], *, busy: bool) -> bool:
     A thread of a library that waits for work, such as a progress bar's, has no frame of the learner's.
     """
     waiting = {o.thread for o in list(recorder.open.values()) if busy and o.waiting}
-    for ident, frame in _frames().items():
-        if ident in ours or ident in waiting or ident == threading.get_ident():
-            continue
-        at: Any = frame
-        while at is not None:
-            if kind_of(at.f_code) is True:
-                return True
-            at = at.f_back
-    return False
+    others = (frame for ident, frame in _frames().items() if ident not in ours and ident not in waiting)
+    return any(kind_of(f.f_code) is True for frame in others for f, _ in traceback.walk_stack(frame))
 
 
 def _waits_for_a_thread(frame: Any) -> bool:

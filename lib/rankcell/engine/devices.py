@@ -7,6 +7,7 @@
 Beside nccl, tensors on the CPU go over gloo. Several GPUs have not been tried (`notebooks/recorded`).
 """
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -105,13 +106,11 @@ def nccl_version() -> tuple[int, ...]:
 
     if not torch.distributed.is_nccl_available():
         return ()
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # it is part of torch's own library
         said = ctypes.c_int()
         loaded = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         if loaded.ncclGetVersion(ctypes.byref(said)) == 0 and said.value >= 20900:
             return said.value // 10_000, said.value // 100 % 100, said.value % 100
-    except (OSError, AttributeError):  # it is part of torch's own library
-        pass
     return tuple(n for n in torch.cuda.nccl.version() if isinstance(n, int))
 
 
@@ -119,10 +118,9 @@ def _mps_runs() -> bool:
     """Whether a daemon of CUDA's Multi-Process Service answers this user."""
     if (control := shutil.which("nvidia-cuda-mps-control")) is None:
         return False
-    try:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             control, input="get_server_list\n", capture_output=True, text=True, timeout=MPS_ANSWERS, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and "Cannot find" not in done.stdout + done.stderr
+        return done.returncode == 0 and "Cannot find" not in done.stdout + done.stderr
+    return False

@@ -60,9 +60,7 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
             break
         free |= freed
     stuck = {r: [edge for waits in mine for edge in waits] for r, mine in threads.items() if r not in free}
-    if not any(by_rank[r].phase == "running" for r in stuck):
-        return None
-    return _explain(by_rank, stuck, over)
+    return _explain(by_rank, stuck, over) if any(by_rank[r].phase == "running" for r in stuck) else None
 
 
 def finished_if_leaving(state: State) -> State:

@@ -76,16 +76,9 @@ class GroupCalls:
             self.recorder.groups_with_timeout.add(group.group_name)
 
     def waited_for(
-        self,
-        op: str,
-        ranks: tuple[int, ...],
-        make: Callable[[], Any],
-        *,
-        label: str = "",
-        signature: Signature | None = None,
-        members: tuple[int, ...] = (),
-        blocks: bool = True,
-    ) -> Any:
+        self, op: str, ranks: tuple[int, ...], make: Callable[[], Any], *, label: str = "",
+        signature: Signature | None = None, members: tuple[int, ...] = (), blocks: bool = True,
+    ) -> Any:  # fmt: skip
         """Call `make`, for others an operation of `ranks` in which this one waits; at once if it `blocks`."""
         recorder = self.recorder
         o = Operation(op)
@@ -202,10 +195,9 @@ class Groups(GroupCalls):
             self._init_with(dist.PrefixStore(f"{generation}", store))
         if config.node:
             first = config.rank - config.local_rank
-            near = range(first, first + config.local_world_size)
             matcher = self.recorder.matcher  # ranks of other nodes are met in the store
             matcher.store = SignatureStore(dist.PrefixStore(f"calls {generation}", store), config.rank)
-            matcher.near = frozenset(near)
+            matcher.near = frozenset(range(first, first + config.local_world_size))
         self.recorder.join(f"{generation}")
 
     def destroy(self, group: Any = None) -> None:
@@ -257,8 +249,7 @@ class Groups(GroupCalls):
             self.aborted = True
             for group in list(dist.distributed_c10d._world.pg_map):
                 with contextlib.suppress(RuntimeError):  # it was aborted before
-                    nccl = self._config.backend == "nccl"
-                    (group._get_backend(torch.device("cuda")) if nccl else group).abort()
+                    (group._get_backend(torch.device("cuda")) if self._config.backend == "nccl" else group).abort()
         system.shut_down(self.connections)
 
     def _store(self, name: str) -> Any:

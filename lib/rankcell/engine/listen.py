@@ -64,13 +64,12 @@ class Listener:
         self.recorder, self.batches, self.name, self.op = recorder, batches, name, OPERATIONS[name]
         operation = getattr(torch.ops.c10d, name).default
         arguments = [a.name for a in operation._schema.arguments]
-        given = [str(r.type) for r in operation._schema.returns]
 
         def place(*names: str) -> int | None:
             return next((i for i, argument in enumerate(arguments) if argument in names), None)
 
         self._redispatch = operation._handle.redispatch_boxed
-        self._gives_work = any("Work" in kind for kind in given)
+        self._gives_work = any("Work" in str(r.type) for r in operation._schema.returns)
         self._unbox_group, self._unbox_work = dist.ProcessGroup.unbox, dist.Work.unbox
         self._at_group = arguments.index("process_group")
         self._at_in, self._at_out = place(*_INPUTS) or 0, place(*_OUTPUTS) or 0

@@ -68,8 +68,6 @@ class _Member:
 class Local(Host):
     """The ranks of a world of `world_size` ranks that live on this machine; each `start` says which.
 
-    Its methods are those of `Host`.
-
     Args:
         choice: what the ranks talk over, and what they find in their environment unless the learner has set it.
         method: how their processes are started, one of `launch.METHODS`.
@@ -85,8 +83,7 @@ class Local(Host):
         self.ranks, self.choice = range(world_size), choice
         self._interface, self._method = interface, method
         self._members: dict[int, _Member] = {}
-        asked = os.environ.get("GLOO_SOCKET_IFNAME")
-        if choice.backend == "gloo" and (problem := system.interface_problem(asked)):
+        if choice.backend == "gloo" and (problem := system.interface_problem(os.environ.get("GLOO_SOCKET_IFNAME"))):
             raise errors.StartError(f"ranks could not be started: {problem}")
         try:  # the memory that finds calls that do not match
             self._table = system.shared_file(SignatureTable.nbytes(world_size))

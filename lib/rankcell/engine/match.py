@@ -64,8 +64,7 @@ def _problem(a: Signature, b: Signature, ranks: Sequence[int], rank: int, peer: 
         return "a tensor on the CPU and one on a GPU"
     if a.tensors != b.tensors:
         if [dtype for dtype, _ in a.tensors] != [dtype for dtype, _ in b.tensors]:
-            same_number = len(a.tensors) == len(b.tensors)
-            return "different dtypes" if same_number else "different numbers of tensors"
+            return "different dtypes" if len(a.tensors) == len(b.tensors) else "different numbers of tensors"
         if a.root != b.root:
             return "different roots and different shapes"
         return "different sizes" if a.op == "send to recv" else "different shapes"
@@ -208,11 +207,9 @@ class Matcher:
                 continue
             problem, text = difference(signature, theirs, ranks, self.rank, peer)
             if problem:
-                mine = o.call()
                 line, _, file = at.partition(" ")
-                mismatch = Mismatch(
-                    problem, {self.rank: mine, peer: replace(mine, text=text, line=int(line), file=file)}
-                )
+                other = replace(o.call(), text=text, line=int(line), file=file)
+                mismatch = Mismatch(problem, {self.rank: o.call(), peer: other})
                 self.found = self.found or mismatch
                 self._refused[o.group] = mismatch
                 raise MismatchError(mismatch)

@@ -52,8 +52,7 @@ class Observer:
 
     def note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
         self.make_room(self.computing)
-        span = Event(self.rank, name, start - self.began, end - self.began, kind="compute", line=line)
-        self.computing.append(span)
+        self.computing.append(Event(self.rank, name, start - self.began, end - self.began, kind="compute", line=line))
 
     def make_room(self, kept: deque[Any]) -> None:
         """Let go of the oldest of many events."""

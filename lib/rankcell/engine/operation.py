@@ -144,8 +144,7 @@ class Operation:
         """Whether it called, or a thread of C++ such as autograd's on a GPU, which it waits for."""
         if self.thread == threading.main_thread().ident:
             return True
-        of_python = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
-        return self.thread not in of_python
+        return self.thread not in {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
 
     def event(self, rank: int, began: float) -> Event:
         """This operation as frozen data, with times since the cell `began`."""

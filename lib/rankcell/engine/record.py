@@ -1,8 +1,6 @@
 """Inside a rank: writes down every communication, and knows at any time what the rank waits for.
 
-`listen.py` tells it of every call before it is sent. Each is also published where other ranks can read it
-(`match.py`): a rank whose call does not match its peers' raises `MismatchError` before any data moves. It does not
-draw, and it decides nothing about hangs: `diagnose.py` does.
+`listen.py` tells it of every call before it is sent. It decides nothing about hangs: `diagnose.py` does.
 """
 
 import contextlib
@@ -85,8 +83,7 @@ class Recorder(Observer):
 
     def events(self) -> tuple[Event, ...]:
         """What was recorded since `begin`."""
-        events = (o.event(self.rank, self.began) for o in self.operations if o.start is not None)
-        return (*events, *self.computing)
+        return (*(o.event(self.rank, self.began) for o in self.operations if o.start is not None), *self.computing)
 
     def call(self, o: Operation, inputs: list[Any], outputs: list[Any]) -> None:
         """The rank calls `o` on these tensors: count and keep it."""

@@ -50,10 +50,8 @@ _NOTES = {  # by a part of the exception: what to do
 
 def failure(error: BaseException, *, at: float = 0.0, call: Call | None = None, depth: int = 0) -> RankFailure:
     """Why a rank did not finish: `error` as text, its frames and causes. Never raises, whatever the exception does."""
-    try:
-        return _failure(error, at=at, call=call, depth=depth)
-    except BaseException:  # noqa: BLE001 - its class, or what is behind it, is as odd as that
-        return RankFailure("Exception", "(it could not be read: its own code raised)", at=at)
+    unread = RankFailure("Exception", "(it could not be read: its own code raised)", at=at)
+    return _safely(lambda: _failure(error, at=at, call=call, depth=depth), unread)
 
 
 def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) -> RankFailure:
@@ -95,9 +93,8 @@ def without_addresses(found: RankFailure, *, renewed: bool) -> RankFailure:
     if found.type == "KeyboardInterrupt":  # it came when the connection was closed already
         return replace(found, causes=causes)
     if gave_up := _GAVE_UP.search(found.message):
-        what = found.call.text if found.call else "an operation"
         note = "A rank that computes is late, not lost: give the group a longer timeout=, or do that work elsewhere."
-        message = f"{what} waited {int(gave_up[1]) / 1000:g} s, {LATE}"
+        message = f"{found.call.text if found.call else 'an operation'} waited {int(gave_up[1]) / 1000:g} s, {LATE}"
         return replace(found, message=message, notes=(*found.notes, note), causes=causes)
     closed = found.type in ("RuntimeError", "DistBackendError") and _CLOSED.search(found.message)
     if not closed and not _STALE.search(found.message):
@@ -148,10 +145,9 @@ def _without_gradient(error: BaseException) -> list[str]:
             named = [*ddp.module.named_parameters()]
             if ddp._get_ddp_logging_data()["num_parameter_tensors"] < len(named):  # of those DDP knows nothing
                 named = [(name, p) for name, p in named if p.requires_grad]
-            frozen = not any(named[n][1].requires_grad for n in numbers)
-            why = (
-                "they were frozen after DDP was made: freeze first, then wrap." if frozen else "has the loss used them?"
-            )
+            why = "has the loss used them?"
+            if not any(named[n][1].requires_grad for n in numbers):
+                why = "they were frozen after DDP was made: freeze first, then wrap."
             return [f"No gradient came to {name_some((named[n][0] for n in numbers), 6)}: {why}"]
     return []
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..errors import LATE, OF_WORLD
-from ..results import Event, Standing, at_line, name_ranks
+from ..errors import LATE, OF_WORLD, PAIRED
+from ..results import Event, Standing, at_line, name_ranks, placed
 from .messages import Status, Wait
 
 OVER = ("finished", "error", "lost", "absent", "still")  # in this cell such a rank issues nothing more
@@ -66,8 +66,7 @@ def missing_peers(wait: Wait, states: Mapping[int, State], rank: int) -> tuple[i
     if wait.op in ("send", "recv"):
         if wait.peer is None:  # a receive from anyone: whoever can still go on may answer
             return tuple(r for r in wait.ranks if r != rank)
-        other = "recv" if wait.op == "send" else "send"
-        key = (*wait.key[:-1], other)
+        key = (*wait.key[:-1], "recv" if wait.op == "send" else "send")
         return () if count(wait.peer, key) >= wait.seq else (wait.peer,)
     return tuple(r for r in wait.ranks if r != rank and count(r, wait.key) < wait.seq)
 
@@ -97,16 +96,14 @@ def doing(state: State, world_size: int, *, many: bool = False, twins: Collectio
     if state.phase == "finished":
         return state.why or f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
     if not (blocking := state.blocking):
-        at = f" at {at_line(state.line, state.file)}" if state.line else ""
         begun = next((w for w in state.waits if w.thread == 0), None)
         unfinished = f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""
-        return f"compute{s}{at}{unfinished}"
+        return f"compute{s}{placed(state)}{unfinished}"
     wait = blocking[0]
-    where = f", {at_line(wait.line, wait.file)}" if wait.line else ""
     of = "this pair" if wait.op in ("send", "recv") else _group_of(wait, world_size)
     if wait.group in twins:
         of = f"group {wait.called!r} of {of.partition(' of ')[2]}"
-    return f"wait{s} in {wait.text}{inside(wait)} (call {wait.nth} of {of}{where})"
+    return f"wait{s} in {wait.text}{inside(wait)} (call {wait.nth} of {of}{placed(wait, ', ')})"
 
 
 def inside(call: Event | Wait) -> str:
@@ -130,11 +127,8 @@ def twins(states: Iterable[State]) -> set[str]:
 
 def call_of(call: Event | Wait, world_size: int, ranks: Sequence[int] = ()) -> str:
     """A call, its group, and where; of `ranks` that may each have called it in a group of their own."""
-    where = f" at {at_line(call.line, call.file)}" if call.line else ""
-    group = _group_of(call, world_size)
-    if not set(ranks) <= set(call.ranks):
-        group = "their groups"
-    return f"{call.text} of {group}{where}" if call.op not in ("send", "recv") else f"{call.text}{where}"
+    group = _group_of(call, world_size) if set(ranks) <= set(call.ranks) else "their groups"
+    return f"{call.text}{f' of {group}' if call.op not in PAIRED else ''}{placed(call)}"
 
 
 def rows(states: Sequence[State], world_size: int, first: Sequence[int] = ()) -> tuple[str, ...]:

@@ -92,7 +92,5 @@ class Stdio:
 
     @staticmethod
     def _flush(stream: Any) -> None:
-        try:
+        with contextlib.suppress(Exception):  # the learner closed it, replaced it, or made it None
             stream.flush()
-        except Exception:  # noqa: BLE001, S110 - the learner closed it, replaced it, or made it None
-            pass

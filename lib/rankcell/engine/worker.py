@@ -1,7 +1,5 @@
-"""Inside a rank: its process group, and the cells that the notebook sends.
-
-The main thread runs cells. A second thread (`control.py`) answers the notebook while a cell runs. Every
-exception of the learner's is caught in `run`, to report it.
+"""Inside a rank: its process group, and the cells that the notebook sends. The main thread runs them; that of `control`
+answers the notebook meanwhile.
 """
 
 import ast
@@ -74,9 +72,8 @@ class Rank:
         threading.current_thread().name = f"rank {config.rank}"
         self.shell: Any = shell.RankShell.instance()
         self.recorder: record.Recorder = self.shell.recorder
-        self.recorder.bind_rank(
-            config.rank, SignatureTable(table_fd, config.rank, config.world_size), enqueues=config.enqueues
-        )
+        table = SignatureTable(table_fd, config.rank, config.world_size)
+        self.recorder.bind_rank(config.rank, table, enqueues=config.enqueues)
         os.close(table_fd)
         self.groups = Groups(config, self.recorder, self._notes.append)
         self.control = control.Control(self, Channel(socket.socket(fileno=control_fd)))

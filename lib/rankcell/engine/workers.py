@@ -125,8 +125,7 @@ class Workers:
                 self.host.end(lost)
                 self._start(lost)
             self.host.prepare_store(self.generation)
-            others = [r for r in self.host.ranks if r not in lost]
-            self.host.send(others, pickle.dumps(messages.Join(self.generation)))
+            self.host.send([r for r in self.host.ranks if r not in lost], pickle.dumps(messages.Join(self.generation)))
             self._await_ready(REJOIN_TIMEOUT)
         except errors.StartError:  # a rank died meanwhile
             self.restart()

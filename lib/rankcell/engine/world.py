@@ -131,19 +131,10 @@ class Ranks:
                 raise
 
     def run(
-        self,
-        work: str | Callable[..., Any],
-        *,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        only: Sequence[int] | None = None,
-        push: Mapping[str, Any] | None = None,
-        pull: Sequence[str] = (),
-        timeout: float | None = None,
-        values: bool = False,
-        filename: str = "<cell>",
-        on_update: OnUpdate | None = None,
-    ) -> Run:
+        self, work: str | Callable[..., Any], *, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+        only: Sequence[int] | None = None, push: Mapping[str, Any] | None = None, pull: Sequence[str] = (),
+        timeout: float | None = None, values: bool = False, filename: str = "<cell>", on_update: OnUpdate | None = None,
+    ) -> Run:  # fmt: skip
         """Run source text or a function on the ranks and return what each of them did.
 
         Args:
@@ -165,21 +156,15 @@ class Ranks:
             members = _chosen(self._host.ranks, only)
             self._cells += 1
             task = Task(
-                began=time.monotonic(),
-                cell=f"{self._workers.generation}.{self._cells}",
-                filename=filename,
-                folder=system.current_folder(),
+                time.monotonic(), f"{self._workers.generation}.{self._cells}", filename=filename,
+                folder=system.current_folder(), pull=tuple(pull), push=_pushed(push or {}), values=values,
                 dtype=torch.get_default_dtype() if (torch := sys.modules.get("torch")) else None,
-                pull=tuple(pull),
-                values=values,
                 # all ranks or none: a rank that counts on is out of step with those that begin anew
                 forget_counts=self._workers.can_reset_counts and len(members) == len(self._host.ranks),
-                push=_pushed(push or {}),
                 **_work(work, args, kwargs, filename),
-            )
+            )  # fmt: skip
             source = work if isinstance(work, str) else getattr(work, "__name__", "function")
-            cell = Cell(self._workers, task, members, source=source, timeout=timeout, on_update=on_update)
-            ending = self._run(cell)
+            ending = self._run(Cell(self._workers, task, members, source=source, timeout=timeout, on_update=on_update))
             if ending.error is not None:
                 raise ending.error
             return ending.run
@@ -322,10 +307,8 @@ def _work(
 
 
 def _pushed(names: Mapping[str, Any]) -> bytes:
-    if not names:
-        return b""
     try:
-        return cloudpickle.dumps(dict(names))
+        return cloudpickle.dumps(dict(names)) if names else b""
     except Exception:  # noqa: BLE001 - a __reduce__ may raise anything: which name is it?
         for name, value in names.items():
             _pickle(name, value)

@@ -99,8 +99,7 @@ def _by_majority(
 
 def _path(record: RankRecord) -> list[Hashable]:
     """What a rank called, as far as ranks that run the same program have it in common, with its begin and its end."""
-    whole = record.calls == len(record.events)
-    path: list[Hashable] = [_BEGIN if whole else None, *map(what, record.events)]
+    path: list[Hashable] = [_BEGIN if record.calls == len(record.events) else None, *map(what, record.events)]
     return [*path, _END] if record.phase == "finished" else path
 
 

@@ -2,9 +2,9 @@
 
 Calls are compared before they are sent, as in a cell: between ranks of one node in shared memory, between nodes in the
 program's own store, in worlds of at most `FAR` ranks; larger ones are compared by the runner when something is wrong.
-Nothing else in this package knows the recorder.
 """
 
+import contextlib
 import gc
 import os
 import time
@@ -123,14 +123,11 @@ class Recording:
 
 def _shared_board(path: Path, rank: int, world_size: int) -> SignatureTable | None:
     """What the ranks of this node are about to call, in memory that they share; None where there is none."""
-    try:
+    with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError:
-        return None
-    try:
-        os.posix_fallocate(fd, 0, SignatureTable.nbytes(world_size))
-        return SignatureTable(fd, rank, world_size)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+        try:
+            os.posix_fallocate(fd, 0, SignatureTable.nbytes(world_size))
+            return SignatureTable(fd, rank, world_size)
+        finally:
+            os.close(fd)
+    return None

@@ -15,7 +15,7 @@ from .. import errors
 from ..engine import diagnose, stacks
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
-from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks, name_some
+from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks, name_some, placed
 from .divergence import Divergence, find_divergent_rank, what
 from .records import RankRecord
 
@@ -51,8 +51,7 @@ class JobVerdict:
     detail: str = ""  # of an exception: where it was raised
 
     def __str__(self) -> str:
-        rows = (f"  {row}" for row in self.rows)
-        return "\n".join([self.headline, *rows, *filter(None, (self.detail, self.advice))])
+        return "\n".join([self.headline, *(f"  {row}" for row in self.rows), *filter(None, (self.detail, self.advice))])
 
 
 def is_consequence(record: RankRecord) -> bool:
@@ -223,8 +222,7 @@ def parted_before(run: Run) -> str:
     """Of a cell whose calls in one line do not match: how it came to that, or ""."""
     calls = {rank: call for r in run.ran if r.mismatch for rank, call in r.mismatch.calls.items()}
     calls = {rank: replace(call, file=call.file.partition(FROM)[0]) for rank, call in calls.items()}
-    records = (RankRecord(r.rank, events=r.events) for r in run.ran if r.events)
-    return _parted([*records], calls, run.world_size)
+    return _parted([RankRecord(r.rank, events=r.events) for r in run.ran if r.events], calls, run.world_size)
 
 
 def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int) -> str:
@@ -304,16 +302,12 @@ def unclear(records: Sequence[RankRecord], headline: str, advice: str = "") -> J
 
 def stalled(records: Sequence[RankRecord], limit: float) -> JobVerdict:
     """Where nothing has moved for `limit` seconds, and nobody waits for another rank."""
+    head = f"nothing has moved for {limit:.0f} s"
     if any(map(waits_for, records)):
-        return unclear(
-            records,
-            f"nothing has moved for {limit:.0f} s.",
-            "Everybody has come to the operation that it stands in: what does not end is the transfer itself. Look "
-            "at the network and at what the backend logs.",
-        )
-    advice = "Look at what they wait for: a file, a lock, input, another process?"
-    head = f"nothing has moved for {limit:.0f} s, and no rank waits in a communication."
-    return unclear(records, head, _of_loader(records) or advice)
+        advice = "Everybody has come to the operation that it stands in: what does not end is the transfer itself."
+        return unclear(records, f"{head}.", f"{advice} Look at the network and at what the backend logs.")
+    advice = _of_loader(records) or "Look at what they wait for: a file, a lock, input, another process?"
+    return unclear(records, f"{head}, and no rank waits in a communication.", advice)
 
 
 def _of_loader(records: Sequence[RankRecord]) -> str:
@@ -361,8 +355,7 @@ def _details(record: RankRecord) -> list[str]:
     if record.events:
         lines.append("  last operations:")
     for event in record.events[-SHOWN:]:
-        where = f", {at_line(event.line, event.file)}" if event.line else ""
         group = "the world" if event.group in errors.OF_WORLD else f"group {event.group!r}"
         group = "this pair" if event.op in errors.PAIRED else group
-        lines.append(f"    {event.text} (call {event.seq} of {group}{where})")
+        lines.append(f"    {event.text} (call {event.seq} of {group}{placed(event, ', ')})")
     return lines

@@ -121,8 +121,7 @@ class WatchedJob:
                         self.failed = self.failed or time.monotonic()
 
     def _welcome(self, arrival: RankArrived, talk: channel.Channel) -> WatchedRank:
-        record = RankRecord(arrival.rank, arrival.world_size)
-        known = self.ranks[arrival.rank] = WatchedRank(arrival, talk, record)
+        known = self.ranks[arrival.rank] = WatchedRank(arrival, talk, RankRecord(arrival.rank, arrival.world_size))
         self.world_size = max(self.world_size, arrival.world_size)
         if len(self.ranks) == self.world_size:
             for rank, one in self.ranks.items():
@@ -149,8 +148,7 @@ class WatchedJob:
             crash, stack = stacks.crash_in(arrival.crash_file)
         else:
             near = [r for r, k in self.living.items() if k.arrival.host == arrival.host and k is not known]
-            told = self.ask(near[:1], "crash", arrival.crash_file, wait=ANSWER)
-            crash, stack = next(iter(told.values()), ("", ()))
+            crash, stack = next(iter(self.ask(near[:1], "crash", arrival.crash_file, wait=ANSWER).values()), ("", ()))
         if how == FINISHED:  # the last that it said was before its end
             return replace(record, phase="finished", waits=(), threads=False, at=time.time())
         file, line = stacks.place(stack)

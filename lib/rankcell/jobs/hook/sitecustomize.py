@@ -52,9 +52,7 @@ def _replace_init(module):
     @functools.wraps(original)
     def init_process_group(*args, **kwargs):
         inside = _inside()
-        if inside is None:
-            return original(*args, **kwargs)
-        return inside.init_process_group(original, args, kwargs)
+        return inside.init_process_group(original, args, kwargs) if inside else original(*args, **kwargs)
 
     module.init_process_group = init_process_group
     # no process that has started this one is the rank that its environment names
