@@ -45,10 +45,8 @@ def grid(what: Schedule | Run | Iterable[Event], over: Iterable[Event] = (), *, 
     if isinstance(what, Schedule):
         what = schedules.predict(what, forward=1 / what.chunks, backward=2 / what.chunks)
     if not (found := schedules.actions_of([*(what.events if isinstance(what, Run) else what), *over])):
-        raise ValueError(
-            'There is nothing to draw: no event is named after an action, such as "1F0". Mark each with '
-            "`rankcell.span`."
-        )
+        how = "Mark each with `rankcell.span`."
+        raise ValueError(f'There is nothing to draw: no event is named after an action, such as "1F0". {how}')
     return _draw(_rows(found), title, in_units, _finding(found, in_units))
 
 

@@ -98,10 +98,8 @@ def main() -> NoReturn:
     try:
         sock = channel.connect(told["addresses"], told["port"], bytes.fromhex(told["key"]))
     except OSError as error:
-        sys.exit(
-            f"{socket.gethostname()} cannot reach the notebook. Its machine must accept connections from the "
-            f"nodes. Tried:\n{error}"
-        )
+        why = "cannot reach the notebook. Its machine must accept connections from the nodes."
+        sys.exit(f"{socket.gethostname()} {why} Tried:\n{error}")
     system.keep_alive(sock, reads_always=False)
     talk = channel.Channel(sock)
     import torch
