@@ -228,11 +228,8 @@ class Decoder(nn.Module):
     there is no embedding it takes what the stage before computed, where there is no head it gives that on.
     """
 
-    token_embedding: Any
     position_embedding: Any
     blocks: Any
-    norm: Any
-    head: Any
 
     def __init__(
         self, vocab: int, context: int, blocks: Iterable[nn.Module], norm: Any, *, tied: bool, positions: bool
