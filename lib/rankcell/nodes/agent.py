@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .. import errors
 from ..engine import channel, launch, system
@@ -36,8 +36,7 @@ class Order:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Did:
+class Did(NamedTuple):
     """An agent has done an order "start" (`result`: process ids by rank) or "end" (ranks, which say nothing any more).
 
     `problem` says why it could not.
