@@ -245,9 +245,10 @@ def test_a_gpu_waits_for_the_host():
 
 
 def test_rings_are_those_of_costs():
-    assert 2 * communication.ring(1e8, 8, 2e11, 3e-6) == approx(
-        costs.ring_all_reduce(1e8, 8, costs.Link(3e-6, 1 / 2e11))
-    )
+    of = job(n_gpus=8, reduce_bytes=2.0)
+    link = costs.Link(of.chip.alpha, 1 / of.chip.ring)
+    found = communication.data(of, Layout(dp=8)).seconds  # gradients scattered, weights gathered
+    assert float(found) == approx(costs.ring_all_reduce(2 * of.shape.params, 8, link))
 
 
 @pytest.mark.parametrize(

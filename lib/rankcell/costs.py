@@ -56,10 +56,8 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
     """
     s, t = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
     if len(s) != len(t) or len(set(sizes)) < 2 or not (t > 0).all():
-        raise ValueError(
-            f"A line needs at least two different sizes, each with a time above 0 s; got {len(set(sizes))} different "
-            f"sizes and {len(t)} times, the least of them {min(seconds):g} s."
-        )
+        got = f"{len(set(sizes))} different sizes and {len(t)} times, the least of them {min(seconds):g} s"
+        raise ValueError(f"A line needs at least two different sizes, each with a time above 0 s; got {got}.")
     beta, alpha = (float(x) for x in np.polyfit(s, t, 1, w=1 / t))
     if alpha < 0:
         return Link(0.0, float(sum(s / t) / sum((s / t) ** 2)))

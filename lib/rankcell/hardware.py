@@ -8,7 +8,6 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ EACH_WAY = "each way"
 READ_AND_WRITE = "reads and writes together"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where a number comes from. `date` is the day it was published, or the day we read it."""
 
     name: str
@@ -25,8 +23,7 @@ class Source:
     date: str
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """How many bytes per second something can move, and how we know.
 
     `bytes_per_s` is the rate in `direction`: one direction of a link ("each way"), or the reads and writes of a memory
@@ -52,8 +49,7 @@ class Speed:
         return nbytes / self.bytes_per_s
 
 
-@dataclass(frozen=True)
-class GPU:
+class GPU(NamedTuple):
     """One GPU product. Rates in bytes/s, sizes in bytes, `bf16_flops` dense (no 2:4 sparsity) per second.
 
     `network` is the port per GPU of NVIDIA's own server with it, one direction.

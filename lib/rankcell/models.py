@@ -50,9 +50,8 @@ def _std(part: nn.Module, path: str, name: str) -> float:
         return EMBEDDING_STD
     if isinstance(part, nn.Linear):
         return part.in_features**-0.5
-    raise TypeError(
-        f"initialise knows Linear, Embedding, LayerNorm and RMSNorm, not the {type(part).__name__} at {path}."
-    )
+    known = "Linear, Embedding, LayerNorm and RMSNorm"
+    raise TypeError(f"initialise knows {known}, not the {type(part).__name__} at {path}.")
 
 
 def _linear(n_in: int, n_out: int, *, bias: bool = True, device: Any = None, **dtype: Any) -> nn.Linear:
@@ -121,10 +120,8 @@ class Attention(nn.Module):
         super().__init__()
         n_kv_heads = n_kv_heads or n_heads
         if d_model % n_heads or n_heads % n_kv_heads:
-            raise ValueError(
-                f"d_model = {d_model} must be a multiple of the {n_heads} heads, and these of the {n_kv_heads} "
-                f"heads of key and value."
-            )
+            these = f"these of the {n_kv_heads} heads of key and value"
+            raise ValueError(f"d_model = {d_model} must be a multiple of the {n_heads} heads, and {these}.")
         self.d_head, self.rope_base = d_model // n_heads, rope_base
         self.query = _linear(d_model, d_model, bias=bias, **where)
         self.key = _linear(d_model, n_kv_heads * self.d_head, bias=bias, **where)
@@ -231,11 +228,8 @@ class Decoder(nn.Module):
     there is no embedding it takes what the stage before computed, where there is no head it gives that on.
     """
 
-    token_embedding: Any
     position_embedding: Any
     blocks: Any
-    norm: Any
-    head: Any
 
     def __init__(
         self, vocab: int, context: int, blocks: Iterable[nn.Module], norm: Any, *, tied: bool, positions: bool

@@ -18,8 +18,7 @@ __all__ = [
 
 def naive(n_ranks: int, n_microbatches: int = 1) -> Schedule:
     """One micro-batch after the other through all stages and back: one rank computes, the others wait."""
-    lists = [[Action(r, k, j) for j in range(n_microbatches) for k in "FB"] for r in range(n_ranks)]
-    return schedule("naive", lists)
+    return schedule("naive", [[Action(r, k, j) for j in range(n_microbatches) for k in "FB"] for r in range(n_ranks)])
 
 
 def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
@@ -27,8 +26,7 @@ def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 
     Huang et al., https://arxiv.org/abs/1811.06965, section 2.2 (2019).
     """
-    lists = [[Action(r, k, j) for k in "FB" for j in range(n_microbatches)] for r in range(n_ranks)]
-    return schedule("GPipe", lists)
+    return schedule("GPipe", [[Action(r, k, j) for k in "FB" for j in range(n_microbatches)] for r in range(n_ranks)])
 
 
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
@@ -143,11 +141,5 @@ def peak_in_flight(plan: Schedule) -> list[int]:
 
     With several chunks each chunk's share of a micro-batch counts as one.
     """
-    peaks = []
-    for actions in plan.actions:
-        held = most = 0
-        for action in actions:
-            held += {"F": 1, "I": 0}.get(action.kind, -1)
-            most = max(most, held)
-        peaks.append(most)
-    return peaks
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    return [max(itertools.accumulate((change[a.kind] for a in of_rank), initial=0)) for of_rank in plan.actions]

@@ -11,17 +11,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import fake_commands
 
 _FAKED = ("srun", "scontrol", "hostname", "uv", "python", "python3", "torchrun")
 
 
-@dataclass(frozen=True)
-class DryRun:
+class DryRun(NamedTuple):
     """What a job script asked for, and what it left behind."""
 
     options: argparse.Namespace  # of its #SBATCH lines: options.time, options.array, ...

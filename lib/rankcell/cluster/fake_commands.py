@@ -6,6 +6,7 @@ their two outputs. It imports nothing of the package. `python fake_commands.py s
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,12 +27,8 @@ def read_options(words: Sequence[str], so_far: argparse.Namespace | None = None)
     `so_far` holds what was read before; what is said again takes its place.
     """
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    pending: list[str] = []
-    for name in (OPTIONS + "  " + OF_NO_EFFECT).split():
-        pending.append(name)
-        if name.startswith("--"):
-            reader.add_argument(*pending)
-            pending = []
+    for names in re.findall(r"(?:-\w )?--\S+", f"{OPTIONS}  {OF_NO_EFFECT}"):
+        reader.add_argument(*names.split())
     reader.add_argument("--exact", action="store_true")
     reader.add_argument("command", nargs="...")
     bare = ("-K", "--kill-on-bad-exit")  # srun reads no value behind these

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _LINES: dict[str, dict[str, str]] = tomllib.loads(files(__package__).joinpath("lines.toml").read_text("utf-8"))
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line of a job script, and why it is there. `text` may go over several lines of the file."""
 
     text: str
@@ -88,16 +87,13 @@ def by_srun(command: str, *, nodes: int, ranks_per_node: int, partition: str = "
     keys = ["shell", "name", "output", "time", *["partition"] * bool(partition), "nodes", "ranks-per-node"]
     keys += ["cpus-per-rank", *["signal", "requeue", "append"] * signals]
     keys += ["host", "port", "threads", "srun", *["status", "queue-again", "exit"] * signals]
-    inside = (
-        "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
-        f"LOCAL_WORLD_SIZE={ranks_per_node}; exec {command}"
-    )
+    place = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS"
+    inside = f"export {place} LOCAL_WORLD_SIZE={ranks_per_node}; exec {command}"
     # the first rank to leave with status 75 is no failure that the others must be ended for at once
     in_time = "When one rank ends, the others have 30 s to end too: time to save."
     return _script(
         keys, partition=partition, nodes=nodes, ranks_per_node=ranks_per_node,
-        seconds=signal_seconds, host="export MASTER_ADDR", port="export MASTER_PORT",
-        threads="$SLURM_CPUS_PER_TASK",
+        seconds=signal_seconds, host="export MASTER_ADDR", port="export MASTER_PORT", threads="$SLURM_CPUS_PER_TASK",
         inside=shlex.quote(inside), end="--wait=30" if signals else "--kill-on-bad-exit=1",
         at_the_end=in_time if signals else "When one rank fails, the others are ended.",
     )  # fmt: skip

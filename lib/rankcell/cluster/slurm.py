@@ -61,11 +61,8 @@ class Slurm:
             subprocess.TimeoutExpired: it took longer than `timeout` seconds.
         """
         folder = self.folder if self.folder.is_dir() else None
-        environment = os.environ | self.environment
-        return subprocess.run(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=timeout, check=True,
-        ).stdout  # fmt: skip
+        how: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": True}
+        return subprocess.run(command, cwd=folder, env=os.environ | self.environment, timeout=timeout, **how).stdout
 
     def submit(self, *arguments: str) -> int:
         """The number of the job that `sbatch` made of `arguments`: options, then the script and its words."""

@@ -25,6 +25,7 @@ _FROM_ROOT, _TO_ROOT = {"broadcast", "scatter"}, {"reduce", "gather"}
 _IN_PLACE = {"broadcast", "reduce", "all_reduce"}  # one tensor is input and output
 _SENDS_PARTS = {"scatter", "reduce_scatter", "all_to_all"}  # part i goes to the i-th rank of the group
 _GETS_PARTS = {"gather", "all_gather", "all_to_all"}  # part j came from the j-th rank
+_UNEQUAL = "For unequal parts use the form with a list of tensors."
 _KNOWN = _IN_PLACE | _SENDS_PARTS | _GETS_PARTS
 label = partial(label_of_any_size, size=_TEXT)  # 11 px on a phone, where the picture is 340 px wide
 
@@ -101,15 +102,12 @@ def _select(run: Run | Iterable[Event], op: str) -> list[Event]:
 
 def _values(event: Event) -> Values:
     if event.values is None:
-        raise ValueError(
-            f"The numbers of this {event.op} were not recorded. Run its cell with `--values`: `%%ranks 4 --values`."
-        )
+        how = "Run its cell with `--values`: `%%ranks 4 --values`."
+        raise ValueError(f"The numbers of this {event.op} were not recorded. {how}")
     recorded = max(map(len, event.values.input_before + event.values.output_before), default=0)
     if event.values.input_before and recorded < math.prod(event.shape):
-        raise ValueError(
-            f"Only the first {recorded} of {math.prod(event.shape)} numbers were recorded. "
-            f"Draw this {event.op} with a smaller tensor."
-        )
+        found = f"Only the first {recorded} of {math.prod(event.shape)} numbers were recorded."
+        raise ValueError(f"{found} Draw this {event.op} with a smaller tensor.")
     return event.values
 
 
@@ -119,10 +117,9 @@ def _parts(event: Event, tensors: tuple[tuple[float, ...], ...]) -> list[tuple[f
     if len(tensors) == n:
         return list(tensors)
     if len(tensors) != 1 or len(flat) % n:
-        raise ValueError(
-            f"{event.op} on {n} ranks is drawn from {n} tensors, or from one tensor in {n} equal parts; rank "
-            f"{event.rank} gave {len(flat)} numbers. For unequal parts use the form with a list of tensors."
-        )
+        forms = f"{n} tensors, or from one tensor in {n} equal parts"
+        gave = f"rank {event.rank} gave {len(flat)} numbers. {_UNEQUAL}"
+        raise ValueError(f"{event.op} on {n} ranks is drawn from {forms}; {gave}")
     size = len(flat) // n
     return [flat[i * size : (i + 1) * size] for i in range(n)]
 
@@ -140,10 +137,8 @@ def _scene(events: Sequence[Event]) -> _Scene:
     for m in moves if first.op == "all_to_all" else ():
         sent, got = held[m.source].before[m.part or 0].numbers, held[m.target].after[m.port].numbers
         if repr(sent) != repr(got):  # as texts, so that NaN is NaN
-            raise ValueError(
-                f"Part {m.port} of rank {m.target}'s output is not part {m.part} of rank {m.source}'s input: "
-                "the parts are not equal. For unequal parts use the form with a list of tensors."
-            )
+            where = f"Part {m.port} of rank {m.target}'s output is not part {m.part} of rank {m.source}'s input"
+            raise ValueError(f"{where}: the parts are not equal. {_UNEQUAL}")
     return _Scene(first.op, first.reduce_op, groups, first.peer, dict(sorted(held.items())), moves)
 
 
@@ -309,10 +304,8 @@ def _arrow(scene: _Scene, at: _Places, rows: Mapping[int, float], move: _Move) -
         before = at.blocks_width(blocks[: move.part]) + (_GAP if move.part else 0)
         x = NAMES + before + at.blocks_width([blocks[move.part]]) / 2
         start = (edge + 6, over)
-        lead = (
-            f'<polyline points="{x:.1f},{y:.1f} {x:.1f},{over:.1f} {start[0]:.1f},{over:.1f}" fill="none" '
-            f'stroke="{colour}" stroke-width="2.5"/>'
-        )
+        corners = f"{x:.1f},{y:.1f} {x:.1f},{over:.1f} {start[0]:.1f},{over:.1f}"
+        lead = f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
     dash = "5 4" if move.source == move.target else ""
     return lead + line(*start, *end, stroke=colour, width=2.5, dash=dash, arrow=True)
 
@@ -335,8 +328,6 @@ def stripes(sets: Iterable[tuple[int, ...]]) -> str:
     for sources in sorted({s for s in sets if len(s) > 1}):
         fills = enumerate(pale(rank_colour(r), _LEGIBLE) for r in sources)
         bands = "".join(f'<rect x="{8 * i}" width="8" height="8" fill="{fill}"/>' for i, fill in fills)
-        patterns.append(
-            f'<pattern id="s{"-".join(map(str, sources))}" width="{8 * len(sources)}" height="8" '
-            f'patternUnits="userSpaceOnUse" patternTransform="rotate(45)">{bands}</pattern>'
-        )
+        size = f'width="{8 * len(sources)}" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
+        patterns.append(f'<pattern id="s{"-".join(map(str, sources))}" {size}>{bands}</pattern>')
     return f"<defs>{''.join(patterns)}</defs>" if patterns else ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from ..results import KINDS, Memory
-from .parts import EDGE, WIDTH, Axis, heading, key, swatch, text_width, ticks_beside
+from .parts import EDGE, WIDTH, Axis, key, swatch, text_width, ticks_beside
 from .svg import INK, MUTED, Figure, drawing, format_bytes, label, line
 
 COLOURS = dict(zip(KINDS, ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#bbbbbb"), strict=True))
@@ -27,7 +27,7 @@ def over_time(samples: Sequence[Memory], *, title: str = "") -> Figure:
     most = samples[peak].total or 1
     step = 2.0 ** max(0, math.ceil(math.log2(most / 5)))  # at most six ticks, at multiples of a power of two
     ticks = [k * step for k in range(int(most // step) + 1)]
-    marks, top = heading(title)
+    marks, top = ([label(12, 30, title, bold=True)], 44.0) if title else ([], 12.0)
     height = _HEIGHT + top - 12
     explained, below_key = key([(k, swatch(COLOURS[k])) for k in KINDS], top - 2, left=EDGE, gap=34, ink=INK)
     marks += explained

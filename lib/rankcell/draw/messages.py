@@ -156,8 +156,6 @@ def _array(state: _Array, x: float, y: float, cell: float) -> str:
         marks.append(rect(x + i * cell, y, cell, CELL, fill=fill_of(sources), stroke=edge_of(sources)))
         text = format_number(value)
         size = min(20.0, (cell - 4) / (0.6 * len(text)))
-        marks.append(
-            f'<text x="{x + (i + 0.5) * cell:.1f}" y="{y + 27:g}" font-size="{size:.1f}" '
-            f'text-anchor="middle" fill="{INK}">{text}</text>'
-        )
+        at = f'x="{x + (i + 0.5) * cell:.1f}" y="{y + 27:g}"'
+        marks.append(f'<text {at} font-size="{size:.1f}" text-anchor="middle" fill="{INK}">{text}</text>')
     return "".join(marks)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .svg import LINE, MUTED, RANK_COLOURS, label, line, rect
 
@@ -57,8 +57,7 @@ def key(
     return marks, y + 32
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """Values to px: `low` stands at `start`, `high` at `end`; with `log` by their logarithms."""
 
     low: float
@@ -105,9 +104,10 @@ def ticks_beside(ticks: Iterable[tuple[float, str]], left: float, right: float) 
     return lines, [label(left - 8, y + 7, text, anchor="end", fill=MUTED) for y, text in ticks]
 
 
-def heading(title: str) -> tuple[list[str], float]:
-    """The title of a picture, where it has one, and where the picture goes on below."""
-    return ([label(12, 30, title, bold=True)], 44.0) if title else ([], 12.0)
+def heading(title: str, entries: Iterable[tuple[str, Swatch | None]]) -> tuple[list[str], float]:
+    """The title of a picture, where it has one, and its `key`, and where the picture goes on below."""
+    marks, below = key(entries, 44 if title else 12)
+    return [*([label(12, 30, title, bold=True)] if title else []), *marks], below
 
 
 def time_axis(x: Axis, top: float, bottom: float, unit: str, factor: float) -> list[str]:

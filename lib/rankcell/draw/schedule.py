@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .. import schedules
 from ..results import Event, Run
 from ..schedules import Action, Schedule
-from .parts import WIDTH, Axis, Swatch, heading, key, pale, text_width, time_axis
+from .parts import WIDTH, Axis, Swatch, heading, pale, text_width, time_axis
 from .svg import INK, MUTED, PAPER, Figure, drawing, format_seconds, label
 
 # what the next rank waits for is blue or green, what nobody waits for yellow
@@ -45,10 +45,8 @@ def grid(what: Schedule | Run | Iterable[Event], over: Iterable[Event] = (), *, 
     if isinstance(what, Schedule):
         what = schedules.predict(what, forward=1 / what.chunks, backward=2 / what.chunks)
     if not (found := schedules.actions_of([*(what.events if isinstance(what, Run) else what), *over])):
-        raise ValueError(
-            'There is nothing to draw: no event is named after an action, such as "1F0". Mark each with '
-            "`rankcell.span`."
-        )
+        how = "Mark each with `rankcell.span`."
+        raise ValueError(f'There is nothing to draw: no event is named after an action, such as "1F0". {how}')
     return _draw(_rows(found), title, in_units, _finding(found, in_units))
 
 
@@ -76,9 +74,7 @@ def _finding(found: Sequence[tuple[Action, Event]], in_units: bool) -> str:
 
 
 def _draw(rows: Sequence[_Actions], title: str, in_units: bool, finding: str) -> Figure:
-    marks, top = heading(title)
-    explained, below_key = key(_entries(rows), top)
-    marks += explained
+    marks, below_key = heading(title, _entries(rows))
     x = Axis(0, max(stop for row in rows for *_, stop in row.boxes), _LEFT, WIDTH - _RIGHT)
     y, tops = below_key + 4, []
     for i, row in enumerate(rows):

@@ -44,10 +44,9 @@ def located(
         for matrix, mine in own.items():
             (rows, columns), of = mine.shape, tuple(whole[matrix].shape)
             if (place := _place(mine, whole[matrix])) is None and (rows, columns) != of:
-                raise ValueError(
-                    f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}, "
-                    f"and the part is nowhere in it. A partial sum would have the shape of the whole."
-                )
+                sizes = f"Rank {rank}'s part of {matrix} is {rows} x {columns}, the whole is {of[0]} x {of[1]}"
+                why = "the part is nowhere in it. A partial sum would have the shape of the whole."
+                raise ValueError(f"{sizes}, and {why}")
             if place is None:
                 partial.add(matrix)
             held[rank][matrix] = place or ((0, rows), (0, columns))

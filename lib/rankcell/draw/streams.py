@@ -6,7 +6,7 @@ one that waited for it. It draws all events whose `group` names their row.
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..results import Event
-from .parts import WIDTH, Axis, Swatch, heading, key, pale, text_width, time_axis, union_length
+from .parts import WIDTH, Axis, Swatch, heading, pale, text_width, time_axis, union_length
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _RIGHT, _BAR, _GAP = 14, 34, 14
@@ -67,9 +67,7 @@ def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: 
     alt = f"{title}. {finding}" if title else finding
     left = max(map(text_width, names.values())) + 24
     x = Axis(0, end or 1e-6, left, WIDTH - _RIGHT)
-    marks, top = heading(title and f"simulated: {title}")
-    explained, top = key(_entries(events), top)
-    marks += explained
+    marks, top = heading(title and f"simulated: {title}", _entries(events))
     y = {row: top + 6 + i * (_BAR + _GAP) for i, row in enumerate(names)}
     bottom = max(y.values()) + _BAR + 6
     marks += time_axis(x, top, bottom, "time in ms", 1e3)

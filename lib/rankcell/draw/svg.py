@@ -48,10 +48,8 @@ class Figure:
 
     def _repr_html_(self, beside: str = "") -> str:
         code = base64.b64encode(self.svg.encode()).decode()
-        return (
-            f'<figure class="rankcell" style="margin:0.5em 0"><img alt="{html.escape(self.alt)}" '
-            f'src="data:image/svg+xml;base64,{code}" style="max-width:100%">{beside}</figure>'
-        )
+        picture = f'<img alt="{html.escape(self.alt)}" src="data:image/svg+xml;base64,{code}" style="max-width:100%">'
+        return f'<figure class="rankcell" style="margin:0.5em 0">{picture}{beside}</figure>'
 
 
 @dataclass(frozen=True)
@@ -88,12 +86,10 @@ def drawing(width: float, height: float, *marks: str, alt: str) -> Figure:
 
     Keep `width` near 640: on a phone (380 px) text of 20 px stays above 11 px then.
     """
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" font-family="{FONT}">'
-        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>{"".join(marks)}</svg>'
-    )
-    return Figure(svg, alt)
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    said = f'role="img" aria-label="{escape(alt, {chr(34): "&quot;"})}" font-family="{FONT}"'
+    paper = f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>'
+    return Figure(f'<svg xmlns="http://www.w3.org/2000/svg" {size} {said}>{paper}{"".join(marks)}</svg>', alt)
 
 
 def rect(
@@ -113,10 +109,8 @@ def rect(
     tip = f"<title>{escape(title)}</title>" if title else ""
     thick = f' stroke-width="{stroke_width:g}"' if stroke_width != 1 else ""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return (
-        f'<rect{thick} x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
-        f'rx="{radius:g}" fill="{fill}" stroke="{stroke}"{dashed}>{tip}</rect>'
-    )
+    at = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}"'
+    return f'<rect{thick} {at} rx="{radius:g}" fill="{fill}" stroke="{stroke}"{dashed}>{tip}</rect>'
 
 
 def label(
@@ -124,10 +118,8 @@ def label(
 ) -> str:
     """Text with its baseline at `y`. `anchor` is start, middle or end."""
     weight = ' font-weight="600"' if bold else ""
-    return (
-        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"'
-        f"{weight}>{escape(str(text))}</text>"
-    )
+    look = f'font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"{weight}'
+    return f'<text x="{x:.2f}" y="{y:.2f}" {look}>{escape(str(text))}</text>'
 
 
 def line(

@@ -5,10 +5,10 @@ shows only the wait for it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..results import Event, Run, name_ranks
-from .parts import WIDTH, Axis, Swatch, heading, key, pale, swatch, text_width, time_axis, union_length
+from .parts import WIDTH, Axis, Swatch, heading, pale, swatch, text_width, time_axis, union_length
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
@@ -19,8 +19,7 @@ _WAITING = 0.3  # share of the operation's colour in a bar that waits
 _DARK = {"all_reduce", "barrier"}  # white text on these
 
 
-@dataclass(frozen=True)
-class _Bar:
+class _Bar(NamedTuple):
     """A stretch of time of one rank: in its row, or in lane 0, 1, ... under it."""
 
     start: float
@@ -129,9 +128,7 @@ def _finding(rows: Mapping[int, Sequence[_Bar]], total: float) -> str:
 def _draw(
     rows: Mapping[int, Sequence[_Bar]], x: Axis, arrows: Sequence[tuple[Event, Event]], title: str, alt: str
 ) -> Figure:
-    marks, top = heading(title)
-    explained, top = key(_entries([bar for bars in rows.values() for bar in bars]), top)
-    marks += explained
+    marks, top = heading(title, _entries([bar for bars in rows.values() for bar in bars]))
     lanes = max((b.lane + 1 for bars in rows.values() for b in bars if b.lane is not None), default=0)
     pitch = _BAR + _LANE * lanes + _GAP
     at = {rank: top + 6 + i * pitch for i, rank in enumerate(rows)}

@@ -31,10 +31,8 @@ def waits(run: Run) -> Figure:
         ValueError: the cell came to its end by itself, so that nobody waits.
     """
     if not (standings := sorted(run.standstill, key=lambda s: s.rank)):
-        raise ValueError(
-            "Nothing to draw: this run has no standstill, its cell came to an end by itself. "
-            "Keep the run of the cell that hangs: `%%ranks 4 -o run`, then waits(run)."
-        )
+        how = "Keep the run of the cell that hangs: `%%ranks 4 -o run`, then waits(run)."
+        raise ValueError(f"Nothing to draw: this run has no standstill, its cell came to an end by itself. {how}")
     edges = {s.rank: s.waits_for for s in standings}
     cycles = _cycles(edges)
     finding = _finding({s.rank: s for s in standings}, cycles)

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .. import errors
 from ..engine import channel, launch, system
@@ -36,8 +36,7 @@ class Order:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Did:
+class Did(NamedTuple):
     """An agent has done an order "start" (`result`: process ids by rank) or "end" (ranks, which say nothing any more).
 
     `problem` says why it could not.
@@ -98,10 +97,8 @@ def main() -> NoReturn:
     try:
         sock = channel.connect(told["addresses"], told["port"], bytes.fromhex(told["key"]))
     except OSError as error:
-        sys.exit(
-            f"{socket.gethostname()} cannot reach the notebook. Its machine must accept connections from the "
-            f"nodes. Tried:\n{error}"
-        )
+        why = "cannot reach the notebook. Its machine must accept connections from the nodes."
+        sys.exit(f"{socket.gethostname()} {why} Tried:\n{error}")
     system.keep_alive(sock, reads_always=False)
     talk = channel.Channel(sock)
     import torch

@@ -192,10 +192,8 @@ class Nodes(Host):
                 ended = f"{len(found)} of {nodes} nodes answered within {START_TIMEOUT:.0f} s"
                 if srun.returncode is not None:
                     ended = f"srun ended with code {srun.returncode}"
-                raise errors.AllocationError(
-                    f"no ranks on {nodes} nodes: {ended}.\n{said}".rstrip()
-                    + "\nTry `!srun --overlap hostname` in the notebook: it must name the nodes of the allocation."
-                )
+                how = "Try `!srun --overlap hostname` in the notebook: it must name the nodes of the allocation."
+                raise errors.AllocationError(f"no ranks on {nodes} nodes: {ended}.\n{said}".rstrip() + f"\n{how}")
             with contextlib.suppress(TimeoutError):
                 sock, _ = listener.accept()
                 # each in a thread of its own: a stranger who says nothing keeps nobody waiting
@@ -262,26 +260,19 @@ def _check(world_size: int, nodes: int) -> int:
         raise errors.WorldSizeError(f"a world needs at least 1 node, got {nodes}.")
     per_node = world_size // nodes
     if world_size % nodes:
-        raise errors.WorldSizeError(
-            f"{world_size} ranks cannot be spread evenly over {nodes} nodes. Take "
-            f"{per_node * nodes or nodes} or {(per_node + 1) * nodes} ranks."
-        )
-    line = f"salloc --nodes={nodes} --ntasks-per-node={per_node}"
+        take = f"Take {per_node * nodes or nodes} or {(per_node + 1) * nodes} ranks."
+        raise errors.WorldSizeError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes. {take}")
+    line = f"`salloc --nodes={nodes} --ntasks-per-node={per_node} jupyter lab`"
     if "SLURM_JOB_ID" not in os.environ:
-        raise errors.AllocationError(
-            f"{nodes} nodes need a Slurm allocation, and this notebook runs in none. Start JupyterLab in "
-            f"one: `{line} jupyter lab`"
-        )
+        said = f"{nodes} nodes need a Slurm allocation, and this notebook runs in none."
+        raise errors.AllocationError(f"{said} Start JupyterLab in one: {line}")
     have = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
     if nodes > have:
-        raise errors.AllocationError(
-            f"{nodes} nodes were asked for, and this allocation has {have} "
-            f"({os.environ.get('SLURM_JOB_NODELIST', 'unnamed')}). Use `--nodes {have}`, or a larger one: "
-            f"`{line} jupyter lab`"
-        )
+        names = os.environ.get("SLURM_JOB_NODELIST", "unnamed")
+        said = f"{nodes} nodes were asked for, and this allocation has {have} ({names})."
+        raise errors.AllocationError(f"{said} Use `--nodes {have}`, or a larger one: {line}")
     if shutil.which("srun") is None:
-        raise errors.AllocationError(
-            "this notebook runs in a Slurm allocation, but srun is not on its PATH. Add the folder of "
-            "Slurm's commands to PATH (`module load slurm` on many clusters) before you start JupyterLab."
-        )
+        said = "this notebook runs in a Slurm allocation, but srun is not on its PATH."
+        how = "Add the folder of Slurm's commands to PATH (`module load slurm` on many clusters)"
+        raise errors.AllocationError(f"{said} {how} before you start JupyterLab.")
     return per_node

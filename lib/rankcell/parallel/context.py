@@ -46,10 +46,8 @@ def _count(length: int, world_size: int, layout: str) -> int:
     """How many pieces the whole sequence has."""
     count = world_size * len(pieces(0, world_size, layout=layout))
     if length % count or not length:
-        raise ValueError(
-            f"A sequence of {length} positions cannot be cut into {count} equal pieces, as the {layout} "
-            f"layout needs on {world_size} ranks. Pad it to {max(1, -(-length // count)) * count}."
-        )
+        why = f"as the {layout} layout needs on {world_size} ranks. Pad it to {max(1, -(-length // count)) * count}."
+        raise ValueError(f"A sequence of {length} positions cannot be cut into {count} equal pieces, {why}")
     return count
 
 
@@ -214,9 +212,8 @@ def ring_attention(
         raise ValueError("The ring knows no documents in a sequence. Give one document in each.")
     if not query.shape == key.shape == value.shape:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
-        raise ValueError(
-            f"Query, key and value need one shape, (batch, heads, length / W, d_head); they have {shapes}."
-        )
+        needed = "one shape, (batch, heads, length / W, d_head)"
+        raise ValueError(f"Query, key and value need {needed}; they have {shapes}.")
     ring = _Ring(process_group, layout)
     _count(query.shape[-2] * ring.world_size, ring.world_size, layout)
     return _RingAttention.apply(query, key, value, ring)

@@ -47,11 +47,9 @@ class Pipeline:
     ) -> None:
         self.group = process_group or dist.group.WORLD
         self.schedule, self.loss, self.between = schedule, loss, tuple(between)
-        if dist.get_world_size(self.group) != schedule.n_ranks:
-            raise ValueError(
-                f"The schedule is for {schedule.n_ranks} ranks, and the process group has "
-                f"{dist.get_world_size(self.group)}. Make one of them fit the other."
-            )
+        if (size := dist.get_world_size(self.group)) != schedule.n_ranks:
+            said = f"The schedule is for {schedule.n_ranks} ranks, and the process group has {size}."
+            raise ValueError(f"{said} Make one of them fit the other.")
         if len(stages) != schedule.n_stages:
             raise ValueError(f"The schedule has {schedule.n_stages} stages, and {len(stages)} modules came.")
         if schedule.split:
@@ -163,10 +161,8 @@ class _Execution:
             return
         shape = self._shape(action)
         if tuple(result.shape) != shape or result.dtype != pipeline.dtype:
-            raise ValueError(
-                f"{action} computed {result.dtype} {tuple(result.shape)}, and stage {user.stage} expects "
-                f"{pipeline.dtype} {shape}. Make `between` say what the stages do."
-            )
+            expected = f"stage {user.stage} expects {pipeline.dtype} {shape}. Make `between` say what the stages do."
+            raise ValueError(f"{action} computed {result.dtype} {tuple(result.shape)}, and {expected}")
         result = result.contiguous()
         target = pipeline.homes[user.stage]
         self.sent[action] = dist.isend(result, group=pipeline.group, group_dst=target), result

@@ -83,10 +83,8 @@ class Group:
     def check_divides(self, n: int, what: str) -> None:
         """Raise an error that says what to do where `n` cannot be shared evenly."""
         if n % self.size:
-            raise ValueError(
-                f"{n} ({what}) cannot be shared evenly by {self.size} ranks. Choose a multiple of "
-                f"{self.size}, or a group whose size divides {n}."
-            )
+            how = f"Choose a multiple of {self.size}, or a group whose size divides {n}."
+            raise ValueError(f"{n} ({what}) cannot be shared evenly by {self.size} ranks. {how}")
 
 
 ProcessGroup = dist.ProcessGroup | Group | None
@@ -217,10 +215,9 @@ class RowParallelLinear(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.weight.shape[1]:
-            raise ValueError(
-                f"This row-parallel layer expects {self.weight.shape[1]} input features on each of "
-                f"{self.group.size} ranks and got {x.shape[-1]}. Give it the output of a column-parallel layer."
-            )
+            asked = f"{self.weight.shape[1]} input features on each of {self.group.size} ranks and got {x.shape[-1]}"
+            how = "Give it the output of a column-parallel layer."
+            raise ValueError(f"This row-parallel layer expects {asked}. {how}")
         y = F.linear(x, self.weight)
         if not self.sequence_parallel:
             y = reduce_from_group(y, process_group=self.group)

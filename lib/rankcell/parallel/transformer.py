@@ -13,18 +13,8 @@ from torch.nn import functional as F
 
 from .. import models
 from ..models import causal_attention, rotate
-from .tensor import (
-    FEATURES,
-    ColumnParallelLinear,
-    Group,
-    ProcessGroup,
-    ReplicatedNorm,
-    RowParallelLinear,
-    SlicedLinear,
-    columns,
-    copy_to_group,
-    gather_from_group,
-)
+from . import tensor
+from .tensor import ColumnParallelLinear, Group, ProcessGroup, RowParallelLinear, columns
 from .vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
@@ -95,11 +85,10 @@ class ParallelAttention(nn.Module):
         elif group.size % n_kv_heads == 0:
             head = group.rank * n_kv_heads // group.size  # the one that serves this rank's query heads
             mine = slice(head * self.d_head, (head + 1) * self.d_head)
-            both = (SlicedLinear(f, mine, group, **options) for f in both)
+            both = (tensor.SlicedLinear(f, mine, group, **options) for f in both)
         else:
-            raise ValueError(
-                f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks: neither divides the other."
-            )
+            shared = f"{n_kv_heads} key/value heads cannot be shared by {group.size} ranks"
+            raise ValueError(f"{shared}: neither divides the other.")
         self.key, self.value = both
         self.output = RowParallelLinear.from_linear(dense.output, group, **options)
         self.dropout = ParallelDropout(dense.dropout.p, group)
@@ -131,7 +120,7 @@ class ParallelBlock(nn.Module):
 
 
 def _norm(dense: nn.LayerNorm | nn.RMSNorm, group: Group, sequence_parallel: bool) -> nn.Module:
-    return ReplicatedNorm(dense, group) if sequence_parallel else copy.deepcopy(dense)
+    return tensor.ReplicatedNorm(dense, group) if sequence_parallel else copy.deepcopy(dense)
 
 
 def _dropout(dense: nn.Module, group: Group, sequence_parallel: bool) -> nn.Module:
@@ -188,13 +177,13 @@ class ParallelDecoder(nn.Module):
             return x
         table = self.position_embedding.weight
         if self.sequence_parallel:  # other positions on every rank: the gradient is a sum over ranks
-            table = copy_to_group(table, process_group=self.group)
+            table = tensor.copy_to_group(table, process_group=self.group)
         return self.dropout(x + F.embedding(positions, table))
 
     def unembed(self, x: Tensor) -> Tensor:
         """What leaves the last block as logits `(batch, length, vocab)`, whole on every rank."""
         logits = self.head(self.norm(x))
-        return gather_from_group(logits, FEATURES, total=self.head.out_features, process_group=self.group)
+        return tensor.gather_from_group(logits, total=self.head.out_features, process_group=self.group)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """What leaves the last block as mean cross-entropy in nats, the same on all ranks."""
@@ -202,10 +191,9 @@ class ParallelDecoder(nn.Module):
         return vocab_parallel_cross_entropy(logits, targets, vocab=self.head.out_features, process_group=self.group)
 
 
-_TWINS: dict[type[nn.Module], Any] = {
+_TWINS: dict[Any, Any] = {
     models.Decoder: ParallelDecoder,
-    models.Block: ParallelBlock,
-    models.LlamaBlock: ParallelBlock,
+    models.Block | models.LlamaBlock: ParallelBlock,
     models.Attention: ParallelAttention,
     models.MLP: ParallelMLP,
     models.SwiGLU: ParallelSwiGLU,
@@ -232,10 +220,9 @@ def _twin(model: nn.Module, group: Group, sequence_parallel: bool) -> Any:
     for kind, twin in _TWINS.items():
         if isinstance(model, kind):
             return twin(model, group, sequence_parallel=sequence_parallel)
-    raise TypeError(
-        f"tensor_parallel knows GPT and Llama of rankcell.models, their blocks, attention and MLPs, not "
-        f"{type(model).__name__}. Build it from ColumnParallelLinear and RowParallelLinear."
-    )
+    known = "GPT and Llama of rankcell.models, their blocks, attention and MLPs"
+    how = "Build it from ColumnParallelLinear and RowParallelLinear."
+    raise TypeError(f"tensor_parallel knows {known}, not {type(model).__name__}. {how}")
 
 
 def _check_same(model: nn.Module, group: Group) -> None:
@@ -248,7 +235,6 @@ def _check_same(model: nn.Module, group: Group) -> None:
     group.all_reduce(highest, op=dist.ReduceOp.MAX)
     different = highest.sum(0) > 1e-9 * highest[0].clamp_min(1)
     if names := [name for (name, _), differs in zip(named, different.tolist(), strict=True) if differs]:
-        raise ValueError(
-            f"The ranks of this group hold different models: {len(names)} of {len(named)} parameters differ, "
-            f"first {names[0]}. Build it from the same seed on all ranks, or broadcast it first."
-        )
+        found = f"{len(names)} of {len(named)} parameters differ, first {names[0]}"
+        how = "Build it from the same seed on all ranks, or broadcast it first."
+        raise ValueError(f"The ranks of this group hold different models: {found}. {how}")

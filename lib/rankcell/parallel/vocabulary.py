@@ -44,10 +44,8 @@ def _check_tokens(tokens: Tensor, vocab: int, what: str) -> None:
     """Raise an error for a token that nobody has: no rank would find it, and all would give zeros."""
     wrong = (tokens < 0) | (tokens >= vocab)
     if wrong.any():
-        raise IndexError(
-            f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1}). "
-            f"Look at where the tokens come from."
-        )
+        missing = f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1})."
+        raise IndexError(f"{missing} Look at where the tokens come from.")
 
 
 def vocab_parallel_cross_entropy(
@@ -61,10 +59,8 @@ def vocab_parallel_cross_entropy(
     group = Group(process_group)
     mine = group.part(vocab)
     if logits.shape[-1] != mine.stop - mine.start:
-        raise ValueError(
-            f"Rank {group.rank} of {group.size} holds {mine.stop - mine.start} of {vocab} logits, but got "
-            f"{logits.shape[-1]}. Give it its part."
-        )
+        held = f"Rank {group.rank} of {group.size} holds {mine.stop - mine.start} of {vocab} logits"
+        raise ValueError(f"{held}, but got {logits.shape[-1]}. Give it its part.")
     _check_tokens(targets, vocab, "target")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = logits.detach().amax(-1)  # taken off, so that no exponential overflows

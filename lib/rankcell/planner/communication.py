@@ -22,15 +22,11 @@ class Traffic(NamedTuple):
     seconds: Any
 
 
-def ring(nbytes: Any, ranks: Any, bandwidth: Any, latency: Any) -> Any:
-    """Seconds of one all-gather or reduce-scatter: (n-1) alpha + (n-1)/n beta S, as `costs.ring_all_gather`."""
-    return (ranks - 1) * latency + (ranks - 1) / ranks * nbytes / bandwidth
-
-
 def _rings(
     job: Job, nbytes: Any, ranks: Any, stride: Any, times: Any, *, halves: Any = False, network: float = 1.0
 ) -> Traffic:
-    """`times` all-gathers or reduce-scatters of `nbytes` in groups of `ranks` ranks, `stride` apart.
+    """`times` all-gathers or reduce-scatters of `nbytes` in groups of `ranks` ranks, `stride` apart: each takes
+    (n-1) alpha + (n-1)/n beta S, half of `costs.ring_all_reduce`.
 
     `halves`: two at a time are one all-reduce, which the switches of a domain may sum up. `network`: the share of a
     port's rate that they reach.
@@ -42,7 +38,7 @@ def _rings(
     bandwidth = np.where(crosses, np.minimum(inside, ports * chip.network * PORT) * network, inside)
     latency = np.where(crosses, chip.alpha_across, chip.alpha)
     sent = times * (ranks - 1) / ranks * nbytes
-    return Traffic(sent, times * ring(nbytes, ranks, bandwidth, latency))
+    return Traffic(sent, times * (ranks - 1) * latency + sent / bandwidth)
 
 
 def tensor(job: Job, layout: Layout) -> Traffic:

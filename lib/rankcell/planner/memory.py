@@ -35,13 +35,7 @@ class StageMemory(NamedTuple):
 
 
 def kept_per_token(
-    job: Job,
-    layout: Layout,
-    *,
-    recompute: Any = NONE,
-    masks: bool = False,
-    norm_copies: float = 0,
-    product_bytes: float = 2,
+    job: Job, layout: Layout, *, recompute: Any = NONE, masks: Any = False, norm_copies: Any = 0, product_bytes: Any = 2
 ) -> Any:
     """Bytes that the forward of one mean layer keeps, per token of the micro-batch, on one rank.
 
@@ -129,10 +123,9 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
     optimizer = spread(stack.optimizer_bytes, 1)
     gradients = spread(np.where(z >= 3, 4, stack.gradient_bytes), 2)
     tokens, held = layout.tokens(job), in_flight(job, layout, stage)
+    how = {"masks": stack.masks, "norm_copies": stack.norm_copies}
     narrow = job.number_format in ("fp8", "fp4")
-    kept = partial(
-        kept_per_token, job, layout, masks=stack.masks, norm_copies=stack.norm_copies, product_bytes=1 if narrow else 2
-    )
+    kept = partial(kept_per_token, job, layout, product_bytes=1 if narrow else 2, **how)
     layer = kept(recompute=layout.recompute)
     gathered_whole = np.logical_and(layout.recompute != FULL, np.asarray(layout.tp) > 1)
     layer = layer + stack.kept_whole * job.shape.hidden * gathered_whole

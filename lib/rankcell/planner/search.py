@@ -1,6 +1,6 @@
 """All ways to lay a job out over its GPUs: which are possible, which fit, which is fastest, and why not the others."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ REASONS = (
 )
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """What a search found: all layouts, by how much each is possible, and the best of them."""
 
     layouts: Layout

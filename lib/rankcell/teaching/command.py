@@ -6,7 +6,6 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,7 @@ def run(options: Any) -> int:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         with options.csv.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow([field.name for field in fields(Judgement)])
-            writer.writerows(map(astuple, judgements))
+            writer.writerows([Judgement._fields, *judgements])
     passed, count = score(judgements)
     return 2 if not count else int(passed < count)
 

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .exercises import Exercise, ExerciseError, Lesson, is_code, read, tags
 from .sandbox import Attempt, Session
@@ -25,8 +25,7 @@ _LESSON_SECONDS = 240.0  # for the course's own cells between two exercises: gen
 _SOLUTION_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class Submission:
+class Submission(NamedTuple):
     """One notebook of one student: the answers that were begun, by the place of the lesson's solution.
 
     `problem` says why it could not be read, and is empty otherwise.
@@ -38,8 +37,7 @@ class Submission:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """One exercise of one student: `status`, and the feedback that the student would read."""
 
     student: str

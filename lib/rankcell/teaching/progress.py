@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import exercises, names
 
@@ -47,8 +47,7 @@ def line(_: Sequence[str] = ()) -> "ProgressTable":
     return ProgressTable(rows)
 
 
-@dataclass(frozen=True)
-class CellRole:
+class CellRole(NamedTuple):
     """What a cell of a student's copy is: an "answer", a "check", or "later", one that builds on the exercises."""
 
     kind: str

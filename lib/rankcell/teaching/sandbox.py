@@ -15,9 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -28,8 +27,7 @@ _BUSY = 6  # times its seconds, at most, that cells get which do not get a core
 _MARK = "RANKCELL_SESSION"
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """How a few cells ended: the `error` of the one at `place` (empty if all went well), and the seconds they took."""
 
     error: str = ""
