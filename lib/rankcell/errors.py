@@ -1,4 +1,7 @@
-"""Every error a learner can meet, with its wording: what happened, the numbers, and what to do."""
+"""Every error a learner can meet, with its wording: what happened, the numbers, and what to do.
+
+No port, pid or backend text stands in a message: it would change from run to run and teach nothing.
+"""
 
 import difflib
 import linecache
@@ -77,7 +80,7 @@ class MismatchError(RuntimeError):
 
     def __init__(self, details: Mismatch, *, again: bool = False) -> None:
         self.details = details
-        calls = ", ".join(f"rank {r} calls {c.text}{placed(c)}" for r, c in sorted(details.calls.items()))
+        calls = ", ".join(f"rank {r} calls {c.text}{placed(c.line, c.file)}" for r, c in sorted(details.calls.items()))
         super().__init__(
             f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "
             f"ranks are out of step: until the cell ends, this group sends nothing more."
@@ -305,7 +308,7 @@ def mismatch_error(run: Run) -> RankMismatch:
     for rank, call in sorted(calls.items()):
         texts.setdefault(call.text, []).append(rank)
         of = " of the world" if call.group in OF_WORLD and wrong.op not in PAIRED else ""  # these count by pair
-        rows.setdefault(f"{call.text}{placed(call)} (call {call.nth}{of})", []).append(rank)
+        rows.setdefault(f"{call.text}{placed(call.line, call.file)} (call {call.nth}{of})", []).append(rank)
     parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))  # the minority first
     said = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in parties]
     if len(said) > 1:

@@ -83,10 +83,15 @@ class RankMagics(Magics):
         ranks, figures = self._world(options, live), _open_figures()
         try:
             run = ranks.run(
-                text, only=options.only, push={n: names[n] for n in options.push or ()}, pull=options.pull or (),
-                timeout=options.timeout, values=options.values, on_update=live.update,
+                text,
+                only=options.only,
+                push={n: names[n] for n in options.push or ()},
+                pull=options.pull or (),
+                timeout=options.timeout,
+                values=options.values,
                 filename=f"<cell {number}>" if number > 0 else "<cell>",
-            )  # fmt: skip
+                on_update=live.update,
+            )
         except (errors.RankError, errors.RanksInterrupted, errors.PullError) as error:
             self._keep(error.run, options)
             live.end()

@@ -165,9 +165,9 @@ def at_line(line: int, file: str = "") -> str:
     return f"line {line} of {PurePath(file).name}" if file else f"line {line}"
 
 
-def placed(call: Any, before: str = " at ") -> str:
-    """The place of a call, or of whatever has a line and a file, in words that follow `before`; "" as above."""
-    return f"{before}{at_line(call.line, call.file)}" if call.line else ""
+def placed(line: int, file: str = "", before: str = " at ") -> str:
+    """The same in words that follow `before`; "" where the line is not known."""
+    return f"{before}{at_line(line, file)}" if line else ""
 
 
 def call_text(op: str, dtype: str, shape: Sequence[int], reduce_op: str, peer: int | None, tag: int = 0) -> str:

@@ -78,9 +78,13 @@ class Beside:
                 here, there = (", ".join(f"{v:.4g}" for v in value.flat) for value in (parts[off[0]], whole))
                 said = f": {here}, and not {there}" if whole.size <= 2 else ""
                 return f"its optimizer has another `{name}` on {name_ranks(off)} than in one process{said}"
-        for rank, e in have.items():
-            if early := [k for k in e.value if k not in one.value and e.value[k].any() and e.dtype == one.dtype]:
-                return f"its optimizer begins with `{early[0]}` on {name_ranks([rank])}, and without in one process"
+        early = {r: [k for k in e.value if k not in one.value and e.value[k].any()] for r, e in have.items()}
+        if begun := [r for r, names in early.items() if names and have[r].dtype == one.dtype]:
+            name = early[begun[0]][0]
+            return (
+                f"its optimizer begins with `{name}` on {name_ranks(begun)}, and in one process without: was it "
+                "stepped before?"
+            )
         return OF_ALL if key[2] == 0 else ""  # later its state is not kept
 
     def _lies_in(self, part: np.ndarray, whole: np.ndarray, fit: Fit | None) -> bool:

@@ -71,13 +71,12 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     says, clue = _told(judge, wrong)
     if used_as_whole:
         return (replace(wrong, says=says), False) if says else (row, True)
-    return replace(
-        row, says=says, clue=clue or row.clue or _mixed(judge, row, rows) or between(row, rows) or given(row, rows)
-    ), False
+    clue = clue or row.clue or _exchanged(judge, row, rows) or between(row, rows) or given(row, rows)
+    return replace(row, says=says, clue=clue), False
 
 
-def _mixed(judge: Any, row: Row, rows: Sequence[Row]) -> str:
-    """The other gradient of which a rank takes the place of this one: neither is right, and their sum is."""
+def _exchanged(judge: Any, row: Row, rows: Sequence[Row]) -> str:
+    """The other gradient that ranks have exchanged with this one: neither is right, and their sum is."""
     others = (r for r in rows if (r.kind, r.step, r.status) == ("grad", row.step, "none") and r.name != row.name)
     for other in others if row.kind == "grad" else ():
         keys = [("grad", name, row.step, 0) for name in (row.name, other.name)]
@@ -366,11 +365,11 @@ def steps_elsewhere(judge: Any, rows: Sequence[Row]) -> Row | None:
         odd = {rank: n for rank, n in here.items() if n != one and sum(n) == sum(one)}
         at = [next(s for s, (a, b) in enumerate(zip(n, one, strict=True)) if a != b) for n in odd.values()]
         if odd and row.step == min(at):
-            after = [odd[rank][row.step] for rank in odd]
-            says = f"{name_ranks([*odd])}: after {name_some([*dict.fromkeys(map(str, after))])} calls of it in "
-            says += f"step {row.step + 1} the weights are updated, in one process after {one[row.step]}: is a step "
-            says += "skipped in one of them, for an overflow on its own part, or made too often?"
-            return row.found("none", "updated after other calls", ranks=tuple(odd), says=says)
+            rank, of_rank = next((rank, n[row.step]) for rank, n in odd.items() if n[row.step] != one[row.step])
+            where = f"before the update of step {row.step + 1} its calls are {of_rank} on rank {rank}"
+            says = f"{where}, and {one[row.step]} in one process: is a step skipped in one of them, for an overflow on "
+            says += "its own part, or made too often?"
+            return row.found("none", "other calls before the update", ranks=tuple(odd), says=says)
     return None
 
 

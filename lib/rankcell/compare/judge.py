@@ -233,8 +233,9 @@ class Judge:
         was = _matrix(old)
         if any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
             now, then = ([self._lies_in(p, m) for p in pieces] for m in (reference, replace(reference, matrix=was)))
-            stays = all(then) and not any(now)  # though it is cut otherwise than before
-            return reference, [replace(p, matrix=p.matrix * (not stays)) for p in pieces]
+            if all(then) and not any(now):  # it is cut otherwise than before, and has not changed
+                return reference, [replace(p, matrix=np.zeros_like(p.matrix)) for p in pieces]
+            return reference, list(pieces)
         change = reference.matrix - was
         rounding = ROUNDING.get(old[0].dtype, 0.0) * typical(was) / self.tolerance
         slack = None

@@ -7,7 +7,8 @@ from ..results import name_ranks
 from .comparison import KINDS, Row
 from .layouts import Sum
 
-BEFORE, GONE = "the weights before the step", "on no rank"
+BEFORE = "the weights before the step"
+GONE = "on no rank"
 UPDATES = "look at the learning rate, the weight decay, how it clips and the optimizer's state"
 UNEVEN = "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"
 LEFT_OUT = "rows get no gradient: does the loss leave them out?"

@@ -1,5 +1,7 @@
 """On the notebook's side: one cell, from its task to its `Run`, or the error that says what went wrong first.
-What it has broken is for the world to repair.
+
+It listens, asks now and then what the ranks do, proves a deadlock (`diagnose.py`), and gets everybody out of a cell
+that cannot end, took too long, or was interrupted. What then must be repaired is for the world to do.
 """
 
 import contextlib
@@ -52,9 +54,15 @@ class Cell:
     """
 
     def __init__(
-        self, workers: Workers, task: Task, members: Sequence[int], *, source: str, timeout: float | None,
+        self,
+        workers: Workers,
+        task: Task,
+        members: Sequence[int],
+        *,
+        source: str,
+        timeout: float | None,
         on_update: OnUpdate | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._workers, self._task, self._members = workers, task, members
         self._source, self._timeout, self._on_update = source, timeout, on_update
         self._last: dict[int, Status] = {}  # what each rank answered last

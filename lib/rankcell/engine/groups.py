@@ -76,9 +76,16 @@ class GroupCalls:
             self.recorder.groups_with_timeout.add(group.group_name)
 
     def waited_for(
-        self, op: str, ranks: tuple[int, ...], make: Callable[[], Any], *, label: str = "",
-        signature: Signature | None = None, members: tuple[int, ...] = (), blocks: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        op: str,
+        ranks: tuple[int, ...],
+        make: Callable[[], Any],
+        *,
+        label: str = "",
+        signature: Signature | None = None,
+        members: tuple[int, ...] = (),
+        blocks: bool = True,
+    ) -> Any:
         """Call `make`, for others an operation of `ranks` in which this one waits; at once if it `blocks`."""
         recorder = self.recorder
         o = Operation(op)

@@ -1,5 +1,6 @@
 """Where the ranks of a world live: what a place must do. `local` is this machine, the part `nodes` an allocation.
-A host does not know what a cell is: messages stay packed.
+
+A host starts, feeds, hears and ends processes. It does not know what a cell is: messages stay packed.
 """
 
 from abc import ABC, abstractmethod

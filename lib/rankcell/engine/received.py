@@ -1,4 +1,7 @@
-"""On the notebook's side: what has come from one rank in the current cell, and the result that it becomes."""
+"""On the notebook's side: what has come from one rank in the current cell, and the result that it becomes.
+
+Everything that a learner's program can make without end is bounded here: text, displays.
+"""
 
 import pickle
 from collections import deque

@@ -1,6 +1,8 @@
 """Inside a rank: writes down every communication, and knows at any time what the rank waits for.
 
-`listen.py` tells it of every call before it is sent. It decides nothing about hangs: `diagnose.py` does.
+`listen.py` tells it of every call before it is sent. Each is also published where other ranks can read it
+(`match.py`): a rank whose call does not match its peers' raises `MismatchError` before any data moves. It does not
+draw, and it decides nothing about hangs: `diagnose.py` does.
 """
 
 import contextlib

@@ -98,12 +98,12 @@ def doing(state: State, world_size: int, *, many: bool = False, twins: Collectio
     if not (blocking := state.blocking):
         begun = next((w for w in state.waits if w.thread == 0), None)
         unfinished = f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""
-        return f"compute{s}{placed(state)}{unfinished}"
+        return f"compute{s}{placed(state.line, state.file)}{unfinished}"
     wait = blocking[0]
     of = "this pair" if wait.op in ("send", "recv") else _group_of(wait, world_size)
     if wait.group in twins:
         of = f"group {wait.called!r} of {of.partition(' of ')[2]}"
-    return f"wait{s} in {wait.text}{inside(wait)} (call {wait.nth} of {of}{placed(wait, ', ')})"
+    return f"wait{s} in {wait.text}{inside(wait)} (call {wait.nth} of {of}{placed(wait.line, wait.file, ', ')})"
 
 
 def inside(call: Event | Wait) -> str:
@@ -128,7 +128,7 @@ def twins(states: Iterable[State]) -> set[str]:
 def call_of(call: Event | Wait, world_size: int, ranks: Sequence[int] = ()) -> str:
     """A call, its group, and where; of `ranks` that may each have called it in a group of their own."""
     group = _group_of(call, world_size) if set(ranks) <= set(call.ranks) else "their groups"
-    return f"{call.text}{f' of {group}' if call.op not in PAIRED else ''}{placed(call)}"
+    return f"{call.text}{f' of {group}' if call.op not in PAIRED else ''}{placed(call.line, call.file)}"
 
 
 def rows(states: Sequence[State], world_size: int, first: Sequence[int] = ()) -> tuple[str, ...]:

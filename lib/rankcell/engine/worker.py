@@ -1,5 +1,7 @@
-"""Inside a rank: its process group, and the cells that the notebook sends. The main thread runs them; that of `control`
-answers the notebook meanwhile.
+"""Inside a rank: its process group, and the cells that the notebook sends.
+
+The main thread runs cells. A second thread (`control.py`) answers the notebook while a cell runs. Every
+exception of the learner's is caught in `run`, to report it.
 """
 
 import ast

@@ -131,10 +131,19 @@ class Ranks:
                 raise
 
     def run(
-        self, work: str | Callable[..., Any], *, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
-        only: Sequence[int] | None = None, push: Mapping[str, Any] | None = None, pull: Sequence[str] = (),
-        timeout: float | None = None, values: bool = False, filename: str = "<cell>", on_update: OnUpdate | None = None,
-    ) -> Run:  # fmt: skip
+        self,
+        work: str | Callable[..., Any],
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        only: Sequence[int] | None = None,
+        push: Mapping[str, Any] | None = None,
+        pull: Sequence[str] = (),
+        timeout: float | None = None,
+        values: bool = False,
+        filename: str = "<cell>",
+        on_update: OnUpdate | None = None,
+    ) -> Run:
         """Run source text or a function on the ranks and return what each of them did.
 
         Args:
@@ -156,13 +165,18 @@ class Ranks:
             members = _chosen(self._host.ranks, only)
             self._cells += 1
             task = Task(
-                time.monotonic(), f"{self._workers.generation}.{self._cells}", filename=filename,
-                folder=system.current_folder(), pull=tuple(pull), push=_pushed(push or {}), values=values,
+                began=time.monotonic(),
+                cell=f"{self._workers.generation}.{self._cells}",
+                filename=filename,
+                folder=system.current_folder(),
                 dtype=torch.get_default_dtype() if (torch := sys.modules.get("torch")) else None,
+                pull=tuple(pull),
+                values=values,
                 # all ranks or none: a rank that counts on is out of step with those that begin anew
                 forget_counts=self._workers.can_reset_counts and len(members) == len(self._host.ranks),
+                push=_pushed(push or {}),
                 **_work(work, args, kwargs, filename),
-            )  # fmt: skip
+            )
             source = work if isinstance(work, str) else getattr(work, "__name__", "function")
             ending = self._run(Cell(self._workers, task, members, source=source, timeout=timeout, on_update=on_update))
             if ending.error is not None:

@@ -143,14 +143,16 @@ class Inside:
 
     def report(self) -> RankRecord:
         """The same with its stack and its last operations."""
-        of_main: Any = sys._current_exceptions().get(self._main)
-        handled = of_main[1] if isinstance(of_main, tuple) else of_main  # Python 3.11 gives three things
-        handles = "" if handled is None else f"{type(handled).__name__}: {handled}"
-        record = replace(self.record(), stack=self._stack(), handles=handles)
+        record = replace(self.record(), stack=self._stack())
         if self.recording is None:
             return record
+        from ..engine import report
+
+        of_main: Any = sys._current_exceptions().get(self._main)
+        error = of_main[1] if isinstance(of_main, tuple) else of_main  # Python 3.11 gives three things
+        handles = "" if error is None else str(report.failure(error))
         without = () if self.phase == "finished" else self.recording.without_gradient()
-        return replace(record, events=self.recording.events(), without=without)
+        return replace(record, events=self.recording.events(), handles=handles, without=without)
 
     def _stack(self) -> tuple[Frame, ...]:
         return stacks.of_frame(sys._current_frames().get(self._main))

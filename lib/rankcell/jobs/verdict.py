@@ -336,7 +336,9 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
     parts = [
         "\n".join([f"{name_ranks([r.rank for r in same])}:", *lines]) for (_, *lines), same in alike.items() if lines
     ]
-    after = {r.rank: r.handles for r in records if r.handles and not _CONSEQUENCE.search(r.handles)}
+    # of one that failed the exceptions behind its own are told anyway, and how one ended is
+    here = [r for r in records if r.handles and r.phase != "finished" and (found.kind != "error" or not r.over)]
+    after = {r.rank: r.handles for r in here if not _CONSEQUENCE.search(r.handles)}
     came = [f"Rank {rank} came here after {error} (in an `except` or a `finally`)." for rank, error in after.items()]
     came = came if len(came) < len(records) else []  # else the whole program stands in one
     return "\n".join([f"rankcell: {found}", *came, *([""] if parts else []), *parts])
@@ -357,5 +359,5 @@ def _details(record: RankRecord) -> list[str]:
     for event in record.events[-SHOWN:]:
         group = "the world" if event.group in errors.OF_WORLD else f"group {event.group!r}"
         group = "this pair" if event.op in errors.PAIRED else group
-        lines.append(f"    {event.text} (call {event.seq} of {group}{placed(event, ', ')})")
+        lines.append(f"    {event.text} (call {event.seq} of {group}{placed(event.line, event.file, ', ')})")
     return lines
