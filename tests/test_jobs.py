@@ -6,6 +6,7 @@
 import pickle
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 from rankcell import command, errors
 from rankcell.engine import channel, stacks
 from rankcell.engine.messages import Answer, Question, Wait
-from rankcell.jobs import inside, recording, records, verdict
+from rankcell.jobs import inside, recording, records, run, verdict
 from rankcell.jobs.records import RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
@@ -84,6 +85,45 @@ def test_a_rank_that_is_asked_all_the_time_still_says_what_it_does():
     thread.join()
     theirs.close()
     assert said == 2
+
+
+def test_a_rank_says_which_exception_it_handles():
+    """Asked by another thread while it waits, and when it fails."""
+
+    class Unreadable(Exception):
+        def __str__(self):
+            raise ValueError
+
+    def asked():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(inside.Inside.report, rank).result().handles
+
+    calls = SimpleNamespace(events=tuple, without_gradient=tuple, recorder=None)
+    rank = SimpleNamespace(
+        record=lambda: RankRecord(0), recording=calls, phase="running", _stack=tuple,
+        _main=threading.main_thread().ident,
+    )  # fmt: skip
+    assert asked() == ""
+    for error, said in ((ValueError("label 7"), "ValueError: label 7"), (Unreadable(), "Unreadable: ")):
+        try:
+            try:
+                raise error
+            finally:
+                assert asked().startswith(said)
+                raise errors.MismatchError(Mismatch("different operations", {}))
+        except errors.MismatchError as failed:
+            assert inside.Inside._failed(rank, RankRecord(0), failed).handles.startswith(said)
+
+
+def test_who_computes_is_told_once_with_who_waits(capsys):
+    runner = run.Runner(["torchrun"], limit=20.0, report="")
+    for _ in range(2):
+        runner._note_slow([1], [waiting(0), RankRecord(1, 3, line=5, file=TRAIN), waiting(2)])
+    runner._job.close()
+    head, *rows = capsys.readouterr().err.splitlines()
+    assert head.endswith("Rank 1 may be slow, or in an endless loop: the job goes on.")
+    assert rows[0] == "  rank 1      computes at line 5 of train.py" and len(rows) == 2
+    assert "ranks 0, 2  wait in all_reduce(float32[8]) (call 4 of the world, line 12 of train.py)" in rows[1]
 
 
 def test_nobody_is_blamed_while_somebody_may_still_come():
