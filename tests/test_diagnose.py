@@ -8,6 +8,7 @@ from rankcell.engine import match
 from rankcell.engine.diagnose import diagnose, unmatched
 from rankcell.engine.messages import Status, Wait
 from rankcell.engine.operation import NONBLOCKING_GRACE, Operation, clock, queued
+from rankcell.engine.record import Recorder
 from rankcell.engine.states import State, from_status, standings
 
 WORLD = (0, 1, 2)
@@ -54,6 +55,28 @@ def test_a_send_whose_receive_has_just_come_goes_on():
     once = replace(transfer(1, "recv", 0), phase="finished", waits=())
     assert diagnose([transfer(0, "send", 1), once, State(2, "finished")]) is None
     assert diagnose([second, once, State(2, "finished")]).blame == 1
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "send"])
+def test_what_a_rank_called_in_a_group_that_it_has_destroyed_stays_known(op):
+    def stands(rank, op):
+        o = Operation(op)
+        o.group, o.ranks, o.peer = "default" if op == "init_process_group" else "1", (0, 1), 1 - rank
+        with ranks[rank].call_by_hand(o, blocks=True):
+            waits, counts = ranks[rank].status()
+        return State(rank, "running", tuple(replace(w, waiting=True) for w in waits), counts)
+
+    ranks = [Recorder(), Recorder()]
+    for rank, recorder in enumerate(ranks):
+        recorder.rank = rank
+        recorder.join("1")
+    slower = stands(0, op)
+    stands(1, {"send": "recv"}.get(op, op))
+    ranks[1].join("1.1", again=True)
+    assert diagnose([slower, stands(1, "init_process_group")]) is None
+    # in a group made anew torch gives the same name again: nothing of before counts for it
+    ranks[0].join("1.1", again=True)
+    assert diagnose([stands(0, op), State(1, "finished", counts=ranks[1].status()[1])]).blame == 1
 
 
 def test_a_receive_from_anyone_needs_only_one_free_rank():

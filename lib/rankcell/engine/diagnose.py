@@ -285,9 +285,10 @@ def unmatched(counts: Mapping[int, Mapping[Any, int]], ran: Sequence[int]) -> st
         most = max(calls.values())
         fewer = [r for r in ranks if calls[r] < most]
         more = [r for r in ranks if calls[r] == most]
-        if fewer and key[0] == "new_group":
+        if fewer and (label := key[0].partition("\n")[0]) == "new_group":
             closed = "The process groups were closed, so that the next cell starts clean."
-            return f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not.\n{_by_whom(*key)} {closed}"
+            uneven = f"{name_ranks(more)} called new_group and {name_ranks(fewer)} did not."
+            return f"{uneven}\n{_by_whom(label, ranks)} {closed}"
         if fewer:
             extra = most - min(calls.values())
             absent = [r for r in fewer if r not in ran]

@@ -241,7 +241,7 @@ class Groups(GroupCalls):
         self._again += 1
         generation = f"{self._generation}.{self._again}"
         group = dist.PrefixStore(generation, self._store(f"{self._generation}"))
-        self.recorder.join(generation)
+        self.recorder.join(generation, again=True)
         everybody, label = tuple(range(config.world_size)), f"default group {generation}"
         self.waited_for("init_process_group", everybody, lambda: self._init_with(group, timeout), label=label)
         self._note_timeout(dist.distributed_c10d._get_default_group(), timeout)

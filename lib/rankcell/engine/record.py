@@ -35,9 +35,10 @@ class Recorder(Observer):
         self.enqueues: frozenset[str] = frozenset()
         self.listening: Any = None  # a torch.library.Library, for as long as it is kept
         self.matcher = Matcher()
-        self.cell = self.generation = ""
+        self.cell = self.generation = self._suffix = ""
         self.groups_with_timeout: set[str] = set()  # of their own: their waits end by themselves
         self.counts: dict[Any, int] = {}
+        self.past: dict[Any, int] = {}  # of groups that this cell has destroyed: a slower rank may still wait there
         self.failures: dict[Any, int] = {}  # calls that raised, as `counts` counts those that did not
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
         self.by_work: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # not waited for yet
@@ -52,7 +53,7 @@ class Recorder(Observer):
         self.failed_wait: Wait | None = None  # the same, as others are told of it
         self.latest: Any = None  # a Work that may be over before the program holds it, and would be gone then
         self.trace: tuple[Any, ...] = ()  # what other parts observed
-        self._before = dict(self.counts)
+        self.past, self._before = {}, dict(self.counts)
 
     def bind_rank(self, rank: int, table: SignatureTable | None, *, enqueues: frozenset[str]) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were started."""
@@ -68,10 +69,12 @@ class Recorder(Observer):
             self._begin_cell(cell, values=values)
             self.matcher.begin()
 
-    def join(self, generation: str) -> None:
-        """Count from 1 again: the process groups are new, and nothing is open any more."""
+    def join(self, generation: str, *, again: bool = False) -> None:
+        """Count from 1 again: the process groups are new, `again` within a cell, and nothing is open any more."""
         with self._lock:
             self.generation = generation
+            self.past = {**self.past, **self.counts} if again else {}
+            self._suffix = f"\n{generation}" if again else ""  # torch gives new groups the names of old ones
             for kept in (self.counts, self._before, self.failures, self.open, self.by_work):
                 kept.clear()
             self.groups_with_timeout.clear()
@@ -126,10 +129,11 @@ class Recorder(Observer):
 
     def _count(self, o: Operation) -> None:
         """Which one it is of its group, or of its pair of ranks."""
-        key: tuple[Any, ...] = (o.group, o.ranks)
+        group = o.group + self._suffix
+        key: tuple[Any, ...] = (group, o.ranks)
         if o.op in ("send", "recv"):
             ends = (self.rank, o.peer) if o.op == "send" else (o.peer, self.rank)
-            key = (o.group, "p2p", *ends, o.tag, o.op)
+            key = (group, "p2p", *ends, o.tag, o.op)
         o.key = key
         o.seq = self.counts[key] = self.counts.get(key, 0) + 1
         o.nth = o.seq - self._before.get(key, 0)
@@ -200,7 +204,7 @@ class Recorder(Observer):
     def status(self) -> tuple[tuple[Wait, ...], dict[Any, int]]:
         """What this rank waits for, and how often it has come to each operation (or its device has)."""
         pending = [o for o in list(self.open.values()) if not o.finished]
-        reached = dict(self.counts)
+        reached = {**self.past, **self.counts}
         if not self.enqueues:
             return tuple(o.wait() for o in pending), reached
         order = queued(pending)
