@@ -304,15 +304,16 @@ for step in range(4):
 """
     with Ranks(2, device="cpu") as two, pytest.raises(RankMismatch) as caught:
         two.run(skips)
-    new = "Only rank 1 went on otherwise than before: to broadcast(float32[4], root 0) of the world at line 3"
-    assert f"{new}, where until then came all_reduce(float32[4]) of the world at line 5." in str(caught.value)
+    new = "After the same call only rank 1 went on to broadcast(float32[4], root 0) of the world at line 3"
+    usual = "rank 0 went on to all_reduce(float32[4]) of the world at line 5."
+    assert f"{new}; {usual}" in str(caught.value)
     alone = """
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
 if rank == 0: net(torch.ones(2, 2))
 dist.barrier()
 """
     said = str(fails(four, alone, RankMismatch))
-    assert "that of rank 0 is made inside forward" in said or "Only rank 0 went on" in said
+    assert "rank 0 makes this call inside forward" in said or "only rank 0 went on" in said
 
 
 def test_a_backward_that_one_rank_has_not_done_has_usual_reasons(four):

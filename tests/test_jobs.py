@@ -3,7 +3,9 @@
 `test_run.py` has the jobs that are really run.
 """
 
+import os
 import pickle
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -359,3 +361,12 @@ def test_a_folder_of_something_else(tmp_path, capsys):
     assert command.main(["explain", str(tmp_path)]) == 1
     assert "is no report of `rankcell run`" in capsys.readouterr().err
     assert command.main(["explain", str(tmp_path / "none")]) == 1
+
+
+def test_who_reads_a_report_may_stop_reading(tmp_path):
+    records.write(tmp_path, [waiting(0), waiting(1), RankRecord(2, 3, "finished")])
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does when it has its lines
+    explain = [sys.executable, "-m", "rankcell.command", "explain", str(tmp_path)]
+    assert subprocess.run(explain, stdout=writer, stderr=subprocess.PIPE).stderr == b""
+    os.close(writer)

@@ -1,6 +1,7 @@
 """The command `rankcell`: each sub-command lives in the part that does its work."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given and given[0] in commands.choices:
             break  # the parts below are not imported: nobody who runs a job waits for them
     options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -250,16 +250,24 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         new = find_divergent_rank(records, sorted(calls))
         if new is not None and new.call is not None and new.usual is not None:
             now, until = (call_of(e, size) + inside(e) for e in (new.call, new.usual))
-            said = f"Only rank {new.rank} went on otherwise than before: to {now}, where until then came {until}."
+            whose = f"{name_ranks(new.others)} went" if new.others else "before it went"
+            said = f"After the same call only rank {new.rank} went on to {now}; {whose} on to {until}."
             if not (until.endswith(_BACKWARD) and not now.endswith(_BACKWARD)):
                 return said
             without = next(r.without for r in records if r.rank == new.rank)
             have = f" Parameters of rank {new.rank} without a gradient now: {name_some(without, 6)}." if without else ""
             return f"{said} {_NOT_REDUCED}{have}"
-        within = {r.rank: inside(r.events[-1]) for r in records if r.rank in calls and r.events}
-        of_ranks = [f"that of rank {rank} is made{via}" for rank, via in within.items() if via]
-        why = f" {_NOT_REDUCED}" if {"", _BACKWARD} == {*within.values()} else ""
-        return f"Of these calls {', '.join(of_ranks)}.{why}" if of_ranks else ""
+        within: dict[str, list[int]] = {}
+        for r in records:
+            if r.rank in calls and r.events:
+                within.setdefault(inside(r.events[-1]), []).append(r.rank)
+        of_ranks = [
+            f"{name_ranks(ranks)} {'make these calls' if len(ranks) > 1 else 'makes this call'}{via}"
+            for via, ranks in within.items()
+            if via
+        ]
+        why = f" {_NOT_REDUCED}" if {"", _BACKWARD} == within.keys() else ""
+        return f"As to where: {', '.join(of_ranks)}.{why}" if of_ranks else ""
     at = one.file, one.line
     last = [[*takewhile(lambda e: (e.file, e.line) == at, reversed(es.values()))] for es in before.values()]
     if not all(last):
