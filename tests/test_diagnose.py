@@ -101,10 +101,42 @@ def test_a_circle_of_messages_and_collectives_is_no_order_of_groups():
             *(collective(r, group=str(r), ranks=sums[r]) for r in sums),
         ]
     )
-    assert found.headline == "ranks 0, 1 wait in send without the all_reduce that ranks 2, 3 stand in."
-    assert found.advice.startswith(
-        "Either ranks 0, 1 left that call out, or ranks 2, 3 make it once too often"
+    assert found.headline == "ranks 0, 1 wait in send for ranks 2, 3, which wait for them in all_reduce."
+    assert found.advice == (
+        "Either ranks 2, 3 left out a recv, or ranks 0, 1 left out that all_reduce, or call send once too often."
     )
+    assert found.culprits == (0, 1, 2, 3)
+    found = diagnose([*map(collective, (0, 1)), transfer(2, "recv", 1)])
+    assert found.headline == "rank 2 waits in recv for rank 1, which waits for it in all_reduce."
+    assert found.advice.startswith(
+        "Either rank 1 left out a send, or rank 2 left out that all_reduce, or calls"
+    )
+    assert found.culprits == (1, 2)
+    behind = [collective(0), transfer(1, "send", 2), transfer(2, "recv", 0)]
+    assert diagnose(behind).headline.startswith("rank 2 waits in recv for rank 0, which waits for it")
+
+
+def test_one_rank_in_another_group_than_all_the_others_is_named():
+    found = diagnose([collective(0), collective(1, op="barrier", group="1", line=7), collective(2)])
+    assert found.headline == (
+        "rank 1 calls barrier(float32[4]) of a group of all ranks at line 7 without all_reduce(float32[4]) of the "
+        "world at line 2 that rank 0 waits in."
+    )
+    assert found.culprits == (1,) and found.advice.startswith("Has a rank left out a call")
+    # rank 3 alone of the three is not in their group's call; rank 0, which is none of them, says nothing about it
+    parts = {"group": "1", "ranks": (1, 2, 3)}
+    everybody = {"ranks": (0, 1, 2, 3)}
+    states = [
+        collective(0, **everybody),
+        *(collective(r, **parts) for r in (1, 2)),
+        collective(3, **everybody),
+    ]
+    assert diagnose(states).culprits == (3,)
+    made = [collective(0), collective(1, op="new_group", group="new_group"), collective(2)]
+    assert diagnose(made).advice.endswith(" Or has rank 1 left out that all_reduce?")
+
+
+def test_a_collective_that_has_come_is_no_end_of_a_message():
     came = replace(transfer(0, "send", 1), counts={("0", "p2p", 0, 1, 0, "send"): 1, ("1", (0, 1)): 1})
     assert diagnose([came, collective(1, group="1", ranks=(0, 1)), State(2, "running")]) is None
 

@@ -78,51 +78,79 @@ def _explain(states: Mapping[int, State], stuck: _Stuck, over: set[int]) -> Diag
     if ended:
         return _ended(states, stuck, ended, lines)
     circle = _circle(stuck)  # the others only wait behind them
-    waits = {r: w[0][0] for r, w in stuck.items() if r in circle}
-    who = name_ranks(list(waits))
-    blame = min(waits)
-    kinds = {w.op for w in waits.values()}
+    odd = _odd_ones(states, stuck, circle)
+    head, advice, ends = _of_circle(states, stuck, circle, odd)
+    suspects = () if {stuck[r][0][0].op for r in circle} <= {"send", "recv"} else circle
+    return Diagnosis(min(circle), head, lines, advice, ends or odd, suspects)
+
+
+def _of_circle(
+    states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int], odd: Sequence[int]
+) -> tuple[str, str, tuple[int, ...]]:
+    """Headline and advice for ranks that wait for each other, and the two ends of a message that are to blame alike."""
+    waits = {r: stuck[r][0][0] for r in circle}
+    who, kinds = name_ranks(list(waits)), {w.op for w in waits.values()}
+    if kinds == {"send"}:
+        head = f"{who} all send first, and nobody receives."
+        advice = "Let one side receive first, or use isend, or batch_isend_irecv."
+        return head, f"A send waits until the other side receives. {advice}", ()
+    if kinds == {"recv"}:
+        head = f"{who} all receive first, and nobody sends."
+        return head, "Let one side send first, or post irecv, send, and then wait.", ()
+    if kinds <= {"send", "recv"}:
+        advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
+        return f"the sends and receives of {who} do not fit together.", advice, ()
     come = [r for r, w in waits.items() if w.op == "new_group"]
     come = come or [r for r, w in waits.items() if w.op not in ("send", "recv")]
     rest = [r for r in waits if r not in come and any(r in missing for c in come for _, missing in stuck[c])]
-    if kinds == {"send"}:
-        head = f"{who} all send first, and nobody receives."
-        advice = (
-            "A send waits until the other side receives. "
-            "Let one side receive first, or use isend, or batch_isend_irecv."
+    if rest:
+        return _of_missed_call(waits, come, rest)
+    several = len({w.group for w in waits.values()})
+    if several == 1:
+        return (
+            f"{who} wait for each other.",
+            "Every rank of a group must call the same operations in the same order.",
+            (),
         )
-    elif kinds == {"recv"}:
-        head = f"{who} all receive first, and nobody sends."
-        advice = "Let one side send first, or post irecv, send, and then wait."
-    elif kinds <= {"send", "recv"}:
-        head = f"the sends and receives of {who} do not fit together."
-        advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
-    elif rest:
-        missed = waits[come[0]]
-        calls = sorted({waits[r].via or waits[r].op for r in rest})
-        head = f"{_who(rest, 'wait')} in {' or '.join(calls)} without the {missed.via or missed.op} that "
-        head += f"{_who(come, 'stand')} in."
-        advice = (
-            f"Either {name_ranks(rest)} left that call out, or {_who(come, 'make')} it once too often or too early."
-        )
-        if missed.op == "new_group":
-            advice = _by_whom(missed.group, missed.ranks)
-    elif len({w.group for w in waits.values()}) > 1:
-        in_order = "take their process groups in different order, and each waits for the other"
-        several = len({w.group for w in waits.values()}) > 2  # one call left out makes no such circle
-        head = f"{who} {in_order if several else 'wait for each other in different process groups'}."
-        if (odd := _odd_by_number(states, stuck, circle)) is not None:
-            victim, left = next((r, w) for r in circle for w, missing in stuck[r] if odd in missing)
-            own, other = (call_of(wait, len(states)) for wait in (waits[odd], left))
-            head = f"rank {odd} calls {own} without {other} that rank {victim} waits in."
-        advice = "Take the groups in one order that holds for all ranks, say all rows before all columns."
-        if not several:
-            advice = f"Has a rank left out a call, or do they take the groups in different order? {advice}"
-    else:
-        head = f"{who} wait for each other."
-        advice = "Every rank of a group must call the same operations in the same order."
-    suspects = () if kinds <= {"send", "recv"} else circle
-    return Diagnosis(blame, head, lines, advice, _odd_ones(states, stuck, circle), suspects)
+    advice = "Take the groups in one order that holds for all ranks, say all rows before all columns."
+    head = f"{who} take their process groups in different order, and each waits for the other."
+    if several == 2:  # one call left out makes no larger circle
+        advice = f"Has a rank left out a call, or do they take the groups in different order? {advice}"
+        head = f"{who} wait for each other in different process groups."
+    if len(odd) == 1:
+        victim, left = next((r, w) for r in circle for w, missing in stuck[r] if odd[0] in missing)
+        own, other = (call_of(wait, len(states)) for wait in (waits[odd[0]], left))
+        head = f"rank {odd[0]} calls {own} without {other} that rank {victim} waits in."
+    return head, advice, ()
+
+
+def _of_missed_call(
+    waits: Mapping[int, Wait], come: Sequence[int], rest: Sequence[int]
+) -> tuple[str, str, tuple[int, ...]]:
+    """The same where the ranks that have `come` to a collective, and wait in `waits`, lack the `rest` in it."""
+    missed = waits[come[0]]
+    call = missed.via or missed.op
+    late = {r: w for r in rest if (w := waits[r]).op in ("send", "recv") and w.peer in come}
+    for op in ("send", "recv"):
+        ends = [r for r, wait in late.items() if wait.op == op]
+        if not ends:
+            continue
+        peers = sorted({late[r].peer or 0 for r in ends})
+        one, part = len(ends) == 1, "recv" if op == "send" else "send"
+        whom = f"{name_ranks(peers)}, which {'waits' if len(peers) == 1 else 'wait'} for {'it' if one else 'them'}"
+        advice = f"Either {name_ranks(peers)} left out a {part}, or {name_ranks(ends)} left out that {call}"
+        advice += f", or {'calls' if one else 'call'} {op} once too often."
+        return f"{_who(ends, 'wait')} in {op} for {whom} in {call}.", advice, tuple(sorted({*ends, *peers}))
+    calls = " or ".join(sorted({waits[r].via or waits[r].op for r in rest}))
+    head = f"{_who(rest, 'wait')} in {calls} without the {call} that {_who(come, 'stand')} in."
+    if missed.op == "new_group":
+        left = f"{'has' if len(come) == 1 else 'have'} {name_ranks(come)}"
+        return head, f"{_by_whom(missed.group, missed.ranks)} Or {left} left out that {calls}?", ()
+    return (
+        head,
+        f"Either {name_ranks(rest)} left that call out, or {_who(come, 'make')} it once too often or too early.",
+        (),
+    )
 
 
 def _circle(stuck: _Stuck) -> tuple[int, ...]:
@@ -154,14 +182,16 @@ def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int])
     """
     if (odd := _odd_by_number(states, stuck, circle)) is not None:
         return (odd,)
-    parties: dict[Any, list[int]] = {}
-    for rank, ((wait, _), *_rest) in stuck.items():
-        parties.setdefault(wait.op if wait.op in ("send", "recv") else wait.key, []).append(rank)
-    least = sorted(map(len, parties.values()))
-    for members in parties.values():
-        some = tuple(r for r in members if r in circle)
-        if some and len(parties) > 1 and len(members) == least[0] < least[1]:
-            return some
+    for among in (stuck, circle):
+        parties: dict[Any, list[int]] = {}
+        for rank in among:
+            wait = stuck[rank][0][0]
+            parties.setdefault(wait.op if wait.op in ("send", "recv") else wait.key, []).append(rank)
+        least = sorted(map(len, parties.values()))
+        for members in parties.values():
+            some = tuple(r for r in members if r in circle)
+            if some and len(parties) > 1 and len(members) == least[0] < least[1]:
+                return some
     return tuple(circle)
 
 
