@@ -1,14 +1,17 @@
 """`%%ranks` and `%ranks` in a bare IPython shell."""
 
 import gc
+import logging
 import os
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
 
 from rankcell import RankError, Run, doctor, errors, magics, source
+from rankcell.engine import settings
 from rankcell.errors import OptionError, PullError, PushError
 
 
@@ -233,6 +236,42 @@ def test_ranks_follow_the_notebook_to_another_default_dtype(shell):
     finally:
         torch.set_default_dtype(torch.float32)
     assert makes() == ["float32"] * 4
+
+
+def test_ranks_follow_how_the_notebook_prints_and_logs(shell):
+    shows = "import logging, numpy as np\nlogging.getLogger('training').info('a loss')\n"
+    shows += "f'{torch.ones(1) / 3} {np.ones(1) / 3} {torch.get_float32_matmul_precision()}'"
+
+    def shown(setting=""):
+        rank = shell.run_cell(f"%%ranks 4\n{setting}\n{shows}").result.ranks[1]
+        return rank.stderr + rank.value
+
+    assert shown() == "tensor([0.3333]) [0.33333333] highest"
+    before = settings.read()
+    try:
+        logging.root.setLevel(logging.INFO)
+        torch.set_printoptions(precision=2)
+        np.set_printoptions(precision=3)
+        torch.set_float32_matmul_precision("high")
+        assert shown() == "a loss\ntensor([0.33]) [0.333] high"
+        # what a rank sets by itself stays
+        assert shown("torch.set_printoptions(precision=1)") == "a loss\ntensor([0.3]) [0.333] high"
+        assert shown() == "a loss\ntensor([0.3]) [0.333] high"
+    finally:
+        settings.follow(before, settings.read())
+        logging.lastResort.setLevel(logging.WARNING)
+    assert shown() == "tensor([0.3333]) [0.33333333] highest"
+
+
+def test_a_precision_that_torch_does_not_tell_stops_no_cell(shell):
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert shell.run_cell("%%ranks 4\nrank").result.values == [0, 1, 2, 3]
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
