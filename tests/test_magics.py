@@ -1,5 +1,6 @@
 """`%%ranks` and `%ranks` in a bare IPython shell."""
 
+import functools
 import gc
 import logging
 import os
@@ -316,6 +317,53 @@ def test_a_model_of_which_ranks_trained_copies(shell, capsys):
             first,
             second,
         )
+
+
+def test_plain_things_of_which_ranks_changed_copies(shell, capsys):
+    """The notebook is told of lists, dicts and its own instances; not of what was read, or has another value here."""
+    shell.run_cell("""
+class Trainer:
+    def __init__(self): self.metrics = {}
+    def __eq__(self, other): raise NotImplementedError
+""")
+    for options, cell, use, times in (
+        ("", "trainer.metrics['loss'] = 1.0", "trainer", 1),
+        ("", "seen['loss'].append(2.0)", "len(seen)", 1),
+        ("", "seen['weight'] += 1", "seen", 1),
+        ("", "if rank == 2: seen['loss'] = None", "seen", 1),
+        ("", "dict(trainer.metrics), [*seen['loss']], seen['weight'] * 2", "trainer, seen", 0),
+        ("", "seen, x = {}, x.add_(1)", "seen, x", 0),
+        ("", "trainer.metrics['loss'] = 1.0", "trainer.metrics = {'loss': 1.0}", 0),
+        (" --pull seen", "seen['loss'].append(2.0)", "seen[0]['loss']", 0),
+    ):
+        shell.run_cell("trainer = Trainer()")
+        shell.user_ns |= {"seen": {"loss": [0.0], "weight": torch.ones(2)}, "x": torch.ones(2)}
+        assert shell.run_cell(f"%%ranks 4 --push trainer,seen,x{options}\n{cell}").success
+        shell.run_cell(use)
+        shell.run_cell(use)
+        assert capsys.readouterr().err.count("The ranks have changed copies of `") == times, (cell, use)
+
+
+def test_marks_of_what_was_read_stay_and_run_no_code():
+    class Reader:
+        def __init__(self):
+            self.rows = [*range(5000)]
+
+        def __getattr__(self, name):
+            raise NotImplementedError
+
+        __len__ = __iter__ = __eq__ = __bool__ = __getattr__
+
+        @functools.cached_property
+        def sorted(self):
+            return sorted(self.rows)
+
+    Reader.__module__ = "__main__"
+    reader = Reader()
+    before = source.marks(reader)
+    assert reader.sorted[0] == 0 and source.marks(reader)[0] == before[0] and len(before[0]) <= 1000
+    reader.rows.append(5000)
+    assert source.marks(reader)[0] != before[0]
 
 
 @pytest.mark.parametrize("source", ["rank", "import torch.distributed as dist\ndist.get_rank()", "lr"])

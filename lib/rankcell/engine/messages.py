@@ -98,7 +98,7 @@ class RankState:
     threads: bool = False  # a thread of the learner's is still there, at work or waiting
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what the learner should know, although nothing failed
-    trained: tuple[str, ...] = ()  # models that were pushed, and whose weights the cell has changed
+    changed: tuple[str, ...] = ()  # names that were pushed, and whose values the cell has changed in place
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
+import torch
 
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
-from ..source import split, versions
+from ..source import marks, split
 from . import control, current, environment, listen, operation, record, report, settings, shell, stacks, system
 from .channel import Channel
 from .groups import Groups
@@ -63,7 +64,7 @@ class Rank:
         self._pid = os.getpid()
         self._notes: list[str] = []
         self._exit = ""  # what ended the cell early, without an error
-        self._models: dict[str, Any] = {}  # that the cell was given: the model, and which versions its weights had
+        self._given: dict[str, Any] = {}  # what was pushed for the cell, and its `marks` then
         environment.enter(config)
         self._settings = settings.read()  # those of the notebook, until it changes one
         self._process = environment.Process()
@@ -164,7 +165,7 @@ class Rank:
             exit=self._exit, open=sum(not o.finished for o in list(recorder.open.values())),
             threads=control.threads(recorder, {self.main_thread, self.control.thread.ident}, busy=False),
             names=tuple(n for n in self.names if not n.startswith("_")), notes=tuple(dict.fromkeys(self._notes)),
-            trained=tuple(name for name, (value, before) in self._models.items() if versions(value) != before),
+            changed=tuple(name for name, (value, before) in self._given.items() if marks(value)[0] != before[0]),
         )  # fmt: skip
 
     def _work(self, task: Task, start: float) -> tuple[Any, float]:
@@ -173,7 +174,8 @@ class Rank:
         for item in pushed.values():
             self._names.lend(item)
         self.names.update(pushed)
-        self._models = {name: (value, versions(value)) for name, value in pushed.items() if versions(value)}
+        # a tensor by itself is left out: communication is made to change those
+        self._given = {n: (value, marks(value)) for n, value in pushed.items() if not isinstance(value, torch.Tensor)}
         settings.follow(task.settings, self._settings)
         self._settings |= task.settings
         self._exit, value = "", None

@@ -55,7 +55,7 @@ class Ranks:
         self.world_size = world_size
         self.alive = True  # whether the world can run cells
         self.names: tuple[str, ...] = ()
-        self.trained: tuple[str, ...] = ()  # models that the last cell was given, and has changed
+        self.changed: tuple[str, ...] = ()  # names that the last cell was given, and has changed in place
         self._cells = 0
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -222,7 +222,8 @@ class Ranks:
         self._workers.keep(ending.states)
         self.notes += _notes(ending)
         if good := [s for rank, s in ending.states.items() if ending.run.ranks[rank].error is None]:
-            self.names, self.trained = good[0].names, good[0].trained
+            self.names = good[0].names
+            self.changed = tuple(dict.fromkeys(name for state in good for name in state.changed))
         if not ending.broken:
             return
         try:
