@@ -146,9 +146,16 @@ def test_an_exception_on_one_rank_frees_the_others(four):
     error = fails(four, source)
     lines = str(error).splitlines()
     assert lines[0] == "rank 1 of 4 failed first: ZeroDivisionError: division by zero"
-    assert lines[1] == "  ranks 0, 2, 3 waited for it and were freed (`error.run.ranks[r].error`)"
+    freed = "waited for it in all_reduce (line 4) and were freed"
+    assert lines[1] == f"  ranks 0, 2, 3 {freed} (`error.run.ranks[r].error`)"
     assert lines[3:5] == ['  File "<cell>", line 3, in <module>', "    1 / 0"]
     assert [r.stdout for r in error.run.ranks] == [f"before {r}\n" for r in range(4)]
+
+
+def test_ranks_freed_in_several_places_name_none(four):
+    source = "if rank == 1:\n    1 / 0\ngroup = dist.group.WORLD\n"
+    source += "dist.barrier() if rank else dist.send(torch.ones(1), 1)"
+    assert "ranks 0, 2, 3 waited for it and were freed (" in str(fails(four, source))
 
 
 MISMATCHES = {

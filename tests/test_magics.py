@@ -1,14 +1,18 @@
 """`%%ranks` and `%ranks` in a bare IPython shell."""
 
+import functools
 import gc
+import logging
 import os
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from IPython.core.completer import provisionalcompleter
 
 from rankcell import RankError, Run, doctor, errors, magics, source
+from rankcell.engine import settings
 from rankcell.errors import OptionError, PullError, PushError
 
 
@@ -235,6 +239,42 @@ def test_ranks_follow_the_notebook_to_another_default_dtype(shell):
     assert makes() == ["float32"] * 4
 
 
+def test_ranks_follow_how_the_notebook_prints_and_logs(shell):
+    shows = "import logging, numpy as np\nlogging.getLogger('training').info('a loss')\n"
+    shows += "f'{torch.ones(1) / 3} {np.ones(1) / 3} {torch.get_float32_matmul_precision()}'"
+
+    def shown(setting=""):
+        rank = shell.run_cell(f"%%ranks 4\n{setting}\n{shows}").result.ranks[1]
+        return rank.stderr + rank.value
+
+    assert shown() == "tensor([0.3333]) [0.33333333] highest"
+    before = settings.read()
+    try:
+        logging.root.setLevel(logging.INFO)
+        torch.set_printoptions(precision=2)
+        np.set_printoptions(precision=3)
+        torch.set_float32_matmul_precision("high")
+        assert shown() == "a loss\ntensor([0.33]) [0.333] high"
+        # what a rank sets by itself stays
+        assert shown("torch.set_printoptions(precision=1)") == "a loss\ntensor([0.3]) [0.333] high"
+        assert shown() == "a loss\ntensor([0.3]) [0.333] high"
+    finally:
+        settings.follow(before, settings.read())
+        logging.lastResort.setLevel(logging.WARNING)
+    assert shown() == "tensor([0.3333]) [0.33333333] highest"
+
+
+def test_a_precision_that_torch_does_not_tell_stops_no_cell(shell):
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert shell.run_cell("%%ranks 4\nrank").result.values == [0, 1, 2, 3]
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
     class Trainer:
         def __init__(self):
@@ -277,6 +317,53 @@ def test_a_model_of_which_ranks_trained_copies(shell, capsys):
             first,
             second,
         )
+
+
+def test_plain_things_of_which_ranks_changed_copies(shell, capsys):
+    """The notebook is told of lists, dicts and its own instances; not of what was read, or has another value here."""
+    shell.run_cell("""
+class Trainer:
+    def __init__(self): self.metrics = {}
+    def __eq__(self, other): raise NotImplementedError
+""")
+    for options, cell, use, times in (
+        ("", "trainer.metrics['loss'] = 1.0", "trainer", 1),
+        ("", "seen['loss'].append(2.0)", "len(seen)", 1),
+        ("", "seen['weight'] += 1", "seen", 1),
+        ("", "if rank == 2: seen['loss'] = None", "seen", 1),
+        ("", "dict(trainer.metrics), [*seen['loss']], seen['weight'] * 2", "trainer, seen", 0),
+        ("", "seen, x = {}, x.add_(1)", "seen, x", 0),
+        ("", "trainer.metrics['loss'] = 1.0", "trainer.metrics = {'loss': 1.0}", 0),
+        (" --pull seen", "seen['loss'].append(2.0)", "seen[0]['loss']", 0),
+    ):
+        shell.run_cell("trainer = Trainer()")
+        shell.user_ns |= {"seen": {"loss": [0.0], "weight": torch.ones(2)}, "x": torch.ones(2)}
+        assert shell.run_cell(f"%%ranks 4 --push trainer,seen,x{options}\n{cell}").success
+        shell.run_cell(use)
+        shell.run_cell(use)
+        assert capsys.readouterr().err.count("The ranks have changed copies of `") == times, (cell, use)
+
+
+def test_marks_of_what_was_read_stay_and_run_no_code():
+    class Reader:
+        def __init__(self):
+            self.rows = [*range(5000)]
+
+        def __getattr__(self, name):
+            raise NotImplementedError
+
+        __len__ = __iter__ = __eq__ = __bool__ = __getattr__
+
+        @functools.cached_property
+        def sorted(self):
+            return sorted(self.rows)
+
+    Reader.__module__ = "__main__"
+    reader = Reader()
+    before = source.marks(reader)
+    assert reader.sorted[0] == 0 and source.marks(reader)[0] == before[0] and len(before[0]) <= 1000
+    reader.rows.append(5000)
+    assert source.marks(reader)[0] != before[0]
 
 
 @pytest.mark.parametrize("source", ["rank", "import torch.distributed as dist\ndist.get_rank()", "lr"])

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .results import Call, Mismatch, RankFailure, RankResult, Run, name_ranks, placed
+from .results import Call, Mismatch, RankFailure, RankResult, Run, grouped, name_ranks, placed
 
 
 class UserFacingError:
@@ -241,7 +241,10 @@ def rank_error(run: Run) -> RankError:
     lines = [f"{name_ranks([r.rank for r in same])} of {run.world_size} failed{alike}: {first.error}"]
     if victims := [r.rank for r in run.failed if r.error and r.error.caused_by_abort and r not in same]:
         were = "was" if len(victims) == 1 else "were"
-        lines.append(f"  {name_ranks(victims)} waited for it and {were} freed (`error.run.ranks[r].error`)")
+        places = {(s.op, placed(s.line, s.file, " (")) for s in run.standstill if s.rank in victims}
+        op, at = places.pop() if len(places) == 1 else ("", "")  # of ranks in several places the run tells
+        there = f" in {op}{at}{')' * bool(at)}" * bool(op)
+        lines.append(f"  {name_ranks(victims)} waited for it{there} and {were} freed (`error.run.ranks[r].error`)")
     others = [r for r in run.failed if r not in same and r.rank not in victims]
     lines += [f"  rank {r.rank} failed too: {r.error}" for r in others]
     if frames := describe_frames(first.error):
@@ -264,11 +267,8 @@ _MISSING = re.compile(
 
 def missing_names(run: Run) -> dict[str, list[int]]:
     """Names for want of which ranks failed, and those ranks."""
-    found: dict[str, list[int]] = {}
-    for r in run.failed:
-        if r.error and (name := _MISSING.match(f"{r.error.type}: {r.error.message}")):
-            found.setdefault(name[1] or name[2], []).append(r.rank)
-    return found
+    names = ((_MISSING.match(f"{r.error.type}: {r.error.message}"), r.rank) for r in run.failed if r.error)
+    return grouped((name[1] or name[2], rank) for name, rank in names if name)
 
 
 def _causes(failure: RankFailure, indent: str = "") -> list[str]:
@@ -303,12 +303,11 @@ def mismatch_error(run: Run) -> RankMismatch:
         # a send and its receive know each other, and have numbers of their own
         if event.op not in PAIRED and (event.group, event.seq) == (wrong.group, wrong.nth):
             calls.setdefault(event.rank, Call(event.text, event.line, event.seq, event.group, file=event.file))
-    texts: dict[str, list[int]] = {}
-    rows: dict[str, list[int]] = {}
-    for rank, call in sorted(calls.items()):
-        texts.setdefault(call.text, []).append(rank)
-        of = " of the world" if call.group in OF_WORLD and wrong.op not in PAIRED else ""  # these count by pair
-        rows.setdefault(f"{call.text}{placed(call.line, call.file)} (call {call.nth}{of})", []).append(rank)
+    in_order = sorted(calls.items())
+    texts = grouped((call.text, rank) for rank, call in in_order)
+    in_world = OF_WORLD if wrong.op not in PAIRED else ()  # these count by pair
+    of = {rank: " of the world" * (call.group in in_world) for rank, call in in_order}
+    rows = grouped((f"{c.text}{placed(c.line, c.file)} (call {c.nth}{of[rank]})", rank) for rank, c in in_order)
     parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))  # the minority first
     said = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in parties]
     if len(said) > 1:

@@ -34,9 +34,13 @@ _ENDED = (
     "<style>@keyframes rankcell-ended{to{font-size:1em}}</style><span style='font-size:0;"
     "animation:rankcell-ended 0s 9s forwards'> (no news for 9 s: has the kernel ended?)</span>"
 )
-_COPIED = (
+_TRAINED = (
     "The ranks have trained copies of `{0}`, and this one is as it was: end the rank cell with `weights = "
     "{0}.state_dict()`, add `--pull weights`, and load them here: `{0}.load_state_dict(weights[0])`."
+)
+_CHANGED = (
+    "The ranks have changed copies of `{0}`, and this one is as it was: add `--pull {0}` to the line of the rank cell, "
+    "and `{0}` is a list, with the copy of each rank: `{0}[0]` is rank 0's."
 )
 KEPT = 20  # runs that Out keeps whole; of older ones what was printed and the values (`-o NAME` keeps all)
 
@@ -50,7 +54,7 @@ class RankMagics(Magics):
         self.shell: Any = shell
         self.worlds: dict[tuple[int, str, int | None], world.Ranks] = {}
         self._latest: deque[Run] = deque()  # the values of the latest rank cells
-        self._copied: dict[str, Any] = {}  # models that ranks have trained: this one, and its `versions`
+        self._copied: dict[str, Any] = {}  # whose copies ranks have changed: this one, and its `marks`
         self._started = False  # a world; the first one waits for torch, and tells of one that was not tried
 
     @line_cell_magic
@@ -105,14 +109,11 @@ class RankMagics(Magics):
             for number in _open_figures() - figures:
                 sys.modules["matplotlib.pyplot"].close(number)
         live.end()
-        ranks.notes += [
-            f"`{name}` is a list now, with the value of each rank: `{name}[0]` is rank 0's."
-            for name in run.pulled
-            if hasattr(names.get(name), "state_dict")  # the notebook's own model
-        ]
+        for name in [n for n in run.pulled if hasattr(names.get(n), "state_dict")]:  # the notebook's own model
+            ranks.notes.append(f"`{name}` is a list now, with the value of each rank: `{name}[0]` is rank 0's.")
         _tell(ranks)
         self._copied = {n: copied for n, copied in self._copied.items() if n not in (options.push or ())}
-        self._copied |= {n: (names[n], source.versions(names[n])) for n in ranks.trained if n not in run.pulled}
+        self._copied |= {n: (names[n], source.marks(names[n])) for n in ranks.changed if n not in run.pulled}
         return self._keep(run, options)
 
     def _translated(self, cell: str) -> str:
@@ -136,8 +137,7 @@ class RankMagics(Magics):
             ranks = self.worlds.get(key)
             if ranks is not None and ranks.alive:
                 return ranks
-            start = {"device": options.device, "nodes": nodes, "start": options.start}
-            ranks = self.worlds[key] = world.Ranks(size, **start)
+            ranks = self.worlds[key] = world.Ranks(size, device=options.device, nodes=nodes, start=options.start)
         except errors.WorldSizeError:
             raise
         except ValueError as error:  # one of the line's: its message is enough
@@ -206,9 +206,9 @@ class RankMagics(Magics):
             print(f"Only the ranks have {name}: begin the cell with `%%ranks {theirs[-1]}`, {here}", file=sys.stderr)
         text = str(result.info.raw_cell)
         for name in [n for n in self._copied if re.search(rf"\b{n}\b", text) and not text.lstrip().startswith("%%")]:
-            model, before = self._copied.pop(name)
-            if self.shell.user_ns.get(name) is model and source.versions(model) == before:
-                print(_COPIED.format(name), file=sys.stderr)
+            ours, before = self._copied.pop(name)
+            if self.shell.user_ns.get(name) is ours and source.marks(ours)[0] == before[0]:
+                print((_TRAINED if hasattr(type(ours), "load_state_dict") else _CHANGED).format(name), file=sys.stderr)
 
     @context_matcher(identifier="rankcell")
     def match(self, context: Any) -> SimpleMatcherResult:

@@ -244,6 +244,7 @@ class Standing:
     text: str = ""
     line: int = 0
     waits_for: tuple[int, ...] = ()
+    file: str = ""  # of that line; "" in a rank cell
 
 
 @dataclass(frozen=True)
@@ -347,6 +348,14 @@ class Run:
         """The ranks that did not finish, the earliest failure first, victims of another's last."""
         bad = sorted((r for r in self.ran if r.state != "ok"), key=lambda r: r.error.at if r.error else 0.0)
         return tuple(sorted(bad, key=lambda r: bool(r.error and r.error.caused_by_abort)))
+
+
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """What belongs to each key, in the order in which they come."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -2,14 +2,19 @@
 
 import argparse
 import ast
+import contextlib
 import functools
+import itertools
 import re
 import shlex
 import sys
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from .errors import OptionError, unknown_option
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 LENT = ("rank", "world_size", "device", "torch", "dist")  # names that every rank cell finds
 
 
@@ -41,13 +46,10 @@ def _name(text: str) -> str:
 
 def _seconds(text: str) -> float:
     """A time above 0, in seconds."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not found > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time. Write a number of seconds above 0, such as 60.")
-    return found
+    with contextlib.suppress(ValueError):
+        if (found := float(text)) > 0:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no time. Write a number of seconds above 0, such as 60.")
 
 
 def _whole(what: str, example: str, least: int) -> Any:
@@ -61,10 +63,34 @@ def _whole(what: str, example: str, least: int) -> Any:
     return number
 
 
-def versions(model: Any) -> list[int]:
-    """How often each weight of a model was changed in place; none of what is no model."""
-    module = getattr(sys.modules.get("torch.nn"), "Module", ())
-    return [0 if p.is_inference() else p._version for p in model.parameters()] if isinstance(model, module) else []
+def marks(value: Any, most: int = 1000) -> tuple[list[Any], list[Any]]:
+    """What differs when `value` was changed in place: itself, its members and theirs, up to `most`. Then the same as
+    they are, to be kept: none of their ids is given to another one meanwhile.
+    """
+    found = [value]
+    for item in found:  # which grows meanwhile
+        with contextlib.suppress(RuntimeError):  # a thread of the learner's changes it just now
+            found += itertools.islice(_members(item), most - len(found))
+    return [item if type(item) in _PLAIN else id(item) for item in found], found
+
+
+def _members(item: Any) -> Iterator[Any]:
+    """What is in a list, tuple, set, deque, dict or instance of a class of the notebook, without running its code; of
+    a tensor or model how often each of its weights was changed.
+    """
+    kind, torch = type(item), sys.modules.get("torch")
+    if torch and issubclass(kind, (torch.Tensor, torch.nn.Module)):
+        weights = [item] if issubclass(kind, torch.Tensor) else item.parameters()
+        yield from (0 if p.is_inference() else p._version for p in weights)
+        return
+    for base in (list, tuple, set, deque, dict):
+        if issubclass(kind, base):
+            yield base.__len__(item)  # tells of those that are too many to look at
+            yield from itertools.chain.from_iterable(dict.items(item)) if base is dict else base.__iter__(item)
+    if kind.__module__ == "__main__" and kind.__dictoffset__ and not issubclass(kind, type):
+        for name, inner in object.__getattribute__(item, "__dict__").items():
+            if not isinstance(vars(kind).get(name), functools.cached_property):  # made by whoever reads it
+                yield from (name, inner)
 
 
 # The options of the `%%ranks` line, as argparse takes them.

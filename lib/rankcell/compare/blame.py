@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..results import name_some
+from ..results import grouped, name_some
 from .comparison import FINAL, Row
 from .wording import ALIKE, REORDERED, is_weighted
 
@@ -24,9 +24,7 @@ def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
     outputs = [r for r in rows if r.kind == "output" and r.status != "skipped"]
     if not wrong and (trained or not outputs or outputs[-1].status not in ("none", "uncovered")):
         return None
-    shares: dict[int, list[bool]] = {}
-    for r in outputs:
-        shares.setdefault(r.step, []).append(r.status == "uncovered")
+    shares = grouped((r.step, r.status == "uncovered") for r in outputs)
     # where few outputs of a step are, rows that look alike were taken for one another
     doubtful = [step for step, share in shares.items() if 2 * sum(share) < len(share)]
     rows = [replace(r, status="patchy") if r.status == "uncovered" and r.step in doubtful else r for r in rows]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserFacingError
-from ..results import Run, name_ranks, name_some
+from ..results import Run, grouped, name_ranks, name_some
 from . import clues, layouts
 from .beside import Beside
 from .blame import first_wrong, right_elsewhere
@@ -79,9 +79,7 @@ def _dense(one: Any) -> dict[_Key, list[Traced]]:
             "There is no trace of one process to compare with. Make one in the notebook: "
             "`with rankcell.trace(dense) as one: loss(dense(x), y).backward()`."
         )
-    found: dict[_Key, list[Traced]] = {}
-    for e in entries:
-        found.setdefault((e.kind, e.name, e.step, e.part), []).append(e)
+    found = grouped(((e.kind, e.name, e.step, e.part), e) for e in entries)
     for entries in found.values():
         entries.sort(key=lambda e: e.call)  # gradients come in another order
     return found
@@ -95,12 +93,9 @@ def _ranks(run: Run, names: Mapping[str, str]) -> _OfRanks:
         )
     if run.failed:
         raise NothingToCompare(f"The Run failed on {name_ranks([r.rank for r in run.failed])}. Repair that first.")
-    found: _OfRanks = {}
-    for result in run.ran:
-        for e in result.trace:
-            if 0 not in e.shape:  # of an uneven shard nothing is left for the last rank
-                found.setdefault((e.kind, _renamed(e.name, names), e.step, e.part), []).append((result.rank, e))
-    return found
+    # of an uneven shard nothing is left for the last rank
+    found = ((r.rank, e) for r in run.ran for e in r.trace if 0 not in e.shape)
+    return grouped(((e.kind, _renamed(e.name, names), e.step, e.part), (rank, e)) for rank, e in found)
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -134,9 +129,7 @@ class Judge:
         depth = len({name for kind, name, *_ in dense if kind == "output"})
         self.in_16_bits = worst >= TOLERANCE["float16"]
         self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
-        sizes: dict[str, list[float]] = {}
-        for (kind, *_), es in dense.items():
-            sizes.setdefault(kind, []).append(typical(_matrix(es)))
+        sizes = grouped((kind, typical(_matrix(es))) for (kind, *_), es in dense.items())
         self.floors = {kind: 0.01 * float(np.median(values)) for kind, values in sizes.items()}
 
     def rows(self) -> list[Row]:

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from ..results import Event, Run, Values, name_ranks
+from ..results import Event, Run, Values, grouped, name_ranks
 from .parts import WIDE, pale, rank_colour
 from .svg import INK, LINE, MUTED, Figure, Frames, drawing, line, rect
 from .svg import label as label_of_any_size
@@ -258,12 +258,10 @@ def _draw(scene: _Scene, title: str, step: int, feet: Sequence[str]) -> Figure:
 def _alt(scene: _Scene, step: int, foot: str) -> str:
     if step == 1:
         return f"Arrows: {foot}."
-    held: dict[str, list[int]] = {}
-    for rank, of_rank in scene.held.items():
-        blocks = of_rank.after if step else of_rank.before
-        said = ", then ".join(" ".join(map(format_number, b.numbers)) for b in blocks)
-        held.setdefault(said or "nothing", []).append(rank)
-    lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in held.items()]
+    held = ((rank, of_rank.after if step else of_rank.before) for rank, of_rank in scene.held.items())
+    said = ((rank, ", then ".join(" ".join(map(format_number, b.numbers)) for b in blocks)) for rank, blocks in held)
+    alike = grouped((text or "nothing", rank) for rank, text in said)
+    lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items()]
     end = f" {foot[0].upper()}{foot[1:]}." if foot else ""
     return f"{'After' if step else 'Before'}: {'; '.join(lines)}.{end}"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..results import Event, Run, Watched
+from ..results import Event, Run, Watched, grouped
 from .collectives import CELL, MARGIN, NAMES, edge_of, fill_of, format_number, label, stripes
 from .parts import WIDE, rank_colour
 from .svg import INK, MUTED, Figure, Frames, drawing, line, rect
@@ -71,10 +71,7 @@ def _in_steps(found_pairs: Sequence[tuple[Event, Event]]) -> list[_Delivery]:
 
 def _states(found: Sequence[_Delivery]) -> list[dict[int, _Array]]:
     """What every rank held before the first step and after each, by step and rank."""
-    calls: dict[int, list[tuple[Event, _Delivery]]] = {}
-    for m in found:
-        calls.setdefault(m.sent.rank, []).append((m.sent, m))
-        calls.setdefault(m.came.rank, []).append((m.came, m))
+    calls = grouped((event.rank, (event, m)) for m in found for event in (m.sent, m.came))
     for own in calls.values():
         own.sort(key=lambda call: call[0].start)
     first = {rank: _watched(own[0][0]).before for rank, own in sorted(calls.items())}

@@ -2,7 +2,7 @@
 
     both sides       messages   what travels, typed, without torch
                      channel    whole messages over a socket
-                     system     what only some operating systems offer
+                     system     what only some operating systems offer;  settings  what ranks follow of the notebook's
                      match      calls that must be alike on several ranks;  stacks  where a process stands or crashed
     notebook side    world      run cells, repair, stop
                      cell       one cell: send, poll, diagnose, free, and what went wrong first

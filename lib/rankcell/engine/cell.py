@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import errors, extensions
-from ..results import NotSent, Run, name_ranks
+from ..results import NotSent, Run, grouped, name_ranks
 from . import diagnose, system
 from .messages import RankState, Status, Task
 from .received import unpack
@@ -72,9 +72,8 @@ class Cell:
         """Give the task to the ranks, and wait until it is over on all of them, or until `interrupted`."""
         self._workers.next_cell(self._task.cell, self._members)
         host = self._workers.host
-        offsets = {rank: host.clock_offset(rank) for rank in self._members}
-        for offset in set(offsets.values()):  # its beginning as the clock of each one's machine shows it
-            mine = [rank for rank in self._members if offsets[rank] == offset]
+        # its beginning as the clock of each one's machine shows it
+        for offset, mine in grouped((host.clock_offset(rank), rank) for rank in self._members).items():
             host.send(mine, pickle.dumps(replace(self._task, began=self._task.began + offset), pickle.HIGHEST_PROTOCOL))
         if (cause := self._wait(interrupted)) is not None:
             self._free(wanted=not isinstance(cause, errors.Deadlock))
@@ -290,10 +289,8 @@ def what_went_wrong(
 
 def _summing(run: Run) -> list[int]:
     """Ranks that waited in a sum with others: one that waits alone has received nothing, and a number has no parts."""
-    alike: dict[Any, list[int]] = {}
-    for s in run.standstill:
-        if s.phase == "running" and s.op in ("all_reduce", "reduce") and "[]" not in s.text:
-            alike.setdefault((s.text, s.waits_for), []).append(s.rank)
+    summing = (s for s in run.standstill if s.phase == "running" and s.op in ("all_reduce", "reduce"))
+    alike = grouped(((s.text, s.waits_for), s.rank) for s in summing if "[]" not in s.text)
     return sorted(rank for ranks in alike.values() if len(ranks) > 1 for rank in ranks)
 
 
@@ -310,11 +307,8 @@ def _hidden(run: Run) -> str:
 def _pull_error(run: Run, pull: Sequence[str]) -> errors.PullError | None:
     problems = []
     for name in pull:
-        reasons: dict[str, list[int]] = {}
-        for result, value in zip(run.ran, run.pulled[name], strict=False):
-            if isinstance(value, NotSent):
-                why = "no such name" if value.reason == "missing" else value.reason
-                reasons.setdefault(why, []).append(result.rank)
+        values = zip(run.ran, run.pulled[name], strict=False)
+        reasons = grouped((value.reason, result.rank) for result, value in values if isinstance(value, NotSent))
         problems += [f"{name} on {name_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
     if not problems:
         return None

@@ -155,10 +155,8 @@ def complete(text: str, names: dict[str, Any]) -> list[str]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """What stands in a value and in its classes, by name."""
-    found: dict[str, Any] = {}
     classes = [*type(value).__mro__, *(value.__mro__ if isinstance(value, type) else ())]
-    for kind in reversed(classes):
-        found |= vars(kind)
+    found = {name: what for kind in reversed(classes) for name, what in vars(kind).items()}
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..results import at_line, name_ranks
+from ..results import at_line, grouped, name_ranks
 from .messages import LEAVES, Wait
 from .states import CELL, OVER, State, call_of, doing, missing_peers, twins
 
@@ -37,11 +37,8 @@ def diagnose(states: Sequence[State]) -> Diagnosis | None:
     """The deadlock that `states` prove, or None while somebody can still go on."""
     states = [finished_if_leaving(state) for state in states]
     by_rank = {s.rank: s for s in states}
-    threads: dict[int, list[list[_Edge]]] = {}  # by rank, of each of its threads
-    for state in states:
-        for waits in state.standing:
-            missing = [(wait, missing_peers(wait, by_rank, state.rank)) for wait in waits]
-            threads.setdefault(state.rank, []).append([(w, m) for w, m in missing if m])
+    stand = [(s.rank, [(w, missing_peers(w, by_rank, s.rank)) for w in waits]) for s in states for waits in s.standing]
+    threads = grouped((rank, [(w, m) for w, m in waits if m]) for rank, waits in stand)  # of a rank, for each thread
     over = {s.rank for s in states if s.phase in OVER and not s.other_threads and s.rank not in threads}
     free = {s.rank for s in states if s.rank not in over and (s.rank not in threads or s.other_threads)}
 
@@ -182,11 +179,9 @@ def _odd_ones(states: Mapping[int, State], stuck: _Stuck, circle: Sequence[int])
     """
     if (odd := _odd_by_number(states, stuck, circle)) is not None:
         return (odd,)
+    waits = {rank: edges[0][0] for rank, edges in stuck.items()}
     for among in (stuck, circle):
-        parties: dict[Any, list[int]] = {}
-        for rank in among:
-            wait = stuck[rank][0][0]
-            parties.setdefault(wait.op if wait.op in ("send", "recv") else wait.key, []).append(rank)
+        parties = grouped((w.op if (w := waits[r]).op in ("send", "recv") else w.key, r) for r in among)
         least = sorted(map(len, parties.values()))
         for members in parties.values():
             some = tuple(r for r in members if r in circle)

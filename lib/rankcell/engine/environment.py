@@ -182,7 +182,7 @@ class Names:
     def pull(self, name: str) -> bytes | str:
         """The pickled value of `name`, or a sentence that says why there is none."""
         if name not in self.values:
-            return "missing"
+            return "no such name"
         packed = report.pack(self.values[name], "", None)
         return packed if isinstance(packed, bytes) else packed.reason
 

@@ -7,6 +7,7 @@ listen: the only one that saw everything without deadlock and without a tax on c
 itself (`group._get_backend(device).allreduce(...)`) do not pass the dispatcher, and are not seen.
 """
 
+import contextlib
 import sys
 import weakref
 from typing import Any
@@ -193,10 +194,9 @@ class Listener:
         if o.enqueued:  # its future is done when the work is enqueued: the work itself is asked
             o.passed = streams.done(work)
         elif o.is_async and not self._is_message:
-            try:
+            # gloo's reduce-scatter has no future: its end is the end of the wait
+            with contextlib.suppress(RuntimeError):
                 work.get_future().add_done_callback(lambda _: recorder.mark_done(o))
-            except RuntimeError:  # gloo's reduce-scatter has no future: its end is the end of the wait
-                pass
         return result
 
 

@@ -50,8 +50,7 @@ class Task:
     cell: str  # the same on all ranks: it keeps what belongs to two cells apart
     source: str = ""
     filename: str = "<cell>"
-    folder: str = ""  # in which the notebook is
-    dtype: Any = None  # what torch makes tensors of there; None: the notebook has not imported torch
+    settings: Mapping[tuple[str, str], Any] = field(default_factory=dict)  # of the notebook (`settings.read`)
     call: bytes = b""  # cloudpickle of (function, args, kwargs)
     push: bytes = b""  # cloudpickle of names and values
     pull: tuple[str, ...] = ()
@@ -99,7 +98,7 @@ class RankState:
     threads: bool = False  # a thread of the learner's is still there, at work or waiting
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what the learner should know, although nothing failed
-    trained: tuple[str, ...] = ()  # models that were pushed, and whose weights the cell has changed
+    changed: tuple[str, ...] = ()  # names that were pushed, and whose values the cell has changed in place
 
 
 @dataclass(frozen=True)

@@ -278,13 +278,11 @@ _group_ranks: dict[str, tuple[int, ...]] = {}
 
 def ranks_of(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group, by name: asking torch each time costs more than the rest of the record."""
-    name = group.group_name
-    if (ranks := _group_ranks.get(name)) is None:
+    if (ranks := _group_ranks.get(group.group_name)) is None:
         try:
-            ranks = tuple(dist.get_process_group_ranks(group))
+            ranks = _group_ranks[group.group_name] = tuple(dist.get_process_group_ranks(group))
         except (KeyError, ValueError):  # while the default group is being set up
             return tuple(range(group.size()))
-        _group_ranks[name] = ranks
     return ranks
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import LATE, OF_WORLD, PAIRED
-from ..results import Event, Standing, at_line, name_ranks, placed
+from ..results import Event, Standing, at_line, grouped, name_ranks, placed
 from .messages import Status, Wait
 
 OVER = ("finished", "error", "lost", "absent", "still")  # in this cell such a rank issues nothing more
@@ -41,15 +41,12 @@ class State:
         mine = tuple(w for w in self.waits if w.thread == 0 and w.waiting)
         if not mine and self.blocked_in_torch:
             mine = tuple(w for w in self.waits if w.thread == 0)
-        others: dict[int, tuple[Wait, ...]] = {}
-        for wait in self.waits:
-            if wait.thread and wait.waiting:
-                others[wait.thread] = (*others.get(wait.thread, ()), wait)
+        others = grouped((w.thread, w) for w in self.waits if w.thread and w.waiting)
         if self.phase == "running" and not mine and not self.joins:
             return ()  # the main thread computes
         if self.phase not in ("running", "finished", "error", "absent"):
             return ()
-        return tuple(filter(None, (mine if self.phase == "running" else (), *others.values())))
+        return tuple(filter(None, (mine if self.phase == "running" else (), *map(tuple, others.values()))))
 
     @property
     def blocking(self) -> tuple[Wait, ...]:
@@ -133,10 +130,9 @@ def call_of(call: Event | Wait, world_size: int, ranks: Sequence[int] = ()) -> s
 
 def rows(states: Sequence[State], world_size: int, first: Sequence[int] = ()) -> tuple[str, ...]:
     """What each rank does, those that do the same together; the ranks in `first` before the others."""
-    alike: dict[tuple[bool, str], list[State]] = {}
     words = partial(doing, world_size=world_size, twins=twins(states))
-    for state in sorted(states, key=lambda s: (s.rank not in first, s.rank)):
-        alike.setdefault((state.rank not in first, words(state)), []).append(state)
+    in_order = sorted(states, key=lambda s: (s.rank not in first, s.rank))
+    alike = grouped(((s.rank not in first, words(s)), s) for s in in_order)
     named = [(name_ranks([s.rank for s in same]), words(same[0], many=len(same) > 1)) for same in alike.values()]
     width = max((len(name) for name, _ in named), default=0)
     return tuple(f"{name:<{width}}  {text}" for name, text in named)
@@ -147,30 +143,27 @@ def standings(states: Sequence[State]) -> tuple[Standing, ...]:
     by_rank = {s.rank: s for s in states}
     found = []
     for state in states:
-        row = Standing(state.rank, state.phase, doing(state, len(states)), line=state.line)
+        row = Standing(state.rank, state.phase, doing(state, len(states)), line=state.line, file=state.file)
         if state.blocking:
             wait = state.blocking[0]
             missing = missing_peers(wait, by_rank, state.rank)
-            row = replace(row, op=wait.op, text=wait.text, line=wait.line, waits_for=missing)
+            row = replace(row, op=wait.op, text=wait.text, line=wait.line, file=wait.file, waits_for=missing)
         found.append(row)
     return tuple(found)
 
 
 def summary(states: Sequence[State]) -> str:
     """What the ranks are doing, in one line for the live display."""
-    rows: dict[str, list[int]] = {}
-    for state in states:
-        if state.phase == "absent":
-            continue
-        blocking = state.blocking
-        if state.phase != "running":
-            what = {"finished": "done", "error": "failed", "lost": "lost"}.get(state.phase, state.phase)
-        elif blocking:
-            what = f"waiting in {blocking[0].op}"
-        else:
-            what = "compiling" if state.compiles else "computing"
-        rows.setdefault(what, []).append(state.rank)
+    rows = grouped((_briefly(state), state.rank) for state in states if state.phase != "absent")
     return ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in rows.items())
+
+
+def _briefly(state: State) -> str:
+    if state.phase != "running":
+        return {"finished": "done", "error": "failed"}.get(state.phase, state.phase)
+    if state.blocking:
+        return f"waiting in {state.blocking[0].op}"
+    return "compiling" if state.compiles else "computing"
 
 
 def from_status(status: Status, before: Status | None) -> State:

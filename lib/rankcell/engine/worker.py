@@ -6,7 +6,6 @@ exception of the learner's is caught in `run`, to report it.
 
 import ast
 import asyncio
-import contextlib
 import inspect
 import linecache
 import os
@@ -24,8 +23,8 @@ import torch
 
 from ..errors import GroupError
 from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
-from ..source import split, versions
-from . import control, current, environment, listen, operation, record, report, shell, stacks, system
+from ..source import marks, split
+from . import control, current, environment, listen, operation, record, report, settings, shell, stacks, system
 from .channel import Channel
 from .groups import Groups
 from .match import SignatureTable
@@ -64,11 +63,10 @@ class Rank:
         self.main_thread = threading.get_ident()
         self._pid = os.getpid()
         self._notes: list[str] = []
-        self._folder = config.folder
-        self._dtype: Any = torch.get_default_dtype()
         self._exit = ""  # what ended the cell early, without an error
-        self._models: dict[str, Any] = {}  # that the cell was given: the model, and which versions its weights had
+        self._given: dict[str, Any] = {}  # what was pushed for the cell, and its `marks` then
         environment.enter(config)
+        self._settings = settings.read()  # those of the notebook, until it changes one
         self._process = environment.Process()
         self._process.restore(self._on_interrupt)
         threading.current_thread().name = f"rank {config.rank}"
@@ -167,7 +165,7 @@ class Rank:
             exit=self._exit, open=sum(not o.finished for o in list(recorder.open.values())),
             threads=control.threads(recorder, {self.main_thread, self.control.thread.ident}, busy=False),
             names=tuple(n for n in self.names if not n.startswith("_")), notes=tuple(dict.fromkeys(self._notes)),
-            trained=tuple(name for name, (value, before) in self._models.items() if versions(value) != before),
+            changed=tuple(name for name, (value, before) in self._given.items() if marks(value)[0] != before[0]),
         )  # fmt: skip
 
     def _work(self, task: Task, start: float) -> tuple[Any, float]:
@@ -176,14 +174,10 @@ class Rank:
         for item in pushed.values():
             self._names.lend(item)
         self.names.update(pushed)
-        self._models = {name: (value, versions(value)) for name, value in pushed.items() if versions(value)}
-        if task.folder != self._folder:  # the notebook has gone there, and its ranks follow
-            self._folder = task.folder
-            with contextlib.suppress(OSError):
-                os.chdir(task.folder)
-        if task.dtype not in (None, self._dtype):  # the same of `torch.set_default_dtype`
-            self._dtype = task.dtype
-            torch.set_default_dtype(task.dtype)
+        # a tensor by itself is left out: communication is made to change those
+        self._given = {n: (value, marks(value)) for n, value in pushed.items() if not isinstance(value, torch.Tensor)}
+        settings.follow(task.settings, self._settings)
+        self._settings |= task.settings
         self._exit, value = "", None
         operation.cell["runs"] = "" if task.call else task.filename
         try:

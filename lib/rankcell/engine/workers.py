@@ -180,7 +180,6 @@ def under_way(counts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
 
 def _can_reset(states: Mapping[int, messages.RankState]) -> bool:
     """Whether counters have grown many, all that was sent has come, and nothing is open: a reset changes nothing."""
-    if any(state.open or state.threads for state in states.values()):
-        return False
+    busy = any(state.open or state.threads for state in states.values())
     many = any(len(state.counts) > MANY_COUNTS for state in states.values())
-    return many and not under_way(state.counts for state in states.values())
+    return many and not busy and not under_way(state.counts for state in states.values())

@@ -8,7 +8,6 @@ import ast
 import atexit
 import linecache
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +16,8 @@ from typing import Any
 import cloudpickle
 
 from .. import errors, extensions
-from ..results import Run, name_ranks
-from . import launch, system
+from ..results import Run, grouped, name_ranks
+from . import launch, settings
 from .cell import Cell, Ending, OnUpdate, deferred_interrupt
 from .host import Host
 from .local import this_machine
@@ -56,16 +55,13 @@ class Ranks:
         self.world_size = world_size
         self.alive = True  # whether the world can run cells
         self.names: tuple[str, ...] = ()
-        self.trained: tuple[str, ...] = ()  # models that the last cell was given, and has changed
+        self.changed: tuple[str, ...] = ()  # names that the last cell was given, and has changed in place
         self._cells = 0
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self.notes: list[str] = []  # what the learner should know about the ranks
-        self._host: Host
-        if nodes is not None:
-            self._host = extensions.find("--nodes")(world_size, nodes, device)
-        else:
-            self._host = this_machine(world_size, device, start)
+        make: Callable[..., Host] = this_machine if nodes is None else extensions.find("--nodes")
+        self._host = make(world_size, device, start) if nodes is None else make(world_size, nodes, device)
         self._workers = Workers(self._host, world_size)
         atexit.register(self.stop)
         try:
@@ -168,8 +164,7 @@ class Ranks:
                 began=time.monotonic(),
                 cell=f"{self._workers.generation}.{self._cells}",
                 filename=filename,
-                folder=system.current_folder(),
-                dtype=torch.get_default_dtype() if (torch := sys.modules.get("torch")) else None,
+                settings=settings.read(),
                 pull=tuple(pull),
                 values=values,
                 # all ranks or none: a rank that counts on is out of step with those that begin anew
@@ -227,7 +222,8 @@ class Ranks:
         self._workers.keep(ending.states)
         self.notes += _notes(ending)
         if good := [s for rank, s in ending.states.items() if ending.run.ranks[rank].error is None]:
-            self.names, self.trained = good[0].names, good[0].trained
+            self.names = good[0].names
+            self.changed = tuple(dict.fromkeys(name for state in good for name in state.changed))
         if not ending.broken:
             return
         try:
@@ -275,10 +271,9 @@ def _chosen(ranks: Sequence[int], only: Sequence[int] | None) -> list[int]:
 
 def _notes(ending: Ending) -> list[str]:
     """What the learner should know of a cell, although nothing failed."""
-    notes: dict[str, list[int]] = {}
-    for rank, state in ending.states.items():
-        for note in (*state.notes, state.exit and f"{state.exit} ended the cell. The rank lives on, with its names."):
-            notes.setdefault(note, []).append(rank)
+    ended = "ended the cell. The rank lives on, with its names."
+    said = {rank: (*s.notes, s.exit and f"{s.exit} {ended}") for rank, s in ending.states.items()}
+    notes = grouped((note, rank) for rank, notes in said.items() for note in notes)
     found = [f"On {name_ranks(ranks)}: {note}" for note, ranks in notes.items() if note]
     if ending.left:
         found.append(

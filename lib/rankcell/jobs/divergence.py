@@ -9,7 +9,7 @@ same so far went on in another way. It names nobody where ranks lawfully do diff
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..results import Event
+from ..results import Event, grouped
 from .records import RankRecord
 
 _BEGIN, _END = "begin", "end"  # of a program, among its calls
@@ -79,10 +79,7 @@ def _by_majority(
     while todo:
         alike = todo.pop()
         for at in range(max(len(calls[rank]) for rank in alike)):
-            ways: dict[Hashable, list[int]] = {}
-            for rank in alike:
-                if at < len(calls[rank]):
-                    ways.setdefault(calls[rank][at], []).append(rank)
+            ways = grouped((calls[rank][at], rank) for rank in alike if at < len(calls[rank]))
             if len(ways) > 1:
                 most = max(ways.values(), key=len)
                 if 2 * len(most) > sum(map(len, ways.values())):

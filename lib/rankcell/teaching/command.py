@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine import system
+from ..results import grouped
 from . import grading, sandbox
 from .exercises import ExerciseError, Lesson, short_name
 from .grading import FAILED, NOT_JUDGED, PASSED, UNTOUCHED, Judgement
@@ -81,9 +82,7 @@ def score(judgements: Sequence[Judgement]) -> tuple[int, int]:
 
 def table(judgements: Sequence[Judgement]) -> str:
     """A row for each notebook, below it the feedback of what failed; then what failed most."""
-    rows = dict[tuple[str, str], list[Judgement]]()
-    for j in judgements:
-        rows.setdefault((j.student, j.lesson), []).append(j)
+    rows = grouped(((j.student, j.lesson), j) for j in judgements)
     width, lessons = (max((len(key[k]) for key in rows), default=0) for k in (0, 1))
     lines = []
     for (student, lesson), found in rows.items():
