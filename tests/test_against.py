@@ -10,7 +10,7 @@ from rankcell.compare.blame import first_wrong
 from rankcell.compare.comparison import Row
 from rankcell.compare.judge import NothingToCompare
 from rankcell.compare.trace import Trace, TraceTooLarge
-from rankcell.compare.wording import said
+from rankcell.compare.wording import name_briefly, said
 
 COMMON = """
 import math
@@ -709,3 +709,8 @@ def test_a_gradient_that_the_loss_sends_back_wrong_asks_about_its_collectives():
         and "summed again on the way back" in text
         and "send gradients back?" in text
     )
+
+
+def test_long_lists_are_named_briefly():
+    assert name_briefly(range(64)) == "ranks 0-63"
+    assert name_briefly(range(0, 256, 8)) == "ranks 0, 8, 16, 24 and 28 more"

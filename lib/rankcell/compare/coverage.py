@@ -1,5 +1,6 @@
 """Whether pieces that all lie in a tensor make up all of it: some rows may be on no rank, or on too many."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from ..results import name_ranks
 from .comparison import FINAL, Row
 from .reference import Fit, Piece, Reference, typical
-from .wording import REORDERED, cut_words
+from .wording import REORDERED, cut_words, name_briefly
 
 ROUNDED = 0.02  # a tensor that is off by less than this share looks like one that was rounded
 NEAR = 0.3  # by less than this share steps along gradients of rounding alone may have moved a parameter
@@ -37,7 +38,10 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
     if row.kind not in FINAL and cut_rows and sure:
         rows, _ = _coverage(fits, reference)
         missing, most = int((rows == 0).sum()), int(rows.max())
-        says = f"{missing} of {len(rows)} rows are on no rank, others on {most}: the ranks share the batch wrongly"
+        same = _sharers(placed, rows == most) if rows.min() < most else ""
+        says = (
+            f"{missing} of {len(rows)} rows are on no rank, others on {most}: the ranks share the batch wrongly{same}"
+        )
         nowhere = f"{layout}; {missing} of {len(rows)} rows nowhere"
         if _is_whole_gap(rows, reference.shape):
             return row.found("uncovered", nowhere, says=says)
@@ -46,7 +50,7 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
         if not missing and _are_whole_samples(rows == most, reference.shape):
             several = int((rows == most).sum())
             layout = f"{layout}; {several} of {len(rows)} rows {most} times"
-            says = f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more"
+            says = f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more{same}"
             return row.found("uncovered", layout, says=says)
     blocks = [(f.rows, f.columns) for f in fits if f.rows is not None and f.columns is not None]
     if row.kind == "output" and sure and len(blocks) == len(fits):
@@ -100,6 +104,19 @@ def _coverage(fits: Sequence[Fit], reference: Reference) -> tuple[np.ndarray, np
         rows[slice(None) if fit.rows is None else fit.rows] += 1
         columns[slice(None) if fit.columns is None else fit.columns] += 1
     return rows, columns
+
+
+def _sharers(placed: Sequence[tuple[Piece, Fit]], chosen: np.ndarray) -> str:
+    """Which ranks hold the same ones of the chosen rows, in brackets; "" if none do."""
+    holders: dict[int, set[int]] = {int(n): set() for n in np.flatnonzero(chosen)}
+    for piece, fit in placed:
+        for n in holders if fit.rows is None else holders.keys() & {*fit.rows.tolist()}:
+            holders[n].add(piece.rank)
+    groups = sorted(Counter(tuple(sorted(who)) for who in holders.values() if len(who) > 1).items())
+    words = [
+        f"{name_briefly(who)} {'another' if n else 'hold the same'} {rows}" for n, (who, rows) in enumerate(groups)
+    ]
+    return f" ({', '.join([*words[:3], '...'][: len(words)])})" if words else ""
 
 
 def are_near(pieces: Sequence[Piece], reference: Reference) -> bool:

@@ -1,6 +1,6 @@
 """What is said of a tensor: how the ranks hold it, and what went wrong with it."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from ..results import name_ranks
@@ -13,6 +13,7 @@ UPDATES = "look at the learning rate, the weight decay, how it clips and the opt
 UNEVEN = "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"
 LEFT_OUT = "rows get no gradient: does the loss leave them out?"
 ALIKE = ", the same on all"
+BRIEF = 40  # letters of a list that reads at a glance
 REORDERED = ", in another order"
 
 
@@ -121,6 +122,12 @@ def times_words(k: float) -> str:
     if abs(k - round(k)) < 1e-3:
         return f"{round(k)} times"
     return f"1/{round(1 / k)} of" if k > 0 and abs(1 / k - round(1 / k)) < 1e-3 else f"{k:.3g} times"
+
+
+def name_briefly(numbers: Sequence[int]) -> str:
+    """Ranks as `name_ranks` has them, of a long list the first ones only."""
+    words = name_ranks(numbers)
+    return words if len(words) <= BRIEF else f"{name_ranks(sorted(numbers)[:4])} and {len(numbers) - 4} more"
 
 
 def bias_words(times: int) -> str:
