@@ -10,7 +10,7 @@ from rankcell.compare.blame import first_wrong
 from rankcell.compare.comparison import Row
 from rankcell.compare.judge import NothingToCompare
 from rankcell.compare.trace import Trace, TraceTooLarge
-from rankcell.compare.wording import name_briefly, said
+from rankcell.compare.wording import said
 
 COMMON = """
 import math
@@ -703,14 +703,9 @@ def test_the_limit_of_a_trace_is_a_gib():
 
 def test_a_gradient_that_the_loss_sends_back_wrong_asks_about_its_collectives():
     row = Row("", "grad_output", 0, "other numbers", "none", (0, 1))
-    text = said(row, used_as_whole=False, begins=True, holders=(), mesh={}, ranks={0, 1}).says
+    text = said(row, used_as_whole=False, past=[], holders=(), mesh={}, ranks={0, 1}).says
     assert (
         "look at the loss" in text
         and "summed again on the way back" in text
         and "send gradients back?" in text
     )
-
-
-def test_long_lists_are_named_briefly():
-    assert name_briefly(range(64)) == "ranks 0-63"
-    assert name_briefly(range(0, 256, 8)) == "ranks 0, 8, 16, 24 and 28 more"
