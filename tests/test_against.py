@@ -703,7 +703,7 @@ def test_the_limit_of_a_trace_is_a_gib():
 
 def test_a_gradient_that_the_loss_sends_back_wrong_asks_about_its_collectives():
     row = Row("", "grad_output", 0, "other numbers", "none", (0, 1))
-    text = said(row, used_as_whole=False, begins=True, holders=(), mesh={}, ranks={0, 1}).says
+    text = said(row, used_as_whole=False, past=[], holders=(), mesh={}, ranks={0, 1}).says
     assert (
         "look at the loss" in text
         and "summed again on the way back" in text

@@ -5,6 +5,7 @@ source: https://github.com/NVIDIA-BioNeMo/bionemo-recipes/pull/1449
 mesh: cp 4
 first: head grad_output | the model grad_output
 side: backward
+says: the other rows are 1.25 times what they should be: it counts fewer
 """
 
 # %% one process

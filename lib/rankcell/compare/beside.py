@@ -80,11 +80,8 @@ class Beside:
                 return f"its optimizer has another `{name}` on {name_ranks(off)} than in one process{said}"
         early = {r: [k for k in e.value if k not in one.value and e.value[k].any()] for r, e in have.items()}
         if begun := [r for r, names in early.items() if names and have[r].dtype == one.dtype]:
-            name = early[begun[0]][0]
-            return (
-                f"its optimizer begins with `{name}` on {name_ranks(begun)}, and in one process without: was it "
-                "stepped before?"
-            )
+            name, who = early[begun[0]][0], name_ranks(begun)
+            return f"its optimizer begins with `{name}` on {who}, and in one process without: was it stepped before?"
         return OF_ALL if key[2] == 0 else ""  # later its state is not kept
 
     def _lies_in(self, part: np.ndarray, whole: np.ndarray, fit: Fit | None) -> bool:

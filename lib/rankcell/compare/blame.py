@@ -4,6 +4,7 @@ nowhere, or the partial sums just before it that somebody took for whole.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -59,27 +60,41 @@ def _sum_missing_behind(row: Row, rows: Sequence[Row]) -> Row | None:
     return sums[0] if row in behind and all(r.status in ("partial", "skipped") for r in behind) else None
 
 
+def before(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """What comes before a tensor in its step and is of its kind, without what was not compared."""
+    past = takewhile(lambda r: r.key != row.key, rows)
+    return [r for r in past if r.step == row.step and r.kind == row.kind and r.status != "skipped"]
+
+
 def between(row: Row, rows: Sequence[Row]) -> str:
     """Which weights have wrong gradients, and which right ones, in the module whose gradient came back before a wrong
     one: where they are used without calling their own modules.
     """
-    at = next((i for i, r in enumerate(rows) if r.key == row.key), 0)
-    before = [r for r in rows[:at] if r.kind == row.kind == "grad_output" and r.step == row.step]
+    past = before(row, rows) if row.kind == "grad_output" else []
     called = {r.name for r in rows if r.kind == "output"}
     grads = [r for r in rows if r.kind == "grad" and r.step == row.step and r.name.rpartition(".")[0] not in called]
-    inside = [r for r in grads if before and r.name.startswith(f"{before[-1].name}.")]
+    inside = [r for r in grads if past and r.name.startswith(f"{past[-1].name}.")]
     wrong, right = (name_some([r.name for r in inside if r.status == status]) for status in ("none", "fits"))
     return f"the gradients of {wrong} are wrong, too, and those of {right} are right" if wrong and right else ""
 
 
 def given(row: Row, rows: Sequence[Row]) -> str:
     """Where a weight's gradient is wrong and all before it is right: the partial sum that its module may be given."""
-    outputs = [r for r in rows if r.kind == "output" and r.step == row.step and r.status != "skipped"]
-    at = next((i for i, r in enumerate(outputs) if r.name == row.name.rpartition(".")[0]), 0)
-    before = outputs[at - 1] if at and row.kind == "grad" else row
-    if before.status != "partial":
+    layer = next((r for r in rows if r.key == (row.name.rpartition(".")[0], "output", row.step)), row)
+    past = before(layer, rows) if row.kind == "grad" and layer is not row else []
+    if not past or past[-1].status != "partial":
         return ""
-    return f"is what its module is given whole? `{before.title}`, computed just before, is {before.layout}"
+    return f"is what its module is given whole? `{past[-1].title}`, computed just before, is {past[-1].layout}"
+
+
+def cut_in_pieces(row: Row, rows: Sequence[Row]) -> str:
+    """What is cut in pieces, right before a wrong output: one of the outputs that are cut, or a weight beside it."""
+    around = row.name.rpartition(".")[0]
+    shards = takewhile(lambda r: r.layout.startswith("sharded"), reversed(before(row, rows)))
+    weights = (r for r in rows if r.kind == "parameter" and r.step == row.step)
+    near = [r for r in shards if r.name.startswith(around)]
+    near += [r for r in weights if r.name.rpartition(".")[0] in (row.name, around)]
+    return next((f"`{r.title}`, just before, is cut{r.clue}: is what uses it cut alike?" for r in near if r.clue), "")
 
 
 def _is_right(row: Row, updated: Mapping[tuple[str, int], Row]) -> bool:
@@ -144,11 +159,9 @@ def _right_before(row: Row, rows: Sequence[Row], status: str) -> Row | None:
 
 
 def _other_multiple_before(row: Row, rows: Sequence[Row]) -> Row | None:
-    """Where the gradients that travel back became another multiple, right before one that fits nowhere: there two were
-    added that do not count alike.
-    """
-    before = [r for r in rows[: rows.index(row)] if r.kind == row.kind and r.step == row.step and r.status != "skipped"]
-    if row.status != "none" or row.kind != "grad_output" or not before or before[-1].status != "scaled":
+    """Where gradients that travel back became another multiple, right before one that fits nowhere: a sum of both."""
+    past = before(row, rows)
+    if row.status != "none" or row.kind != "grad_output" or not past or past[-1].status != "scaled":
         return None
-    others = [i for i, r in enumerate(before) if abs(r.factor - before[-1].factor) > 1e-3 * before[-1].factor]
-    return before[others[-1] + 1] if others else None
+    others = [i for i, r in enumerate(past) if abs(r.factor - past[-1].factor) > 1e-3 * past[-1].factor]
+    return past[others[-1] + 1] if others else None

@@ -10,20 +10,17 @@ from typing import Any
 import numpy as np
 
 from ..results import name_ranks, name_some
-from .blame import between, given, right_elsewhere
+from .blame import before, between, cut_in_pieces, given, right_elsewhere
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
-from .wording import BEFORE, GONE, LEFT_OUT, bias_words, times_words
+from .wording import BEFORE, GONE, LEFT_OUT, times_words
 
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
 ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
 LONG = 400  # letters of a list that is too long to read
-ANOTHER = (
-    "and not made of `.grad`: is what it is made of that of all ranks and every micro-batch, and the norm by which "
-    "that is clipped, too?"
-)
+ANOTHER = "and not made of `.grad`: is what it is made of, and clipped by, that of all ranks and every micro-batch?"
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,11 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     wrong = next(behind, row) if used_as_whole else row
     if wrong.status != "none" or wrong.says:
         return row, used_as_whole
-    says, clue = _told(judge, wrong)
+    says, clue = _told(judge, wrong, before(wrong, rows))
     if used_as_whole:
         return (replace(wrong, says=says), False) if says else (row, True)
     clue = clue or row.clue or _exchanged(judge, row, rows) or between(row, rows) or given(row, rows)
+    clue = clue or (cut_in_pieces(row, rows) if row.kind == "output" else "")
     return replace(row, says=says, clue=clue), False
 
 
@@ -90,9 +88,7 @@ def _exchanged(judge: Any, row: Row, rows: Sequence[Row]) -> str:
 
 
 def _of_stages(row: Row, rows: Sequence[Row]) -> str:
-    """What is said of gradients that are multiplied once more on each stage of a pipeline, or by another number on each
-    rank that has some; "" if they are not.
-    """
+    """What is said of gradients with another factor on each stage of a pipeline, or each rank; "" if there is one."""
     scaled = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status == "scaled"]
     stages = {r.ranks: r.factor for r in scaled if row.factor}
     is_one = len({*chain(*stages)}) < sum(map(len, stages)) or np.ptp([*stages.values(), row.factor]) <= CLOSE
@@ -105,8 +101,8 @@ def _of_stages(row: Row, rows: Sequence[Row]) -> str:
     return f"multiplied once more on each stage on the way back: {each}{right}"
 
 
-def _told(judge: Any, row: Row) -> tuple[str, str]:
-    """What says all, and what says more, of a tensor that fits nowhere on some ranks; the judge has seen all."""
+def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
+    """What says all, and what says more, of a tensor that fits nowhere on some ranks; `past` comes before it."""
     is_update = row.kind == "grad" or (row.kind == "parameter" and row.step)
     if is_update or (lost := judge.lost(row)) is None:
         return "", ""
@@ -121,14 +117,15 @@ def _told(judge: Any, row: Row) -> tuple[str, str]:
         lost = [p for p, fit in tried if fit is None]
         return "", _loaded(tried, reference) or _of_weights(lost, reference, weights)
     of_weight = judge.holders.get(f"{row.name}.weight", {})
-    held = _where_held(
-        tried, reference, judge.seen, {rank: fit.rows for rank, fit in of_weight.items() if fit and fit.sure}
-    )
+    outputs = {rank: fit.rows for rank, fit in of_weight.items() if fit and fit.sure}
+    held = _where_held(tried, reference, judge.seen, outputs)
     if row.kind == "grad_output":
         experts = f"{row.name.rpartition('.')[0]}.experts".removeprefix(".")
         if any(n.startswith(experts) for n in dense) and not row.name.startswith(experts):
             return "", "does a loss of the router's own, such as that for balance, count as in one process?"
         says = _of_targets(held)
+        rest = "" if past else _of_others(held, judge.world_size)
+        says += f"{'' if says[-1] == '?' else '.'} {rest}" if says and rest else rest
         if says and LEFT_OUT not in row.layout:
             return f"the forward is right, and {says}", ""
         return "", says or _of_rows(row.kind, held, None)
@@ -140,9 +137,7 @@ def _told(judge: Any, row: Row) -> tuple[str, str]:
 
 
 def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]) -> list[Held]:
-    """Each piece with the place that it has or should have; none at all if one has no place. `outputs` are the columns
-    of a layer's output by rank, as its weights tell them.
-    """
+    """Each piece with its place, none if one has none; `outputs` are a layer's columns by rank, as its weights tell."""
     found: list[Held] = []
     for piece, fit in tried:
         own, maps = outputs.get(piece.rank), [(fit.rows, fit.columns)] if fit else [*seen.both(piece, reference)]
@@ -207,10 +202,19 @@ def _of_targets(held: Sequence[Held]) -> str:
     return says if (given >= 0)[wrong].all() else ""
 
 
+def _of_others(held: Sequence[Held], world_size: float) -> str:
+    """Whether the rows that the loss keeps are as many times too large as it keeps fewer; "" if it keeps all."""
+    k = np.concatenate([k[~np.isnan(k)] for k in (h.multiples() for h in held)])
+    kept = k[k != 0.0]
+    if len(kept) in (0, len(k)) or not np.isfinite(kept).all() or np.ptp(kept) > CLOSE * kept.max():
+        return ""
+    times = kept[0] * len(kept) / len(k)  # 1, or the ranks where gradients are averaged
+    says = f"The other rows are {times_words(len(k) / len(kept))} what they should be: it counts fewer"
+    return says if min(abs(times - 1), abs(times / world_size - 1)) <= CLOSE else ""
+
+
 def _targets(matrix: np.ndarray) -> np.ndarray:
-    """The target of each row of a cross-entropy's gradient, which alone goes the other way: -1 if the row is zero, -2
-    if it is of another loss.
-    """
+    """The target of each row of a cross-entropy's gradient, alone below zero: -1 of a zero row, -2 of another loss."""
     size = np.abs(matrix)
     is_one = np.abs(2 * size.max(1) - size.sum(1)) + np.abs(matrix.sum(1)) <= 1e-3 * size.sum(1)
     return np.where(size.any(1), np.where(is_one, size.argmax(1), -2), -1)
@@ -229,9 +233,8 @@ def _length(reference: Reference) -> int:
 
 def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray]) -> str:
     """At which positions, or in which samples, rows are right and wrong."""
-    good, bad = (
-        {int(r) for h, ok in zip(held, right, strict=True) for r in h.rows[ok == sign]} for sign in (True, False)
-    )
+    pairs = [*zip(held, right, strict=True)]
+    good, bad = ({int(r) for h, ok in pairs for r in h.rows[ok == sign]} for sign in (True, False))
     if not good or not bad:
         return ""
     length = _length(held[0].reference)
@@ -261,8 +264,11 @@ def _besides(held: Sequence[Held], bias: np.ndarray | None, others: Mapping[str,
         times = of_pieces.pop()
         if of_pieces or not times:
             continue
+        if not name and times == round(times) > 0:
+            says = f"its bias is in it {1 + times:.0f} times"
+            return f"{says}: ranks whose parts are summed must not all add it. Add it after the sum"
         if not name:
-            return bias_words(round(1 + times)) if times == round(times) else ""
+            return "its bias is not in it" if times == -1 else ""
         much = "too much in it is" if times > 0 else "missing in it is"
         how = "what" if abs(times) == 1 else f"{times_words(abs(times))} what"
         return f"what is {much} {how} `{name}` gives: does every rank add it, or is it scaled by another number?"

@@ -1,5 +1,6 @@
 """Whether pieces that all lie in a tensor make up all of it: some rows may be on no rank, or on too many."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,8 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
         layout = "sharded, flat"
     elif cut_rows or cut_columns:
         layout = cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
+        pieces = _pieces(row.kind, reference, placed) if sure else ""
+        layout, row = layout + pieces.partition(" (")[0], replace(row, clue=pieces)
     is_start = row.kind == "parameter" and not row.step
     maps = (m for f in fits if f.sure for m in (f.rows, f.columns) if m is not None)
     if is_start and any((np.diff(m) < 0).any() for m in maps):
@@ -37,17 +40,15 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
     if row.kind not in FINAL and cut_rows and sure:
         rows, _ = _coverage(fits, reference)
         missing, most = int((rows == 0).sum()), int(rows.max())
-        says = f"{missing} of {len(rows)} rows are on no rank, others on {most}: the ranks share the batch wrongly"
-        nowhere = f"{layout}; {missing} of {len(rows)} rows nowhere"
-        if _is_whole_gap(rows, reference.shape):
-            return row.found("uncovered", nowhere, says=says)
-        if 4 * missing >= len(rows):
-            return row.found("patchy", nowhere, says=says)
+        nowhere, gap = f"{missing} of {len(rows)} rows", _is_whole_gap(rows, reference.shape)
+        same = _sharers(placed, rows == most) if rows.min() < most else ""
+        if gap or 4 * missing >= len(rows):
+            says = f"{nowhere} are on no rank, others on {most}: the ranks share the batch wrongly{same}"
+            return row.found("uncovered" if gap else "patchy", f"{layout}; {nowhere} nowhere", says=says)
         if not missing and _are_whole_samples(rows == most, reference.shape):
-            several = int((rows == most).sum())
-            layout = f"{layout}; {several} of {len(rows)} rows {most} times"
-            says = f"{several} of {len(rows)} rows are on {most} ranks, others on {rows.min()}: they count more"
-            return row.found("uncovered", layout, says=says)
+            several = f"{int((rows == most).sum())} of {len(rows)} rows"
+            says = f"{several} are on {most} ranks, others on {rows.min()}: they count more{same}"
+            return row.found("uncovered", f"{layout}; {several} {most} times", says=says)
     blocks = [(f.rows, f.columns) for f in fits if f.rows is not None and f.columns is not None]
     if row.kind == "output" and sure and len(blocks) == len(fits):
         lacks = np.ones((reference.n, reference.f))
@@ -100,6 +101,31 @@ def _coverage(fits: Sequence[Fit], reference: Reference) -> tuple[np.ndarray, np
         rows[slice(None) if fit.rows is None else fit.rows] += 1
         columns[slice(None) if fit.columns is None else fit.columns] += 1
     return rows, columns
+
+
+def _pieces(kind: str, reference: Reference, placed: Sequence[tuple[Piece, Fit]]) -> str:
+    """In how many runs of neighbours a rank has rows of a weight, or places on the last dim; "" if it is one."""
+    for piece, fit in placed:
+        is_rows = kind in FINAL and fit.rows is not None
+        held, whole = (fit.rows, reference.n) if is_rows else (fit.columns, reference.f)
+        if held is not None and (is_rows or kind not in FINAL or len(piece.shape) < 3):
+            runs = np.split(held, np.flatnonzero(np.diff(held) != 1) + 1)
+            has = name_ranks([*np.concatenate(runs[:4])]).removeprefix("ranks ") + ", ..." * (len(runs) > 4)
+            if len(runs) > 1:
+                return f" in {len(runs)} pieces (rank {piece.rank} has {has} of {whole})"
+    return ""
+
+
+def _sharers(placed: Sequence[tuple[Piece, Fit]], chosen: np.ndarray) -> str:
+    """Which ranks hold the same ones of the chosen rows, in brackets; "" if none do."""
+    holders: dict[int, set[int]] = {}
+    for piece, fit in placed:
+        for n in range(len(chosen)) if fit.rows is None else fit.rows.tolist():
+            holders.setdefault(n, set()).add(piece.rank)
+    groups = Counter(tuple(sorted(holders[n])) for n in np.flatnonzero(chosen).tolist())
+    some = [who for who in sorted(groups) if len(who) > 1]
+    words = [f"{name_ranks(who)} {'another' if n else 'hold the same'} {groups[who]}" for n, who in enumerate(some)]
+    return f" ({', '.join([*words[:2], '...'][: len(words)])})" if words else ""
 
 
 def are_near(pieces: Sequence[Piece], reference: Reference) -> bool:

@@ -14,7 +14,7 @@ from ..errors import UserFacingError
 from ..results import Run, grouped, name_ranks, name_some
 from . import clues, layouts
 from .beside import Beside
-from .blame import first_wrong, right_elsewhere
+from .blame import before, first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
@@ -58,9 +58,8 @@ def compare(
             holders &= {rank for rank, _ in ranks.get((row.kind, row.name, row.step, 0), ())}
         holders |= right_elsewhere(row, rows)
         all_ranks = {rank for pairs in ranks.values() for rank, _ in pairs}
-        alike = (r for r in rows if r.kind == row.kind and r.step == row.step and r.status != "skipped")
-        begins = row.key == next(r.key for r in alike)
-        first = said(row, used_as_whole=used_as_whole, begins=begins, holders=holders, mesh=mesh or {}, ranks=all_ranks)
+        past = before(row, rows)
+        first = said(row, used_as_whole=used_as_whole, past=past, holders=holders, mesh=mesh or {}, ranks=all_ranks)
     known = {name for kind, name, *_ in dense if kind == "parameter"}
     strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
     have = "has" if len(strangers) == 1 else "have"

@@ -84,9 +84,7 @@ def _located(piece: Piece, reference: Reference, seen: SeenPlaces) -> Iterator[t
 
 
 def _blocks(piece: Piece, reference: Reference) -> list[Map]:
-    """The rows of the block that a piece is, of one dim or of several, where no other would do: all of them tell
-    repeated tokens apart.
-    """
+    """The rows of the block that a piece is, if no other would do: together its rows tell repeated tokens apart."""
     whole, mine = reference.shape[:-1], piece.shape[:-1]
     is_cut = len(mine) == len(whole) and mine != whole and not any(a % b for a, b in zip(whole, mine, strict=True))
     if not is_cut or np.prod(whole) != reference.n:

@@ -134,9 +134,8 @@ class Trace:
                     self._without_graph.setdefault(id(module), []).append(of_part)
 
     def _await_backward(self, tensor: Tensor, about: dict[str, Any]) -> None:
-        self._handles.append(
-            tensor.register_hook(lambda g: self._put(self.entries, self._made("grad_output", g, **about)))
-        )
+        hook = tensor.register_hook(lambda g: self._put(self.entries, self._made("grad_output", g, **about)))
+        self._handles.append(hook)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._inside += 1
@@ -210,11 +209,9 @@ class Trace:
                 elif self._on_rank:
                     continue
                 made.append(replace(seen[id(owned)], name=full))
-        if only_if_changed and all(
-            e.name in before and np.array_equal(e.value, before[e.name].value, equal_nan=True) for e in made
-        ):
-            return
-        self._put(self.entries, *made)
+        is_old = (e.name in before and np.array_equal(e.value, before[e.name].value, equal_nan=True) for e in made)
+        if not only_if_changed or not all(is_old):
+            self._put(self.entries, *made)
 
     def _buffers(self, step: int) -> None:
         for place, module in self._places:

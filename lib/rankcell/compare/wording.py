@@ -17,21 +17,21 @@ REORDERED = ", in another order"
 
 
 def said(
-    row: Row, *, used_as_whole: bool, begins: bool, holders: Iterable[int], mesh: Mapping[str, int], ranks: Set[int]
+    row: Row, *, used_as_whole: bool, past: list[Row], holders: Iterable[int], mesh: Mapping[str, int], ranks: Set[int]
 ) -> Row:
-    """The row to blame, with a sentence for the learner. `holders` are the ranks that hold it, `ranks` all; it `begins`
-    if nothing is computed before it.
+    """The row to blame, with a sentence for the learner. `holders` are the ranks that hold it, `ranks` all; `past` are
+    those of its kind that come before it.
     """
     step = row.step if row.kind == "parameter" else row.step + 1
     when = f"{'after' if row.kind == 'parameter' else 'in'} step {step}" if step > 1 else ""
     where = ", ".join(filter(None, (f"line {row.line}" if row.line else "", when)))
     where = f" ({where})" if where else ""
-    what = row.says or _sentence(row, used_as_whole, sorted(set(holders) - set(row.ranks)), mesh, len(ranks), begins)
+    what = row.says or _sentence(row, used_as_whole, sorted(set(holders) - set(row.ranks)), mesh, len(ranks), past)
     return replace(row, says=f"`{row.title}`{where}: {what}")
 
 
 def _sentence(
-    row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[str, int], world_size: int, begins: bool
+    row: Row, used_as_whole: bool, others: list[int], mesh: Mapping[str, int], world_size: int, past: list[Row]
 ) -> str:
     who = name_ranks(row.ranks) if row.ranks else "no rank"
     over = f"over {' and '.join(row.axes)}" if row.axes else f"over {who}"
@@ -49,10 +49,8 @@ def _sentence(
     if row.status == "scaled" and row.kind != "parameter":
         return _scaled(row, others, mesh, world_size)
     if row.status == "missing" and row.kind == "grad_output":
-        return (
-            f"no gradient comes back to it on {who}, and in one process one does: something between it and the loss is "
-            f"unknown to autograd"
-        )
+        found = f"no gradient comes back to it on {who}, and in one process one does"
+        return f"{found}: something between it and the loss is unknown to autograd"
     if row.status == "missing":
         have = "has" if len(row.ranks) == 1 else "have"
         return f"{who} {have} the parameter and no gradient, and one process has one"
@@ -69,14 +67,14 @@ def _sentence(
     if row.kind == "grad":
         asks = f": {row.clue}" if row.clue else ""
         return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout}){asks}"
-    look = f"and all before it does: look at the {side} here"
-    if begins and row.kind == "output":
+    came = [r.title for r in past if row.kind == "grad_output" and not r.name.startswith(f"{row.name}.")]
+    at = f"of what uses it, from `{came[-1]}` to here" if came else "here"
+    look = f"and all before it does: look at the {side} {at}"
+    if row.kind == "output" and not past:
         look += ", or at what it is given: nothing is computed before it, and its weights are right"
-    elif begins:
-        look = (
-            "and the forward is right: look at the loss, this gradient is the first that comes back from it. Are its "
-        )
-        look += "targets right, is a sum in it summed again on the way back, does what it gathers send gradients back?"
+    elif not past:
+        look = "and the forward is right: look at the loss, this gradient is the first that comes back from it. Are its"
+        look += " targets right, is a sum in it summed again on the way back, does what it gathers send gradients back?"
     more = f"{'' if look.endswith('?') else '.'} {row.clue[0].upper()}{row.clue[1:]}" if row.clue else ""
     return f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), {look}{more}"
 
@@ -90,10 +88,8 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
             f"must be the same on all"
         )
     if row.factor == 0.0:
-        return (
-            f"{who}: each rank has another multiple of the gradient of one process: does each clip by its own norm, "
-            f"or divide by a loss scale of its own?"
-        )
+        found = f"{who}: each rank has another multiple of the gradient of one process"
+        return f"{found}: does each clip by its own norm, or divide by a loss scale of its own?"
     k = row.factor
     of_size = " or ".join(axis for axis, size in mesh.items() if size == round(max(k, 1 / k if k else k)))
     if others and row.kind == "grad":
@@ -121,14 +117,6 @@ def times_words(k: float) -> str:
     if abs(k - round(k)) < 1e-3:
         return f"{round(k)} times"
     return f"1/{round(1 / k)} of" if k > 0 and abs(1 / k - round(1 / k)) < 1e-3 else f"{k:.3g} times"
-
-
-def bias_words(times: int) -> str:
-    """What is wrong with an output in which the bias of its layer is so often; nothing if it is there once."""
-    if times == 0:
-        return "its bias is not in it"
-    said = f"its bias is in it {times} times: ranks whose parts are summed must not all add it. Add it after the sum"
-    return said if times > 1 else ""
 
 
 def partial_words(total: Sum) -> str:
