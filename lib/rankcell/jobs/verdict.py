@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 from typing import Any
 
-from .. import errors
+from .. import errors, results
 from ..engine import diagnose, stacks
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
@@ -257,15 +257,9 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
             without = next(r.without for r in records if r.rank == new.rank)
             have = f" Parameters of rank {new.rank} without a gradient now: {name_some(without, 6)}." if without else ""
             return f"{said} {_NOT_REDUCED}{have}"
-        within: dict[str, list[int]] = {}
-        for r in records:
-            if r.rank in calls and r.events:
-                within.setdefault(inside(r.events[-1]), []).append(r.rank)
-        of_ranks = [
-            f"{name_ranks(ranks)} {'make these calls' if len(ranks) > 1 else 'makes this call'}{via}"
-            for via, ranks in within.items()
-            if via
-        ]
+        within = results.grouped((inside(r.events[-1]), r.rank) for r in records if r.rank in calls and r.events)
+        made = {via: "make these calls" if len(ranks) > 1 else "makes this call" for via, ranks in within.items()}
+        of_ranks = [f"{name_ranks(ranks)} {made[via]}{via}" for via, ranks in within.items() if via]
         why = f" {_NOT_REDUCED}" if {"", _BACKWARD} == within.keys() else ""
         return f"As to where: {', '.join(of_ranks)}.{why}" if of_ranks else ""
     at = one.file, one.line
@@ -338,9 +332,8 @@ def finished(records: Sequence[RankRecord]) -> JobVerdict:
 
 def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
     """The verdict, and under it stack and last operations of every rank: the culprits first, those alike together."""
-    alike: dict[Any, list[RankRecord]] = {}
-    for record in sorted(records, key=lambda r: (r.rank not in found.culprits, r.rank)):
-        alike.setdefault((record.rank in found.culprits, *_details(record)), []).append(record)
+    in_order = sorted(records, key=lambda r: (r.rank not in found.culprits, r.rank))
+    alike = results.grouped(((record.rank in found.culprits, *_details(record)), record) for record in in_order)
     parts = [
         "\n".join([f"{name_ranks([r.rank for r in same])}:", *lines]) for (_, *lines), same in alike.items() if lines
     ]

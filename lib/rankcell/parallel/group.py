@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..results import grouped
+
 
 def place(process_group: dist.ProcessGroup | None, owner: str, *, use: str = "use it") -> tuple[int, int]:
     """This rank's number in a process group, and the group's size; None is the group of all ranks.
@@ -34,10 +36,7 @@ def broadcast_together(tensors: Iterable[Tensor], process_group: dist.ProcessGro
 
 def _together(tensors: Iterable[Tensor], send: Callable[[Tensor], object]) -> None:
     """Put tensors of one dtype into a flat one, `send` it, and copy back what it then holds."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for together in by_dtype.values():
+    for together in grouped((tensor.dtype, tensor) for tensor in tensors).values():
         flat = torch.cat([tensor.reshape(-1) for tensor in together])
         if not flat.numel():
             continue
