@@ -457,6 +457,19 @@ for epoch in range(2):
     assert "At least since call 5 they call line 4 only: does it go through the same things" in said, said
 
 
+def test_the_lines_from_which_the_ranks_came_to_one_line_are_told(four):
+    source = """
+def gather(n): dist.all_gather_single(torch.empty(4 * n), torch.ones(n))
+def words(number):
+    for _ in range(number): gather(3)
+words(2 if rank == 2 else 4)
+gather(8)
+"""
+    said = str(fails(four, source, RankMismatch))
+    came = "They came there on different ways: rank 2 from line 6, ranks 0, 1, 3 from line 5."
+    assert f"{came} Has one of them left a loop, or passed over a call, before?" in said, said
+
+
 def test_a_call_of_another_thread_is_told(four):
     source = """
 import threading

@@ -4,7 +4,7 @@ source: https://github.com/pytorch/pytorch/pull/36382
 mesh: dp 4
 first: up grad_output
 side: backward
-says: look at the backward of what uses it, from `norm` to here
+says: from `norm` to here. The ranks hold 14, 6, 5, 7 samples: is each weighed by its number?
 """
 
 # %% one process

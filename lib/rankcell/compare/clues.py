@@ -70,6 +70,10 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
         return (replace(wrong, says=says), False) if says else (row, True)
     clue = clue or row.clue or _exchanged(judge, row, rows) or between(row, rows) or given(row, rows)
     clue = clue or (cut_in_pieces(row, rows) if row.kind == "output" else "")
+    if old := [r.title for r in rows if (r.kind, r.step, r.layout) == (row.kind, row.step, BEFORE)]:
+        clue = (
+            f"{name_some(old)} {'holds' if len(old) == 1 else 'hold'} {BEFORE}: is what it made put back where it was?"
+        )
     return replace(row, says=says, clue=clue), False
 
 
@@ -107,10 +111,9 @@ def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
     if is_update or (lost := judge.lost(row)) is None:
         return "", ""
     reference, tried = lost
+    uneven = _uneven(tried, reference)
     if row.clue:  # a buffer of its own is wrong, too
-        counts = [p.shape[0] for p, _ in tried]
-        ask = f". The ranks hold {', '.join(map(str, counts))} samples: is each weighed by its number?"
-        return "", row.clue + ask if len({*counts}) > 1 else row.clue
+        return "", ". ".join(filter(None, (row.clue, uneven)))
     dense = {n: es for (k, n, s, _), es in judge.dense.items() if (k, s) == (row.kind, row.step) and n != row.name}
     if row.kind == "parameter":
         weights = {n: matrix_of(es[0]) for n, es in dense.items()}
@@ -128,12 +131,20 @@ def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
         says += f"{'' if says[-1] == '?' else '.'} {rest}" if says and rest else rest
         if says and LEFT_OUT not in row.layout:
             return f"the forward is right, and {says}", ""
-        return "", says or _of_rows(row.kind, held, None)
+        return "", says or _of_rows(row.kind, held, None) or uneven
     biases = judge.dense.get(("parameter", f"{row.name}.bias", row.step, 0))
     bias = matrix_of(biases[0]).T if biases else None
     others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
     says = _besides(held, bias, others)
-    return says, "" if says else _of_rows(row.kind, held, bias)
+    return says, "" if says else _of_rows(row.kind, held, bias) or uneven
+
+
+def _uneven(tried: Tried, reference: Reference) -> str:
+    """How many samples of the batch each rank has, if not all have as many; "" if they do, or have parts of samples."""
+    counts = [p.shape[0] for p, _ in tried]
+    if len({*counts}) == 1 or sum(p.n for p, _ in tried) != reference.n or any(p.f != reference.f for p, _ in tried):
+        return ""
+    return f"The ranks hold {', '.join(map(str, counts))} samples: is each weighed by its number?"
 
 
 def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]) -> list[Held]:

@@ -262,6 +262,8 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         of_ranks = [f"{name_ranks(ranks)} {made[via]}{via}" for via, ranks in within.items() if via]
         why = f" {_NOT_REDUCED}" if {"", _BACKWARD} == within.keys() else ""
         return f"As to where: {', '.join(of_ranks)}.{why}" if of_ranks else ""
+    if came := _came_from(records, one):
+        return came
     at = one.file, one.line
     last = [[*takewhile(lambda e: (e.file, e.line) == at, reversed(es.values()))] for es in before.values()]
     if not all(last):
@@ -270,6 +272,19 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         f"At least since call {max(events[-1].seq for events in last)} they call {at_line(one.line, one.file)} only: "
         "does it go through the same things, in the same order, on every rank?"
     )
+
+
+def _came_from(records: Sequence[RankRecord], one: Call) -> str:
+    """From which lines the ranks came to a call in one line, where not all came from the same."""
+    here = {r.rank: e for r in records for e in r.events if (e.group, e.seq) == (one.group, one.nth)}
+    ways = sorted(results.grouped((e.outer[::-1], r) for r, e in here.items()).items(), key=lambda way: len(way[1]))
+    (some, few), (others, many) = (ways[0], ways[-1]) if ways else (((), ()), ((), ()))
+    for mine, theirs in zip(some, others, strict=False):
+        if mine != theirs:
+            came = [f"{name_ranks(r)} from {at_line(n, file)}" for r, (file, n) in ((few, mine), (many, theirs))]
+            left = "Has one of them left a loop, or passed over a call, before?"
+            return f"They came there on different ways: {', '.join(came)}. {left}"
+    return ""
 
 
 def _asks_for_group(records: Sequence[RankRecord], one: Call, size: int) -> str:
