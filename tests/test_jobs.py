@@ -310,6 +310,21 @@ def test_the_exception_behind_a_call_in_a_finally_is_told():
     assert "came here" not in verdict.text(verdict.stalled(records, 20.0), everywhere)
 
 
+def test_the_stack_of_a_call_that_was_stopped_is_that_of_its_error():
+    calls = {1: Call("all_to_all(float32[8])", 17), 2: Call("all_to_all(float32[7])", 17)}
+    problem = Mismatch("rank 1 sends 3 to rank 2, which expects 2", calls)
+    failure = RankFailure(
+        "MismatchError", "m", (Frame(TRAIN, 30, "main"), Frame(TRAIN, 17, "exchange")), mismatch=problem
+    )
+    left = (Frame("<frozen importlib._bootstrap>", 690, "_load_unlocked"),)
+    records = [waiting(0), replace(waiting(1), failure=failure, stack=left, phase="error"), waiting(2)]
+    found = verdict.judge(records)
+    assert found.culprits == (1, 2)
+    assert found.headline.endswith("do not fit together: rank 1 sends 3 to rank 2, which expects 2.")
+    said = verdict.text(found, records)
+    assert f'File "{TRAIN}", line 17, in exchange' in said and "frozen" not in said
+
+
 def test_of_a_circle_the_odd_rank_is_blamed():
     pair = [waiting(0, group="1", ranks=(0, 1), seq=1, line=20), waiting(1), waiting(2)]
     counts = [{("1", (0, 1)): 1, ("0", WORLD): 3}, {("1", (0, 1)): 0, ("0", WORLD): 4}, {("0", WORLD): 4}]

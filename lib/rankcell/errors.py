@@ -310,9 +310,9 @@ def mismatch_error(run: Run) -> RankMismatch:
     rows = grouped((f"{c.text}{placed(c.line, c.file)} (call {c.nth}{of[rank]})", rank) for rank, c in in_order)
     parties = sorted(texts.items(), key=lambda item: (len(item[1]), item[1][0]))  # the minority first
     said = [f"{name_ranks(ranks)} call{'s' * (len(ranks) == 1)} {text}" for text, ranks in parties]
-    if len(said) > 1:
+    if len(said) > 1 and first.problem in _ADVICE:
         head = f"{', '.join(said[:-1][:2])} where {said[-1]}: {first.problem}."
-    else:  # alike in words: the pieces differ
+    else:  # alike in words, or lawfully not: the pieces differ
         head = f"the calls of {name_ranks(list(calls))} do not fit together: {first.problem}."
     width = max(len(name_ranks(ranks)) for ranks in rows.values())
     lines = [f"  {name_ranks(ranks):<{width}}  {row}" for row, ranks in rows.items()]

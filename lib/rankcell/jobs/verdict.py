@@ -127,6 +127,8 @@ def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
     texts = [call.text for call in found.calls.values()]
     least = min(map(texts.count, texts))
     odd = [rank for rank, call in sorted(found.calls.items()) if texts.count(call.text) == least]
+    if pair := re.match(r"rank (\d+) sends .* to rank (\d+),", found.problem):
+        odd = sorted(map(int, pair.groups()))
     places = tuple((found.calls[r].file, found.calls[r].line) for r in odd if found.calls[r].line)
     advice = "\n".join(filter(None, (advice, _parted(records, found.calls, _size(records)))))
     return JobVerdict("mismatch", tuple(odd), head, tuple(r.strip() for r in rows), advice, places)
@@ -362,7 +364,10 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
 
 def _details(record: RankRecord) -> list[str]:
     lines: list[str] = []
-    if frames := record.stack:
+    frames = tuple(f for f in record.stack if not f.filename.startswith("<frozen"))
+    if not stacks.own(frames) and record.failure is not None and record.failure.mismatch is not None:
+        frames = stacks.own(record.failure.frames)  # it has left the call that did not match
+    if frames:
         shown = (stacks.own(frames) or frames)[-6:]
         lines = errors.describe_frames(RankFailure("", "", shown)).split("\n")
         if shown[-1] is not frames[-1]:
