@@ -120,7 +120,7 @@ def test_one_rank_in_another_group_than_all_the_others_is_named():
     found = diagnose([collective(0), collective(1, op="barrier", group="1", line=7), collective(2)])
     assert found.headline == (
         "rank 1 calls barrier(float32[4]) of a group of all ranks at line 7 without all_reduce(float32[4]) of the "
-        "world at line 2 that rank 0 waits in."
+        "world at line 2 that ranks 0, 2 wait in."
     )
     assert found.culprits == (1,) and found.advice.startswith("Has a rank left out a call")
     # rank 3 alone of the three is not in their group's call; rank 0, which is none of them, says nothing about it

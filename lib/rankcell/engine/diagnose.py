@@ -115,9 +115,10 @@ def _of_circle(
         advice = f"Has a rank left out a call, or do they take the groups in different order? {advice}"
         head = f"{who} wait for each other in different process groups."
     if len(odd) == 1:
-        victim, left = next((r, w) for r in circle for w, missing in stuck[r] if odd[0] in missing)
+        left = next(w for r in circle for w, missing in stuck[r] if odd[0] in missing)
+        victims = [r for r, edges in stuck.items() if any((w.key, w.seq) == (left.key, left.seq) for w, _ in edges)]
         own, other = (call_of(wait, len(states)) for wait in (waits[odd[0]], left))
-        head = f"rank {odd[0]} calls {own} without {other} that rank {victim} waits in."
+        head = f"rank {odd[0]} calls {own} without {other} that {_who(victims, 'wait')} in."
     return head, advice, ()
 
 
