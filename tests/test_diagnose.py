@@ -84,6 +84,25 @@ def test_a_receive_from_anyone_needs_only_one_free_rank():
     assert diagnose([transfer(0, "recv", None), State(1, "finished"), State(2, "finished")]) is not None
 
 
+def test_who_called_less_than_others_that_finished_is_blamed():
+    """Rank 1 was a leaf, and did not wait: it called as much as rank 2, and rank 0 called less."""
+    key, two = ("0", WORLD), {("0", WORLD): 2}
+    states = [
+        State(0, "finished", counts={key: 1}),
+        State(1, "finished", counts=two),
+        collective(2, op="gather", seq=2),
+    ]
+    found = diagnose(states)
+    assert found.headline == "rank 0 finished the cell without the gather that rank 2 waits in."
+
+
+def test_two_sends_in_different_lines_may_lack_an_earlier_receive():
+    pair = [transfer(0, "send", 1, ranks=(0, 1)), transfer(1, "send", 0, ranks=(0, 1))]
+    assert "left out" not in diagnose(pair).advice
+    later = replace(pair[1], waits=(replace(pair[1].waits[0], line=9),))
+    assert diagnose([pair[0], later]).advice.endswith("Or was a recv left out before?")
+
+
 def test_an_operation_that_nobody_stands_in_blocks_nobody():
     wait = Wait("all_reduce", "all_reduce()", "0", WORLD, ("0", WORLD), 1, 1, waiting=False)
     open_only = State(0, "running", (wait,), {("0", WORLD): 1})

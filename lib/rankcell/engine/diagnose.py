@@ -90,10 +90,10 @@ def _of_circle(
     if kinds == {"send"}:
         head = f"{who} all send first, and nobody receives."
         advice = "Let one side receive first, or use isend, or batch_isend_irecv."
-        return head, f"A send waits until the other side receives. {advice}", ()
+        return head, f"A send waits until the other side receives. {advice}{_or_left_out(waits, 'recv')}", ()
     if kinds == {"recv"}:
         head = f"{who} all receive first, and nobody sends."
-        return head, "Let one side send first, or post irecv, send, and then wait.", ()
+        return head, f"Let one side send first, or post irecv, send, and then wait.{_or_left_out(waits, 'send')}", ()
     if kinds <= {"send", "recv"}:
         advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
         return f"the sends and receives of {who} do not fit together.", advice, ()
@@ -120,6 +120,11 @@ def _of_circle(
         own, other = (call_of(wait, len(states)) for wait in (waits[odd[0]], left))
         head = f"rank {odd[0]} calls {own} without {other} that {_who(victims, 'wait')} in."
     return head, advice, ()
+
+
+def _or_left_out(waits: Mapping[int, Wait], part: str) -> str:
+    """A question, where the ranks stand in different lines: each may be right but for an earlier `part`."""
+    return f" Or was a {part} left out before?" if len({(w.file, w.line) for w in waits.values()}) > 1 else ""
 
 
 def _of_missed_call(
@@ -219,9 +224,8 @@ def _ended(states: Mapping[int, State], stuck: _Stuck, ended: list[int], lines: 
     else:
         suspects = tuple(sorted({*ended, *waiting}))
         ahead = _ahead(states, ended, waiting)
-        alone = len(ended) == 1 and len(stuck) == 1 and len(first.ranks) > 2
         call = first.via or first.op
-        if ahead or alone or len(stuck) < len(ended):
+        if ahead or len(stuck) < len(ended):
             culprits = ahead or tuple(sorted(stuck))
             blame = culprits[0]
             head = f"rank {blame} calls one {call} more than {name_ranks(ended)}, which finished."
