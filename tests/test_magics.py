@@ -289,6 +289,18 @@ def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
         shell.run_cell("%%ranks 4 --push trainer\n1").raise_error()
 
 
+def test_what_cannot_be_read_on_the_ranks_is_named(shell, monkeypatch):
+    """A class that was made at run time inside a module, as deap does: the module of the ranks lacks it."""
+    made = type("Individual", (list,), {"__module__": "textwrap"})
+    monkeypatch.setattr("textwrap.Individual", made, raising=False)
+    shell.user_ns["population"] = [made([1, 2])]
+    with pytest.raises(RankError, match="Can't get attribute 'Individual'") as caught:
+        shell.run_cell("%%ranks 4 --push population\n1").raise_error()
+    said = " ".join(str(caught.value).split())
+    assert "population came and could not be read: this rank lacks something that it is made of." in said
+    assert "Run in a rank cell, too, what has made that in the notebook." in said
+
+
 def test_a_model_of_a_group_is_no_value_for_the_notebook(shell, capsys):
     assert not shell.run_cell(
         "%%ranks 4 --pull model\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))"

@@ -43,6 +43,9 @@ def test_long_output_shows_head_and_tail():
     lines = page.shorten("".join(f"{i}\n" for i in range(1000))).split("\n")
     assert lines[0] == "0" and lines[-1] == "999" and len(lines) == page.HEAD + page.TAIL + 1
     assert lines[page.HEAD] == "... 945 more lines: run.ranks[r].stdout has all of them ..."
+    flood = "a\n" * 100 + "\n[... 1.1 MB of output were not kept ...]\n" + "b\n" * 100
+    more = "... 147 more lines: run.ranks[r].stdout has them, and 1.1 MB of output were not kept ..."
+    assert page.shorten(flood).split("\n")[page.HEAD] == more
     assert page.shorten("x" * 2100).endswith("x... (100 more characters)")
     assert page.apply_carriage_returns("  0%|\r 50%|\r100%|\ndone\n") == "100%|\ndone\n", (
         "a progress bar's last state"

@@ -1,6 +1,6 @@
 """What stands under a rank cell: a `Run` as text and as HTML. Ranks that said the same are shown once. Nothing that
 changes from run to run (times, pids) is shown, so that a stored output is the same after every run. Long output shows
-its head and tail; all of it stays on the run.
+its head and tail; the run keeps more of it.
 """
 
 import base64
@@ -22,6 +22,7 @@ _PRE = (
 )
 _NAME = "font-size:0.85em;opacity:0.75"
 _MOVES = re.compile(r"(\r\n|\n|\r|\x1b\[A)")
+_NOT_KEPT = re.compile(r"\[\.\.\. (.* MB of output were not kept) \.\.\.\]")  # of a flood, see engine/received.py
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -93,8 +94,10 @@ def shorten(text: str) -> str:
     """Head and tail of a long text, with the number of lines left out between them."""
     lines = text.removesuffix("\n").split("\n")
     if len(lines) > HEAD + TAIL + 5:
-        left_out = len(lines) - HEAD - TAIL
-        lines = [*lines[:HEAD], f"... {left_out:,} more lines: run.ranks[r].stdout has all of them ...", *lines[-TAIL:]]
+        gone = _NOT_KEPT.search("\n".join(lines[HEAD:-TAIL]))
+        them = f"them, and {gone[1]}" if gone else "all of them"
+        more = f"... {len(lines) - HEAD - TAIL:,} more lines: run.ranks[r].stdout has {them} ..."
+        lines = [*lines[:HEAD], more, *lines[-TAIL:]]
     cut = ((line, len(line) - MAX_LINE) for line in lines)
     return "\n".join(f"{line[:MAX_LINE]}... ({n:,} more characters)" if n > 0 else line for line, n in cut)
 

@@ -53,6 +53,7 @@ class Task:
     settings: Mapping[tuple[str, str], Any] = field(default_factory=dict)  # of the notebook (`settings.read`)
     call: bytes = b""  # cloudpickle of (function, args, kwargs)
     push: bytes = b""  # cloudpickle of names and values
+    pushed: tuple[str, ...] = ()  # those names
     pull: tuple[str, ...] = ()
     values: bool = False
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again

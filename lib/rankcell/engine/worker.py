@@ -170,7 +170,7 @@ class Rank:
 
     def _work(self, task: Task, start: float) -> tuple[Any, float]:
         """The value of the cell or call, and the seconds until all that it waits for was through."""
-        pushed = cloudpickle.loads(task.push) if task.push else {}
+        pushed = _read(task.push, task.pushed) if task.push else {}
         for item in pushed.values():
             self._names.lend(item)
         self.names.update(pushed)
@@ -229,6 +229,16 @@ class Rank:
     def _on_interrupt(self, *_: Any) -> None:
         if self.running:  # asked for by the notebook, or by the program itself
             raise KeyboardInterrupt
+
+
+def _read(push: bytes, names: Sequence[str]) -> dict[str, Any]:
+    """What was pushed under these names; the error of what cannot be read says that it was that."""
+    try:
+        return cloudpickle.loads(push)
+    except Exception as error:
+        lacks = f"{', '.join(names)} came and could not be read: this rank lacks something that it is made of."
+        error.add_note(f"{lacks} Run in a rank cell, too, what has made that in the notebook.")
+        raise
 
 
 def _moved(before: _Moved, after: _Moved) -> tuple[Connection, ...] | None:

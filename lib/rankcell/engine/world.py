@@ -170,6 +170,7 @@ class Ranks:
                 # all ranks or none: a rank that counts on is out of step with those that begin anew
                 forget_counts=self._workers.can_reset_counts and len(members) == len(self._host.ranks),
                 push=_pushed(push or {}),
+                pushed=tuple(push or ()),
                 **_work(work, args, kwargs, filename),
             )
             source = work if isinstance(work, str) else getattr(work, "__name__", "function")
