@@ -133,8 +133,7 @@ def _label(standing: Standing) -> list[str]:
     """What stands beside a rank: its operation and the line, or what became of it."""
     if standing.phase in _OVER:
         return [_OVER[standing.phase][0]]
-    at = [f"line {standing.line}"] if standing.line else []
-    return [standing.op or "computes", *at]
+    return [standing.op or "computes", *[f"line {standing.line}"] * bool(standing.line)]
 
 
 def _words(x: float, y: float, standing: Standing) -> str:
@@ -154,8 +153,7 @@ def _node(x: float, y: float, radius: float, standing: Standing) -> str:
         stroke, width = _colour(standing), 5
     look = f'fill="{fill}" stroke="{stroke}" stroke-width="{width}"'
     circle = f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius - width / 2:.2f}" {look}/>'
-    number = label(x, y + 7, standing.rank, anchor="middle", bold=True) if radius >= 13 else ""
-    return circle + number
+    return circle + (label(x, y + 7, standing.rank, anchor="middle", bold=True) if radius >= 13 else "")
 
 
 def _arrow(
