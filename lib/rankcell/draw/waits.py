@@ -139,8 +139,7 @@ def _label(standing: Standing) -> list[str]:
 def _words(x: float, y: float, standing: Standing) -> str:
     words, side = _label(standing), -1 if x < WIDTH / 2 - 1 else 1
     top = y + 7 - _ROW / 2 * (len(words) - 1)
-    inks = [INK if standing.waits_for else MUTED, MUTED]
-    rows = zip(words, inks, (top, top + _ROW), strict=False)
+    rows = zip(words, (INK if standing.waits_for else MUTED, MUTED), (top, top + _ROW), strict=False)
     at, anchor = x + (_RADIUS + _GAP) * side, "start" if side > 0 else "end"
     return "".join(label(at, y, word, anchor=anchor, fill=ink) for word, ink, y in rows)
 
