@@ -188,7 +188,6 @@ class RankMagics(Magics):
             raise errors.OptionError(errors.unknown_option(line, known, "%ranks"))
 
     def stop(self) -> None:
-        """End all worlds."""
         for ranks in self.worlds.values():
             ranks.stop()
         self.worlds.clear()
@@ -291,7 +290,6 @@ class _Live:
         display({"text/html": html + line, "text/plain": f"{text}{doing}"}, raw=True)
 
     def end(self) -> None:
-        """Take the live output away."""
         if self.shown:
             clear_output(wait=True)
             self.shown = False

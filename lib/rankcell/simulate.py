@@ -123,8 +123,7 @@ class Device:
 
     def synchronize(self) -> None:
         """The host waits until all streams are done."""
-        every = frozenset[int]().union(*(s._tail for s in self._streams.values()))
-        self._host_waits(every, "synchronize")
+        self._host_waits(frozenset[int]().union(*(s._tail for s in self._streams.values())), "synchronize")
 
     def kernel(self, name: str, seconds: float, *, reads: Names = (), writes: Names = ()) -> None:
         """Enqueue a kernel in the current stream; `reads` and `writes` name the buffers it touches."""
@@ -295,8 +294,7 @@ def _events(jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], name
         last = {jobs[other].row: other for other in sorted(job.after)}  # the others were before it
         for row, other in last.items():
             if row != job.row:
-                done = times[other][1]
-                yield Event(job.row, "wait_event", start, start, kind="order", peer=row, issued=done, **of)
+                yield Event(job.row, "wait_event", start, start, kind="order", peer=row, issued=times[other][1], **of)
 
 
 def _schedule(jobs: list[Enqueued]) -> list[tuple[float, float]]:

@@ -37,7 +37,6 @@ def _names(text: str) -> list[str]:
 
 
 def _name(text: str) -> str:
-    """One name."""
     found = _names(text)
     if len(found) > 1:
         raise argparse.ArgumentTypeError(f"{text!r} are {len(found)} names, and one Run needs one.")

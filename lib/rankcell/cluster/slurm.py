@@ -29,10 +29,8 @@ class NoSlurm(Exception):
 class Slurm:
     """The Slurm of this machine, and one folder in which its jobs work.
 
-    Jobs find the Python of this process first on their PATH, as `python` and `torchrun`.
-
-    Raises:
-        NoSlurm: `sinfo` is missing or does not answer.
+    Jobs find the Python of this process first on their PATH, as `python` and `torchrun`. Raises NoSlurm when `sinfo` is
+    missing or does not answer.
     """
 
     mode = ""
@@ -78,10 +76,8 @@ class Slurm:
         return dict(sorted(found, key=lambda entry: [int(n) for n in re.findall(r"\d+", entry[0])]))
 
     def wait(self, job: int, seconds: float = 300) -> dict[str, str]:
-        """The last states of the job, once it is over.
-
-        Raises:
-            TimeoutError: it is not over after `seconds`; says what state it is in.
+        """The last states of the job, once it is over. Raises TimeoutError, which says what state it is in, when it is
+        not over after `seconds`.
         """
         begin = time.monotonic()
         while not _OVER.issuperset((states := self.states(job)).values()):
@@ -90,10 +86,8 @@ class Slurm:
         return states
 
     def wait_for(self, path: str, text: str = "", seconds: float = 300) -> str:
-        """What stands in the file `path` of the folder, as soon as `text` is in it.
-
-        Raises:
-            TimeoutError: `text` is not there after `seconds`; ends with the file's last lines.
+        """What stands in the file `path` of the folder, as soon as `text` is in it. Raises TimeoutError, which ends
+        with the file's last lines, when `text` is not there after `seconds`.
         """
         file, begin = self.folder / path, time.monotonic()
         while True:
@@ -136,10 +130,8 @@ class Slurm:
 def find(program: str | Path = "") -> Slurm:
     """The Slurm of this machine, with the folder slurm-jobs for its jobs, or else the one that `program` brings up.
 
-    `program` is a Python file with a function `up()` that returns a `Slurm`, or raises `NoSlurm`.
-
-    Raises:
-        NoSlurm: neither is to be had; says why.
+    `program` is a Python file with a function `up()` that returns a `Slurm`, or raises `NoSlurm`. So does this one, and
+    says why, when neither is to be had.
     """
     try:
         return Slurm("slurm-jobs")

@@ -54,10 +54,8 @@ class Sampler(DistributedSampler):
 def save(path: str | Path, step: int, **parts: Any) -> None:
     """Keep `step` and the state of `parts` (`model=model, optimizer=optimizer, ...`) at `path`.
 
-    All ranks of the default group must call it; on return the file is there for all of them.
-
-    Raises:
-        OSError: rank 0 could not write; raised on every rank.
+    All ranks of the default group must call it; on return the file is there for all of them. Raises OSError on every
+    rank when rank 0 could not write.
     """
     together = dist.is_initialized()
     randoms: list[Any] = [None] * dist.get_world_size() if together else [_random_state()]
@@ -87,10 +85,8 @@ def load(path: str | Path, **parts: Any) -> int:
     In the middle of an epoch give the `DataLoader` a generator of its own (`generator=torch.Generator()`):
     else each iterator draws its seed from the rank's random state, and the resumed training makes one more.
     What loader workers draw themselves is not covered. With another number of ranks than saved it, no rank's
-    random state is touched: the training goes on, but not to the same bits.
-
-    Raises:
-        KeyError: the snapshot lacks one of `parts`.
+    random state is touched: the training goes on, but not to the same bits. Raises KeyError when the snapshot lacks one
+    of `parts`.
     """
     if not Path(path).exists():
         return 0

@@ -120,8 +120,7 @@ def ladder(
         if factor and at + text_width(factor) + 10 < right - text_width(shown):
             marks.append(label(at, y, factor, fill=MUTED))
         marks.append(_point(0, *place, colour, False, f"{rung.name}: {shown}"))
-    foot = f"{unit}; each line is 10 times the last"
-    marks.append(label(WIDTH / 2, bottom + 50, foot, anchor="middle", fill=MUTED))
+    marks.append(label(WIDTH / 2, bottom + 50, f"{unit}; each line is 10 times the last", anchor="middle", fill=MUTED))
     return drawing(WIDTH, bottom + 62, *marks, alt=alt)
 
 

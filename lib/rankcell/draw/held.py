@@ -26,19 +26,17 @@ _TALL, _STRIP, _GAP = 26, 66, 10  # px of a box, from one strip to the next, bet
 
 def look(row: Any) -> str:
     """The kind of layout of one tensor, as a row of `check.against` describes it: a key of `LOOKS`."""
-    if row.status in ("skipped", "batch"):
-        return "not compared"
-    if row.layout == "the same on all":
-        return "same on all"
-    if row.layout.startswith("partial over"):
-        return "partial sum"
-    if "another multiple" in row.layout:
-        return "another multiple on each"
-    if row.status == "scaled" or row.layout.endswith("times it") or "multiple" in row.layout:
-        return "multiple"
-    if row.layout.startswith("each its own"):
-        return "its own on each"
-    return "parts" if row.status == "fits" else "something else"
+    layout, status = row.layout, row.status
+    holds = {
+        "not compared": status in ("skipped", "batch"),
+        "same on all": layout == "the same on all",
+        "partial sum": layout.startswith("partial over"),
+        "another multiple on each": "another multiple" in layout,
+        "multiple": status == "scaled" or layout.endswith("times it") or "multiple" in layout,
+        "its own on each": layout.startswith("each its own"),
+        "parts": status == "fits",
+    }
+    return next((kind for kind, is_so in holds.items() if is_so), "something else")
 
 
 def held(runs: Mapping[str, Any]) -> Figure:

@@ -38,8 +38,7 @@ def matrices(
         x = MARGIN + 110 * r
         marks.append(rect(x, y + 54, 18, 18, fill=rank_colour(r)) + label(x + 26, y + 70, f"rank {r}"))
     sizes = ", ".join(f"{name} {len(m)} x {len(m[0])}" for name, m in items)
-    alt = f"{finding} Matrices of zeros and ones, rows x columns: {sizes}."
-    return drawing(WIDE, y + 84, *marks, alt=alt)
+    return drawing(WIDE, y + 84, *marks, alt=f"{finding} Matrices of zeros and ones, rows x columns: {sizes}.")
 
 
 def _matrix(x: float, y: float, matrix: Sequence[Sequence[float]], by_row: bool) -> list[str]:

@@ -74,10 +74,7 @@ def _draw(panels: Sequence[_Panel], mesh: Mapping[str, int], title: str, alt: st
     blocks = len(panels[0][1]) * len(panels[0][1][0]) // (columns * rows)
     block = columns * (_BOX + _GAP) + 12
     left = _EDGE + max(blocks * block, 60) + 8
-    marks, top = [], 10.0
-    if title:
-        marks.append(label(_EDGE, top + 20, title, bold=True))
-        top += 38
+    marks, top = ([label(_EDGE, 30, title, bold=True)], 48.0) if title else ([], 10.0)
     for headline, members, lines in panels:
         colours = {rank: pale(rank_colour(i), _LIGHT) for i, m in enumerate(members) for rank in m}
         for rank, fill in colours.items():

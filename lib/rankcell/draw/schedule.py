@@ -121,10 +121,9 @@ def _entries(rows: Sequence[_Actions]) -> list[tuple[str, Swatch | None]]:
     predicted = {row.predicted for row in rows}
     entries: list[tuple[str, Swatch | None]] = []
     for kind in filter(kinds.__contains__, names):
-        fill, stroke = _COLOURS[kind], "none"
-        if predicted == {True}:
-            fill, stroke = pale(fill, 0.45), fill
-        entries.append((names[kind], _swatch(fill, stroke)))
+        colour = _COLOURS[kind]
+        look = (pale(colour, 0.45), colour) if predicted == {True} else (colour, "none")
+        entries.append((names[kind], _swatch(*look)))
     if len(predicted) == 2:
         entries.append(("predicted", _swatch(PAPER, MUTED)))
     if any(len(row.chunks) > 1 for row in rows):

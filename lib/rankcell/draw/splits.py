@@ -90,8 +90,7 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
             marks += _matrices(split, shapes, r, x0 + panel / 2, top, unit)
         for top in tops[1:]:
             for i, words in enumerate(split.exchange):
-                at = top - between + 26 * (i + 1)
-                marks.append(label(x0 + panel / 2, at, words, anchor="middle"))
+                marks.append(label(x0 + panel / 2, top - between + 26 * (i + 1), words, anchor="middle"))
     bottom = tops[-1] + box + 8
     if hatched:
         swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)
@@ -114,10 +113,9 @@ def _matrices(
         fill = f"url(#partial{rank})" if name in split.partial else rank_colour(rank)
         at = x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit
         marks.append(rect(*at, fill=fill, radius=0))
-        for i in range(1, rows):  # lines between the numbers
-            marks.append(line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER))
-        for j in range(1, columns):
-            marks.append(line(x + j * unit, y, x + j * unit, y + rows * unit, stroke=PAPER))
+        # lines between the numbers
+        marks += [line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER) for i in range(1, rows)]
+        marks += [line(x + j * unit, y, x + j * unit, y + rows * unit, stroke=PAPER) for j in range(1, columns)]
         marks.append(rect(x, y, columns * unit, rows * unit, stroke=INK, radius=0))
         x += columns * unit + _GAP
     return marks

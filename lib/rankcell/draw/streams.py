@@ -32,8 +32,7 @@ def stacked(named: Mapping[str, Iterable[Event]]) -> Figure:
     for figure in figures:
         marks.append(figure.svg.replace("<svg ", f'<svg y="{y:g}" ', 1))
         y += float(figure.svg.split('viewBox="', 1)[1].split('"', 1)[0].split()[-1])
-    found = " ".join(f.alt.replace(". ", ": ", 1) for f in figures)
-    return drawing(WIDTH, y, *marks, alt=found)
+    return drawing(WIDTH, y, *marks, alt=" ".join(f.alt.replace(". ", ": ", 1) for f in figures))
 
 
 def _draws(named: Mapping[str, Iterable[Event]]) -> list[Figure]:
@@ -115,17 +114,15 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
     return bar
 
 
-def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch | None]]:
+def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch]]:
     """What the key explains of these events."""
     kinds = {e.kind for e in events}
     launches = [e.op.startswith("launch ") for e in events if e.kind == "host"]
     names = ["compute"] if "compute" in kinds or not all(launches) else []
     names += ["copy"] if "copy" in kinds else []
     names += sorted({e.op for e in events if e.kind == "comm"})
-    entries: list[tuple[str, Swatch | None]] = []
-    for name in names:
-        colour = _COLOURS.get(name, _COLOURS["barrier"])
-        entries.append((name, _outlined(pale(colour, _INSIDE), colour, stroke_width=2)))
+    looks = ((name, _COLOURS.get(name, _COLOURS["barrier"])) for name in names)
+    entries = [(name, _outlined(pale(colour, _INSIDE), colour, stroke_width=2)) for name, colour in looks]
     if any(launches):
         entries.append(("launch", lambda x, y: rect(x + 6, y + 2, 5, 16, fill=INK)))
     if "wait" in kinds:

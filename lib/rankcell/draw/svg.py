@@ -66,8 +66,7 @@ class Frames:
     still: int = 0
 
     def __repr__(self) -> str:
-        named = zip(self.labels, self.figures, strict=True)
-        return "\n".join(f"[{label}] {figure.alt}" for label, figure in named)
+        return "\n".join(f"[{label}] {figure.alt}" for label, figure in zip(self.labels, self.figures, strict=True))
 
     def _repr_html_(self) -> str:
         # the pictures share most of their marks: each mark is stored once, a picture as a list of numbers

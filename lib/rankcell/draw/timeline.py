@@ -7,7 +7,7 @@ shows only the wait for it.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..results import Event, Run, name_ranks
+from ..results import Event, Run, grouped, name_ranks
 from .parts import WIDTH, Axis, Swatch, heading, pale, swatch, text_width, time_axis, union_length
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
@@ -69,10 +69,8 @@ def _meeting(e: Event) -> tuple | None:
 
 def _missed(events: Sequence[Event]) -> set[tuple | None]:
     """The collectives that some of their ranks never called: whoever did only waited."""
-    came: dict[tuple | None, set[int]] = {}
-    for e in events:
-        came.setdefault(_meeting(e), set()).add(e.rank)
-    return {_meeting(e) for e in events if e.op not in ("send", "recv") and set(e.ranks) - came[_meeting(e)]}
+    came = grouped((_meeting(e), e.rank) for e in events)
+    return {_meeting(e) for e in events if e.op not in ("send", "recv") and set(e.ranks).difference(came[_meeting(e)])}
 
 
 def pairs(events: Sequence[Event]) -> list[tuple[Event, Event]]:

@@ -16,18 +16,16 @@ def traffic(matrix: Sequence[Sequence[float]], *, title: str = "") -> Figure:
     `matrix[i][j]` is the number of bytes from rank i to rank j.
     """
     rows = [[float(x) for x in row] for row in matrix]
-    n, marks, top = len(rows), [], 12.0
-    if title:
-        marks.append(label(EDGE, top + 18, title, bold=True))
-        top += 34
+    n = len(rows)
+    marks, top = ([label(EDGE, 30, title, bold=True)], 46.0) if title else ([], 12.0)
     cell = (WIDTH - EDGE - _LEFT - _TOTAL) / n
     texts = [[format_bytes(x) if x else "" for x in row] for row in rows]
     fits = max(text_width(t) for row in texts for t in row) + 4 <= cell
     marks.append(label(_LEFT + cell * n / 2, top + 18, "to rank", anchor="middle", fill=MUTED))
     marks.append(label(WIDTH - EDGE, top + 18, "sent in all", anchor="end", fill=MUTED))
     top += 50
-    for j in range(0, n, max(1, round(0.5 + 26 / cell))):
-        marks.append(label(_LEFT + cell * (j + 0.5), top - 6, j, anchor="middle", fill=MUTED))
+    shown = range(0, n, max(1, round(0.5 + 26 / cell)))
+    marks += [label(_LEFT + cell * (j + 0.5), top - 6, j, anchor="middle", fill=MUTED) for j in shown]
     most = max(x for row in rows for x in row) or 1.0
     for i, row in enumerate(rows):
         y = top + i * _ROW
@@ -41,8 +39,7 @@ def traffic(matrix: Sequence[Sequence[float]], *, title: str = "") -> Figure:
                 ink = PAPER if x > 0.6 * most else INK
                 marks.append(label(_LEFT + (j + 0.5) * cell, y + 30, texts[i][j], anchor="middle", fill=ink))
         marks.append(label(WIDTH - EDGE, y + 30, format_bytes(sum(row)), anchor="end", bold=True))
-    alt = f"{title}. " * bool(title) + _finding(rows)
-    return drawing(WIDTH, top + n * _ROW + 10, *marks, alt=alt)
+    return drawing(WIDTH, top + n * _ROW + 10, *marks, alt=f"{title}. " * bool(title) + _finding(rows))
 
 
 def _finding(rows: Sequence[Sequence[float]]) -> str:

@@ -133,15 +133,13 @@ def _label(standing: Standing) -> list[str]:
     """What stands beside a rank: its operation and the line, or what became of it."""
     if standing.phase in _OVER:
         return [_OVER[standing.phase][0]]
-    at = [f"line {standing.line}"] if standing.line else []
-    return [standing.op or "computes", *at]
+    return [standing.op or "computes", *[f"line {standing.line}"] * bool(standing.line)]
 
 
 def _words(x: float, y: float, standing: Standing) -> str:
     words, side = _label(standing), -1 if x < WIDTH / 2 - 1 else 1
     top = y + 7 - _ROW / 2 * (len(words) - 1)
-    inks = [INK if standing.waits_for else MUTED, MUTED]
-    rows = zip(words, inks, (top, top + _ROW), strict=False)
+    rows = zip(words, (INK if standing.waits_for else MUTED, MUTED), (top, top + _ROW), strict=False)
     at, anchor = x + (_RADIUS + _GAP) * side, "start" if side > 0 else "end"
     return "".join(label(at, y, word, anchor=anchor, fill=ink) for word, ink, y in rows)
 
@@ -154,8 +152,7 @@ def _node(x: float, y: float, radius: float, standing: Standing) -> str:
         stroke, width = _colour(standing), 5
     look = f'fill="{fill}" stroke="{stroke}" stroke-width="{width}"'
     circle = f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius - width / 2:.2f}" {look}/>'
-    number = label(x, y + 7, standing.rank, anchor="middle", bold=True) if radius >= 13 else ""
-    return circle + number
+    return circle + (label(x, y + 7, standing.rank, anchor="middle", bold=True) if radius >= 13 else "")
 
 
 def _arrow(

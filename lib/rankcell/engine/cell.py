@@ -45,12 +45,8 @@ class Ending:
 
 
 class Cell:
-    """One cell on the ranks of `members`.
-
-    Args:
-        source: the source, or the name of the function, for the `Run`.
-        timeout: seconds after which the ranks are interrupted; None waits as long as somebody makes progress.
-        on_update: called while the cell runs, with the run so far and a line that says what the ranks do.
+    """One cell on the ranks of `members`. `source` is its source, or the name of the function, for the `Run`; the other
+    options are those of `Ranks.run`.
     """
 
     def __init__(
@@ -225,8 +221,7 @@ class Cell:
         """A sentence, if some ranks called more than others."""
         known = self._workers.counts | {rank: state.counts for rank, state in states.items()}
         counts = {rank: known.get(rank, {}) for rank in self._workers.received}
-        working = [rank for rank, state in states.items() if state.threads]  # may have called more since
-        if working:
+        if working := [rank for rank, state in states.items() if state.threads]:  # may have called more since
             later: dict[int, Status | None] = self._workers.ask(working, "status", wait=0.5)
             counts |= {rank: status.counts for rank, status in later.items() if status is not None}
         return diagnose.unmatched(counts, self._members)
@@ -248,11 +243,8 @@ def what_went_wrong(
 ) -> Cause | errors.PullError | None:
     """The error of a cell that is over: what went wrong first; None if nothing did.
 
-    Args:
-        cause: why we have ended the cell, if the ranks did not.
-        unmatched: a sentence, if some ranks called more than others.
-        pull: names that the notebook wants.
-        replaced: whether lost ranks can be replaced.
+    `cause` is why we have ended the cell, if the ranks did not; `unmatched` a sentence, if some ranks called more than
+    others; `pull` are the names that the notebook wants; `replaced`: whether lost ranks can be replaced.
     """
     lost = [r for r in run.ran if r.state == "lost" and not (r.error and r.error.caused_by_abort)]
     raised = [r for r in run.failed if r.error and not r.error.caused_by_abort and r.state == "error"]

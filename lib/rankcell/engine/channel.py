@@ -90,7 +90,6 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """Close this end."""
         self.socket.close()
 
     def _fill(self, *, wait: bool) -> bool:
@@ -135,10 +134,8 @@ def authenticate(sock: socket.socket, key: bytes, *, server: bool, timeout: floa
     """Prove to the other end of `sock` that we know `key`, and have it prove the same within `timeout` seconds.
 
     Each end answers random bytes of the other with their HMAC-SHA256 under the key and its own role, so that no answer
-    can be played back to its sender. Only numbers of fixed length are read. What follows is not encrypted.
-
-    Raises:
-        PermissionError: the other end does not know the key. OSError, EOFError: it went away, or said nothing.
+    can be played back to its sender. Only numbers of fixed length are read. What follows is not encrypted. Raises
+    PermissionError: the other end does not know the key; OSError, EOFError: it went away, or said nothing.
     """
     before = sock.gettimeout()
     sock.settimeout(timeout)
@@ -153,11 +150,9 @@ def authenticate(sock: socket.socket, key: bytes, *, server: bool, timeout: floa
     sock.settimeout(before)
 
 
-def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
-    """A connection to the first of `addresses` that knows `key` and is told that we know it.
-
-    Raises:
-        OSError: none can be reached; says why for each.
+def connect(addresses: Sequence[str], port: int, key: bytes) -> Channel:
+    """A channel to the first of `addresses` that knows `key` and is told that we know it; the other end need not read
+    all the time. Raises OSError when none can be reached; says why for each.
     """
     problems: dict[str, str] = {}
     for address in list(dict.fromkeys(addresses)) * 3:
@@ -168,17 +163,15 @@ def connect(addresses: Sequence[str], port: int, key: bytes) -> socket.socket:
             problems[address] = str(error)
             continue
         sock.settimeout(None)
-        return sock
+        system.keep_alive(sock, reads_always=False)
+        return Channel(sock)
     raise OSError("\n".join(f"{address}: {why}" for address, why in problems.items()))
 
 
 def write_key(key: bytes, port: int, **more: Any) -> Path:
     """A new file, which only the user can read, that tells others where to connect and with which key.
 
-    It lies in the home directory, which the nodes of a cluster share.
-
-    Raises:
-        OSError: the home directory cannot be written to.
+    It lies in the home directory, which the nodes of a cluster share. Raises OSError when that cannot be written to.
     """
     folder = Path.home() / ".rankcell"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -3,6 +3,7 @@
 It says what the rank is doing, and on demand it frees the main thread. Nothing of the learner's may end it.
 """
 
+import contextlib
 import inspect
 import os
 import signal
@@ -33,19 +34,13 @@ class Control:
         self.thread = threading.Thread(target=self._serve, name="rankcell control", daemon=True)
 
     def _serve(self) -> None:
-        while True:
-            try:
-                question = self._channel.receive()
-            except (EOFError, OSError):
-                os._exit(0)  # the notebook is gone
-            try:
-                answer = self._answer(question)
-            except Exception:  # noqa: BLE001 - the notebook goes on without this answer
-                answer = None
-            try:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                question, answer = self._channel.receive(), None
+                with contextlib.suppress(Exception):  # the notebook goes on without this answer
+                    answer = self._answer(question)
                 self._channel.send(Answer(question.number, answer))
-            except OSError:
-                os._exit(0)
+        os._exit(0)  # the notebook is gone
 
     def _answer(self, question: Question) -> Any:
         if question.about == "status":
@@ -80,7 +75,6 @@ class Control:
             time.sleep(0.002)
 
     def status(self) -> Status:
-        """What the rank is doing now."""
         rank = self._rank
         # the cell first, as `phase` is set before the recorder learns of a new one: no older phase is told as its own
         cell = rank.recorder.cell
@@ -144,12 +138,11 @@ def _frames() -> dict[int, Any]:
 def complete(text: str, names: dict[str, Any]) -> list[str]:
     """Names that begin with `text`, which may be dotted. It runs no code of the learner's, such as a property."""
     head, dot, start = text.rpartition(".")
-    found, value = names, None
+    found = names
     for part in head.split(".") if dot else ():
         if part not in found or (found is not names and inspect.isdatadescriptor(found[part])):
             return []
-        value = found[part]
-        found = _attributes(value)
+        found = _attributes(found[part])
     return [f"{head}{dot}{name}" for name in (sorted(found) if dot else found) if name.startswith(start)]
 
 

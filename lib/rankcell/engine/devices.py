@@ -49,10 +49,8 @@ class Choice:
 
 
 def choose(world_size: int, device: str, machine: Machine) -> Choice:
-    """What `world_size` ranks talk over on `device` ("auto", "cpu" or "cuda").
-
-    Raises:
-        ValueError: no such device. WorldSizeError: cuda was asked for, and there is no GPU.
+    """What `world_size` ranks talk over on `device` ("auto", "cpu" or "cuda"). Raises ValueError: no such device, and
+    WorldSizeError: cuda was asked for, and there is no GPU.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist. Choose cpu, cuda or auto.")

@@ -50,10 +50,8 @@ def warm_up() -> None:
 
 
 def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> list[BaseProcess]:
-    """Start a rank for each order, which gets copies of the descriptors beside it.
-
-    Raises:
-        StartError: torch cannot be imported, or the system gives no more processes.
+    """Start a rank for each order, which gets copies of the descriptors beside it. Raises StartError when torch cannot
+    be imported, or the system gives no more processes.
     """
     started: list[BaseProcess] = []
     try:

@@ -135,11 +135,9 @@ class Listener:
             for tensor in inputs:
                 o.nbytes += tensor.numel() * tensor.element_size()
         if self._at_root is not None:
-            if not 0 <= args[self._at_root] < len(o.ranks):
-                raise ValueError(
-                    f"{o.op} names rank {args[self._at_root]}, and this group has the ranks {list(o.ranks)}."
-                )
-            o.peer = o.ranks[args[self._at_root]]
+            if not 0 <= (root := args[self._at_root]) < len(o.ranks):
+                raise ValueError(f"{o.op} names rank {root}, and this group has the ranks {list(o.ranks)}.")
+            o.peer = o.ranks[root]
             if self._is_message and o.peer == self.recorder.rank and not o.enqueued:
                 raise ValueError(
                     f"{o.op} names this rank itself. Gloo connects a rank with others only: where sender and receiver "

@@ -68,13 +68,9 @@ class _Member:
 class Local(Host):
     """The ranks of a world of `world_size` ranks that live on this machine; each `start` says which.
 
-    Args:
-        choice: what the ranks talk over, and what they find in their environment unless the learner has set it.
-        method: how their processes are started, one of `launch.METHODS`.
-        interface: the network interface of gloo; the loopback by default.
-
-    Raises:
-        StartError: gloo could not talk over that interface, or there is nowhere to put what the ranks share.
+    `choice` is what they talk over, and what they find in their environment unless the learner has set it; `method` is
+    one of `launch.METHODS`, `interface` the network interface of gloo. Raises StartError: gloo could not talk over that
+    interface, or there is nowhere to put what the ranks share.
     """
 
     def __init__(
@@ -153,14 +149,12 @@ class Local(Host):
                 self._selector.register(source, selectors.EVENT_READ, (member, kind))
 
     def send(self, ranks: Sequence[int], message: bytes, *, control: bool = False) -> None:
-        for rank in ranks:
-            if rank in self._members:
-                self._push(self._members[rank], "control" if control else "work", message)
+        for member in [self._members[rank] for rank in ranks if rank in self._members]:
+            self._push(member, "control" if control else "work", message)
 
     def kill(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if rank in self._members:
-                launch.end(self._members[rank].process)
+        for member in [self._members[rank] for rank in ranks if rank in self._members]:
+            launch.end(member.process)
 
     def end(self, ranks: Sequence[int]) -> None:
         members = [self._members.pop(rank) for rank in ranks if rank in self._members]
@@ -262,10 +256,8 @@ class Local(Host):
 
 
 def this_machine(world_size: int, device: str, method: str) -> Local:
-    """All ranks are processes of this machine.
-
-    Raises:
-        WorldSizeError: the machine cannot hold that many ranks, or has no such device. ValueError: nor has any other.
+    """All ranks are processes of this machine. Raises WorldSizeError: the machine cannot hold that many ranks, or has
+    no such device, and ValueError: nor has any other.
     """
     choice = devices.choose(world_size, device, devices.look(mps=device == "cuda"))
     most, why = room()
@@ -288,10 +280,8 @@ def how_it_ended(exitcode: int | None) -> str:
     if exitcode == -signal.SIGKILL:
         return "was killed (SIGKILL). Nothing in Python does that: memory may have run out, or somebody ended it"
     if exitcode < 0:
-        try:
-            name = signal.Signals(-exitcode).name
-        except ValueError:  # a real-time signal has a number only
-            name = f"signal {-exitcode}"
+        names = {s.value: s.name for s in signal.Signals}  # a real-time signal has a number only
+        name = names.get(-exitcode, f"signal {-exitcode}")
         crash = " (a crash in C code)" if name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL") else ""
         return f"was ended by {name}{crash}"
     if exitcode == CRASHED:

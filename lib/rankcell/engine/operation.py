@@ -105,7 +105,6 @@ class Operation:
 
     @property
     def finished(self) -> bool:
-        """Whether the operation is over."""
         if self.error is not None or self.done is not None:
             return True
         if self.passed is not None:

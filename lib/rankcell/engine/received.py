@@ -32,7 +32,6 @@ class Text:
         return bool(self._head)
 
     def extend(self, data: bytes) -> None:
-        """More was written."""
         space = max(0, HEAD - len(self._head))
         self._head += data[:space]
         if rest := data[space:]:

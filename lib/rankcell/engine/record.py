@@ -30,7 +30,6 @@ class Recorder(Observer):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         # kinds of device whose calls return when they are enqueued: they are over when the device says so
         self.enqueues: frozenset[str] = frozenset()
         self.listening: Any = None  # a torch.library.Library, for as long as it is kept
@@ -43,17 +42,7 @@ class Recorder(Observer):
         self.open: dict[int, Operation] = {}  # issued and not known to be finished
         self.by_work: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # not waited for yet
         self._lock = threading.Lock()
-        self._begin_cell("", values=False)
-
-    def _begin_cell(self, cell: str, *, values: bool) -> None:
-        self.cell, self.keep_values = cell, values
-        self.operations, self.total = deque[Operation](), 0
-        self.broken = False  # a wait failed: gloo has closed the connection, whoever caught the error
-        self.failed_call: Call | None = None  # the last operation that raised
-        self.failed_wait: Wait | None = None  # the same, as others are told of it
-        self.latest: Any = None  # a Work that may be over before the program holds it, and would be gone then
-        self.trace: tuple[Any, ...] = ()  # what other parts observed
-        self.past, self._before = {}, dict(self.counts)
+        self.begin("", began=clock(), values=False)
 
     def bind_rank(self, rank: int, table: SignatureTable | None, *, enqueues: frozenset[str]) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were started."""
@@ -66,8 +55,15 @@ class Recorder(Observer):
         with self._lock:
             self._sweep()
             self.begin_observing(began)
-            self._begin_cell(cell, values=values)
             self.matcher.begin()
+            self.cell, self.keep_values = cell, values
+            self.operations, self.total = deque[Operation](), 0
+            self.broken = False  # a wait failed: gloo has closed the connection, whoever caught the error
+            self.failed_call: Call | None = None  # the last operation that raised
+            self.failed_wait: Wait | None = None  # the same, as others are told of it
+            self.latest: Any = None  # a Work that may be over before the program holds it, and would be gone then
+            self.trace: tuple[Any, ...] = ()  # what other parts observed
+            self.past, self._before = {}, dict(self.counts)
 
     def join(self, generation: str, *, again: bool = False) -> None:
         """Count from 1 again: the process groups are new, `again` within a cell, and nothing is open any more."""

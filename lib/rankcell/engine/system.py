@@ -56,10 +56,8 @@ def current_folder() -> str:
 
 
 def shared_file(nbytes: int) -> int:
-    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes.
-
-    Raises:
-        OSError: there is no room for it.
+    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes. Raises OSError when
+    there is no room for it.
     """
     if LINUX:
         fd = os.memfd_create("rankcell")
@@ -161,9 +159,8 @@ def keep_alive(sock: socket.socket, *, reads_always: bool) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if LINUX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         if reads_always:  # while something is under way, no probes are sent
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)
 

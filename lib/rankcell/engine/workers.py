@@ -99,8 +99,7 @@ class Workers:
         self.host.send(ranks, pickle.dumps(messages.Question(number, about, argument)), control=True)
         deadline = time.monotonic() + wait
         while any(r not in answers and self.received[r].lost is None for r in ranks):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 break
             self.pump(left)
         return self._answers.pop(number)

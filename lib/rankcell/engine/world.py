@@ -248,8 +248,7 @@ class Ranks:
     def _replace_dead(self) -> None:
         """Replace ranks that ended between two cells."""
         self._workers.pump(0.0)
-        lost = [rank for rank, received in self._workers.received.items() if received.lost]
-        if lost:
+        if lost := [rank for rank, received in self._workers.received.items() if received.lost]:
             self.notes.append(
                 f"{name_ranks(lost)} ended between two cells and {'was' if len(lost) == 1 else 'were'} replaced: "
                 f"names defined there are gone."

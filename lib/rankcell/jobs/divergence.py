@@ -19,15 +19,12 @@ _Events = dict[int, tuple[Event, ...]]
 
 @dataclass(frozen=True)
 class Divergence:
-    """`rank` made a `call` (None: its program ended) where `others` made the `usual` one (None: theirs ended).
-
-    `others` is empty where only the rank itself had made the usual one, before.
-    """
+    """`rank` made a `call` (None: its program ended) where `others` made the `usual` one (None: theirs ended)."""
 
     rank: int
     call: Event | None
     usual: Event | None
-    others: tuple[int, ...]
+    others: tuple[int, ...]  # none where only the rank itself had made the usual one, before
 
 
 def find_divergent_rank(records: Sequence[RankRecord], suspects: Sequence[int]) -> Divergence | None:

@@ -44,11 +44,7 @@ def host() -> str:
 
 
 class Inside:
-    """This process as a rank of a job.
-
-    Raises:
-        OSError: the runner cannot be reached.
-    """
+    """This process as a rank of a job. Raises OSError when the runner cannot be reached."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.pid = rank, world_size, os.getpid()
@@ -59,9 +55,8 @@ class Inside:
         self._released, self._near_known = threading.Event(), threading.Event()
         told = json.loads(Path(os.environ["RANKCELL_JOB"]).read_text())
         self.token: str = told["token"]
-        sock = channel.connect((*told["addresses"], "127.0.0.1"), told["port"], bytes.fromhex(told["key"]))
-        system.keep_alive(sock, reads_always=False)
-        self._channel = channel.Channel(sock)
+        addresses = (*told["addresses"], "127.0.0.1")
+        self._channel = channel.connect(addresses, told["port"], bytes.fromhex(told["key"]))
         self._crash_file = f"{tempfile.gettempdir()}/rankcell-{self.token}-{self.pid}"
         stacks.keep_crashes(self._crash_file)
         # what it starts is no rank, unless it joins a process group

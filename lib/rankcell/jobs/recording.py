@@ -35,7 +35,7 @@ class _ProgramsStore(SignatureStore):
     ended = False
 
     def publish(self, *args: Any, **kwargs: Any) -> dict[int, tuple[bytes, str]]:
-        if not self.ended:
+        if self.store is not None and not self.ended:
             try:
                 return super().publish(*args, **kwargs)
             except RuntimeError:
@@ -116,9 +116,7 @@ class Recording:
             store = store.underlying_store
         if self.world_size <= FAR and isinstance(store, dist.TCPStore) and hasattr(store, "clone"):
             return _ProgramsStore(dist.PrefixStore("rankcell", store.clone()), self.rank)
-        board = _ProgramsStore(None, self.rank)
-        board.ended = True
-        return board
+        return _ProgramsStore(None, self.rank)
 
 
 def _shared_board(path: Path, rank: int, world_size: int) -> SignatureTable | None:

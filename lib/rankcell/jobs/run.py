@@ -31,11 +31,8 @@ _Found = tuple[verdict.JobVerdict, list[RankRecord]]
 
 
 class Runner:
-    """One command, from its start to its end.
-
-    Args:
-        limit: seconds without any progress after which ranks that stand still are reported.
-        report: the folder to write what is known into; "" for one that is named by the time.
+    """One command, from its start to its end: after `limit` seconds without any progress ranks that stand still are
+    reported, and what is known is written into the folder `report`, "" for one that is named by the time.
     """
 
     def __init__(self, command: Sequence[str], *, limit: float, report: str) -> None:

@@ -37,14 +37,11 @@ class Order:
 
 
 class Did(NamedTuple):
-    """An agent has done an order "start" (`result`: process ids by rank) or "end" (ranks, which say nothing any more).
-
-    `problem` says why it could not.
-    """
+    """An agent has done an order: "start" (`result`: process ids by rank) or "end" (ranks; they say nothing more)."""
 
     what: str
     result: Any
-    problem: str = ""
+    problem: str = ""  # why it could not
 
 
 @dataclass
@@ -95,17 +92,15 @@ def main() -> NoReturn:
     told = json.loads(Path(sys.argv[1]).read_text())
     launch.warm_up()  # imports torch in the background, while we connect
     try:
-        sock = channel.connect(told["addresses"], told["port"], bytes.fromhex(told["key"]))
+        talk = channel.connect(told["addresses"], told["port"], bytes.fromhex(told["key"]))
     except OSError as error:
         why = "cannot reach the notebook. Its machine must accept connections from the nodes."
         sys.exit(f"{socket.gethostname()} {why} Tried:\n{error}")
-    system.keep_alive(sock, reads_always=False)
-    talk = channel.Channel(sock)
     import torch
 
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     talk.send(Hello(int(os.environ.get("SLURM_NODEID", "0")), name, torch.cuda.device_count(), room()))
-    agent = Agent(talk, system.interface_of(sock.getsockname()[0]) or system.LOOPBACK)
+    agent = Agent(talk, system.interface_of(talk.socket.getsockname()[0]) or system.LOOPBACK)
     try:
         agent.serve()
     except (EOFError, OSError):  # the notebook has ended, or has no more use for us

@@ -52,8 +52,6 @@ class _Node:
 class Nodes(Host):
     """The ranks of a world on `nodes` nodes of this allocation, `world_size / nodes` on each, in blocks.
 
-    Its methods are those of `Host`.
-
     Raises:
         AllocationError: not inside a Slurm allocation, or one with fewer nodes, or srun could not start.
         WorldSizeError: the ranks cannot be spread evenly, or do not fit. ValueError: there is no such device.
@@ -88,7 +86,6 @@ class Nodes(Host):
         return rank % self._per_node, self._per_node, self._node_of(rank).name
 
     def address_for(self, rank: int) -> str:
-        """Host and port of the store, as the node of `rank` reaches it."""
         if self._store is None:  # held by this process; the ranks of all nodes find each other there
             import torch.distributed as dist
 

@@ -27,12 +27,9 @@ _STATES = ("parameters", "optimizer", "gradients", "activations")  # whose a sto
 class Meter:
     """Measures what is held while its `with` block runs: `samples`, and `peak`, the highest of them.
 
-    Args:
-        owners: modules, optimizers and tensors (parameters that are in no module).
-        began: zero of the samples' times, as `clock()` says; by default the moment the block begins.
-
-    A saved tensor that is changed in place before backward is not noticed inside the block: torch compares
-    versions only of tensors that nobody watches.
+    `owners` are modules, optimizers and tensors (parameters that are in no module); `began` is zero of the samples'
+    times, as `clock()` says, by default the moment the block begins. A saved tensor that is changed in place before
+    backward is not noticed inside the block: torch compares versions only of tensors that nobody watches.
     """
 
     def __init__(self, *owners: Any, began: float | None = None) -> None:
@@ -158,8 +155,6 @@ class Meter:
 
     def look(self) -> None:
         """Note what is held now, if it is not what was held before."""
-        if not self._log:
-            self._ask_owners()
         if self._log and self._log[-1][1] == self.phase and not self._news(self._changed.copy()):
             return
         self._ask_owners()

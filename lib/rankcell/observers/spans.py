@@ -42,17 +42,13 @@ def watched(modules: dict[str, nn.Module], note: Callable[[str, float, float], N
     Backward of a module begins when the gradients of its outputs are there, and ends when those of its inputs
     are; where no input has a gradient, when the last of its parameters has one.
     """
-    handles: list[Any] = []
-    try:
+    with contextlib.ExitStack() as hooks, warnings.catch_warnings():
         for name, module in modules.items():
-            handles += _watch(name, module, note)
-        with warnings.catch_warnings():
-            # torch's hint at what `after_backward` takes care of
-            warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            for handle in _watch(name, module, note):
+                hooks.callback(handle.remove)
+        # torch's hint at what `after_backward` takes care of
+        warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
+        yield
 
 
 def _watch(name: str, module: nn.Module, note: Callable[[str, float, float], None]) -> list[Any]:

@@ -38,8 +38,7 @@ def _together(tensors: Iterable[Tensor], send: Callable[[Tensor], object]) -> No
     """Put tensors of one dtype into a flat one, `send` it, and copy back what it then holds."""
     for together in grouped((tensor.dtype, tensor) for tensor in tensors).values():
         flat = torch.cat([tensor.reshape(-1) for tensor in together])
-        if not flat.numel():
-            continue
-        send(flat)
+        if flat.numel():
+            send(flat)
         for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -164,8 +164,7 @@ class _Execution:
             expected = f"stage {user.stage} expects {pipeline.dtype} {shape}. Make `between` say what the stages do."
             raise ValueError(f"{action} computed {result.dtype} {tuple(result.shape)}, and {expected}")
         result = result.contiguous()
-        target = pipeline.homes[user.stage]
-        self.sent[action] = dist.isend(result, group=pipeline.group, group_dst=target), result
+        self.sent[action] = dist.isend(result, group=pipeline.group, group_dst=pipeline.homes[user.stage]), result
 
     def _shape(self, action: Action) -> tuple[int, ...]:
         return len(self.inputs[action.microbatch]), *self.pipeline.between

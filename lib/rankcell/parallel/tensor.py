@@ -44,8 +44,7 @@ class Group:
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of `x` along `dim`, as a tensor of its own."""
         mine = self.part(x.shape[dim])
-        part = x.narrow(dim, mine.start, mine.stop - mine.start)
-        return part.clone(memory_format=torch.contiguous_format)
+        return x.narrow(dim, mine.start, mine.stop - mine.start).clone(memory_format=torch.contiguous_format)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, which stays as it is."""

@@ -30,22 +30,24 @@ class VocabParallelEmbedding(ParallelLayer):
             raise ValueError(f"A vocabulary of {self.num_embeddings} is too small for {self.group.size} ranks.")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        _check_tokens(tokens, self.num_embeddings, "token")
-        mine = self.group.part(self.num_embeddings)
-        local = tokens - mine.start
-        absent = (local < 0) | (local >= mine.stop - mine.start)
-        found = F.embedding(local.masked_fill(absent, 0), self.weight)
-        found = found.masked_fill(absent.unsqueeze(-1), 0)
+        places, absent = _find(tokens, self.group, self.num_embeddings, "token")
+        found = F.embedding(places, self.weight).masked_fill(absent.unsqueeze(-1), 0)
         send = reduce_scatter if self.sequence_parallel else reduce_from_group
         return send(found, process_group=self.group)
 
 
-def _check_tokens(tokens: Tensor, vocab: int, what: str) -> None:
-    """Raise an error for a token that nobody has: no rank would find it, and all would give zeros."""
+def _find(tokens: Tensor, group: Group, vocab: int, what: str) -> tuple[Tensor, Tensor]:
+    """Where in this rank's part of the vocabulary each token is, 0 where it is another rank's, and where that is so.
+
+    Raises an error for a token that nobody has: no rank would find it, and all would give zeros.
+    """
     wrong = (tokens < 0) | (tokens >= vocab)
     if wrong.any():
         missing = f"There is no {what} {tokens[wrong][0].item()} in a vocabulary of {vocab} (0 to {vocab - 1})."
         raise IndexError(f"{missing} Look at where the tokens come from.")
+    mine = group.part(vocab)
+    absent = (tokens < mine.start) | (tokens >= mine.stop)
+    return (tokens - mine.start).masked_fill(absent, 0), absent
 
 
 def vocab_parallel_cross_entropy(
@@ -61,14 +63,12 @@ def vocab_parallel_cross_entropy(
     if logits.shape[-1] != mine.stop - mine.start:
         held = f"Rank {group.rank} of {group.size} holds {mine.stop - mine.start} of {vocab} logits"
         raise ValueError(f"{held}, but got {logits.shape[-1]}. Give it its part.")
-    _check_tokens(targets, vocab, "target")
+    places, absent = _find(targets, group, vocab, "target")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = logits.detach().amax(-1)  # taken off, so that no exponential overflows
     group.all_reduce(largest, op=dist.ReduceOp.MAX)
     shifted = logits - largest.unsqueeze(-1)  # (..., vocab / ranks)
-    local = targets - mine.start
-    absent = (local < 0) | (local >= logits.shape[-1])
-    target = shifted.gather(-1, local.masked_fill(absent, 0).unsqueeze(-1)).squeeze(-1).masked_fill(absent, 0)
+    target = shifted.gather(-1, places.unsqueeze(-1)).squeeze(-1).masked_fill(absent, 0)
     both = torch.stack([shifted.exp().sum(-1), target])  # one all-reduce for both
     sums, target = reduce_from_group(both, process_group=group)
     return (sums.log() - target).mean()

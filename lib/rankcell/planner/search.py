@@ -62,15 +62,13 @@ def layouts(job: Job) -> Layout:
         for ep in (divisors(n // (tp * pp)) if expert else [1])
     ]  # fmt: skip
     columns = np.array(degrees).T
-    choices = np.meshgrid((1, 2, 4, 8), range(4), (NONE, SELECTIVE, FULL), (1, 2, 4))
-    rest = np.array(choices).reshape(4, -1)
+    rest = np.array(np.meshgrid((1, 2, 4, 8), range(4), (NONE, SELECTIVE, FULL), (1, 2, 4))).reshape(4, -1)
     tp, pp, dp, cp, ep = np.repeat(columns, rest.shape[1], axis=1)
     micro, zero, policy, woven = np.tile(rest, columns.shape[1])
     keep = (woven == 1) | (pp > 1)
     keep &= (zero <= 1) & (pp > 1) | (pp == 1) & ((zero == 1) | (dp * cp > 1))
     keep &= (policy != SELECTIVE) | (not job.flash)
-    found = Layout(tp, pp, dp, cp, ep, 1, woven, micro, zero, policy, job.stack.sequence_parallel)
-    return found.at(keep)
+    return Layout(tp, pp, dp, cp, ep, 1, woven, micro, zero, policy, job.stack.sequence_parallel).at(keep)
 
 
 def search(job: Job, among: Layout | None = None) -> SearchResult:

@@ -64,13 +64,11 @@ def run(options: Any) -> int:
         print("rankcell grade: interrupted.", file=sys.stderr)
         return 130
     print(table(judgements))
-    took = time.monotonic() - began
-    print(f"\n{len(judgements)} exercises in {took:.0f} s. {_WALLED if walled else _OPEN}")
+    print(f"\n{len(judgements)} exercises in {time.monotonic() - began:.0f} s. {_WALLED if walled else _OPEN}")
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         with options.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerows([Judgement._fields, *judgements])
+            csv.writer(file).writerows([Judgement._fields, *judgements])
     passed, count = score(judgements)
     return 2 if not count else int(passed < count)
 

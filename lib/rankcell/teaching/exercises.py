@@ -44,7 +44,6 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def tags(cell: Cell) -> list[str]:
-    """The tags of one cell."""
     return cell["metadata"].get("tags", [])
 
 

@@ -26,15 +26,12 @@ _SOLUTION_SECONDS = 120.0
 
 
 class Submission(NamedTuple):
-    """One notebook of one student: the answers that were begun, by the place of the lesson's solution.
-
-    `problem` says why it could not be read, and is empty otherwise.
-    """
+    """One notebook of one student: the answers that were begun, by the place of the lesson's solution."""
 
     student: str
     lesson: str
     answers: dict[int, list[str]]
-    problem: str = ""
+    problem: str = ""  # why it could not be read
 
 
 class Judgement(NamedTuple):
@@ -121,12 +118,8 @@ class Playback:
 
 
 class Grader:
-    """Judges submissions to the lessons of a course.
-
-    Args:
-        seconds: what an answer and its checks may take beyond twice what the course's own solution takes.
-        jobs: how many notebooks are judged at a time.
-        walled: whether sessions run behind bubblewrap.
+    """Judges submissions to the lessons of a course, `jobs` notebooks at a time, behind bubblewrap if `walled`. An
+    answer and its checks may take `seconds` beyond twice what the course's own solution takes.
     """
 
     def __init__(self, course: Path, lessons: Sequence[Lesson], *, seconds: float, jobs: int, walled: bool) -> None:
