@@ -113,8 +113,15 @@ def _explains(row: Row, rows: Sequence[Row], wrong: Sequence[Row]) -> bool:
     if row.kind in FINAL:
         return row in wrong
     if row.kind == "output":
-        return row.status in ("none", "missing", "uncovered", "scaled")
+        return row.status in ("missing", "uncovered", "scaled") or (row.status == "none" and not _made_right(row, rows))
     return (row.status in ("none", "missing", "uncovered") or is_weighted(row)) and not _ends_well(row, rows)
+
+
+def _made_right(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether an output that fits nowhere did no harm: what the module around it makes of it is right again."""
+    around = row.name.rpartition(".")[0]
+    outputs = [r for r in rows if r.kind == "output" and r.step == row.step]
+    return bool(around) and any(r.name == around and r.status == "fits" for r in outputs)
 
 
 def _ends_well(row: Row, rows: Sequence[Row]) -> bool:
