@@ -94,8 +94,8 @@ _SPLITS = "What one rank sends to another must be as long as what that rank expe
 _ADVICE = {
     "different operations": "Every rank of a group must call the same operations in the same order.",
     "different dtypes": "Give the tensors the same dtype on every rank.",
-    "different shapes": "Give the tensors the same shape on every rank, or pad them to the largest. Of several tensors "
-    "all ranks must take the same one first.",
+    "different shapes": "If these calls belong together, give the tensors the same shape on every rank, or pad them to "
+    "the largest. Of several tensors all ranks must take the same one first.",
     "different sizes": "The messages of two ranks meet in the order of the calls: is this the one that the receive is "
     "for? If so, the receiving tensor must have as many elements as the one sent.",
     "different numbers of tensors": "Pass as many tensors on every rank.",

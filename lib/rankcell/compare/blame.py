@@ -93,7 +93,10 @@ def cut_in_pieces(row: Row, rows: Sequence[Row]) -> str:
     shards = takewhile(lambda r: r.layout.startswith("sharded"), reversed(before(row, rows)))
     weights = (r for r in rows if r.kind == "parameter" and r.step == row.step)
     near = [r for r in shards if r.name.startswith(around)]
-    near += [r for r in weights if r.name.rpartition(".")[0] in (row.name, around)]
+    beside = [r for r in weights if r.name.rpartition(".")[0] in (row.name, around)]
+    if flat := [r.title for r in beside if r.layout == "sharded, flat"]:
+        return f"`{flat[0]}` is cut along no single dim (sharded, flat): is what uses it cut alike?"
+    near += beside
     return next((f"`{r.title}`, just before, is cut{r.clue}: is what uses it cut alike?" for r in near if r.clue), "")
 
 

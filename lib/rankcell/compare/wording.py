@@ -43,7 +43,8 @@ def _sentence(
     if row.status == "partial":
         if abs(row.factor - 1) <= 1e-3:
             return f"partial {over}: its gradients are never summed"
-        return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged"
+        along = f" {over}" if row.axes else ""
+        return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged{along}"
     if row.status == "scaled" and row.kind == "parameter" and row.step:
         return f"{who}: the gradient is right, and the update is {row.layout}: {row.clue or UPDATES}"
     if row.status == "scaled" and row.kind != "parameter":

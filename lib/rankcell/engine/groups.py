@@ -223,7 +223,7 @@ class Groups(GroupCalls):
         if asked := [f"{name}={n}" for name, n in numbers.items() if n not in (-1, None, getattr(config, name))]:
             raise GroupError(
                 f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}: a rank cell has "
-                "its ranks already. Leave the arguments out, or choose the number of ranks in the `%%ranks` line."
+                "its ranks already, in a process group. Leave the call out: `rank`, `world_size` and `dist` are there."
             )
         backend, timeout = given.get("backend"), given.get("timeout")
         name = str(backend or config.backend).lower()
