@@ -87,13 +87,17 @@ def _of_circle(
     """Headline and advice for ranks that wait for each other, and the two ends of a message that are to blame alike."""
     waits = {r: stuck[r][0][0] for r in circle}
     who, kinds = name_ranks(list(waits)), {w.op for w in waits.values()}
+    # from one line all come to it alike; in several one may be right, and lack an earlier part
+    apart = len({(w.file, w.line) for w in waits.values()}) > 1
     if kinds == {"send"}:
-        head = f"{who} all send first, and nobody receives."
-        advice = "Let one side receive first, or use isend, or batch_isend_irecv."
-        return head, f"A send waits until the other side receives. {advice}{_or_left_out(waits, 'recv')}", ()
+        head = f"{who} all {'wait in a send' if apart else 'send first'}, and nobody receives."
+        ask = "Was a recv left out before? If not: a" if apart else "A"
+        advice = f"{ask} send waits until the other side receives. Let one side receive first, or use isend, or "
+        return head, f"{advice}batch_isend_irecv.", ()
     if kinds == {"recv"}:
-        head = f"{who} all receive first, and nobody sends."
-        return head, f"Let one side send first, or post irecv, send, and then wait.{_or_left_out(waits, 'send')}", ()
+        head = f"{who} all {'wait in a recv' if apart else 'receive first'}, and nobody sends."
+        ask = "Was a send left out before? If not: let" if apart else "Let"
+        return head, f"{ask} one side send first, or post irecv, send, and then wait.", ()
     if kinds <= {"send", "recv"}:
         advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
         return f"the sends and receives of {who} do not fit together.", advice, ()
@@ -120,11 +124,6 @@ def _of_circle(
         own, other = (call_of(wait, len(states)) for wait in (waits[odd[0]], left))
         head = f"rank {odd[0]} calls {own} without {other} that {_who(victims, 'wait')} in."
     return head, advice, ()
-
-
-def _or_left_out(waits: Mapping[int, Wait], part: str) -> str:
-    """A question, where the ranks stand in different lines: each may be right but for an earlier `part`."""
-    return f" Or was a {part} left out before?" if len({(w.file, w.line) for w in waits.values()}) > 1 else ""
 
 
 def _of_missed_call(
