@@ -247,7 +247,7 @@ def relay_ahead(n):
 dist.barrier()
 relay_ahead(8)
 
-# wrong: ahead: writes into an activation that is under way | what leaves rank 1 has the means
+# wrong: ahead: writes into an activation that is under way | has the means
 # %%ranks 4 --device cpu -o run
 def relay_ahead(n):
     buffers = [torch.full((1024,), float(i) if rank == 0 else torch.nan) for i in range(n)]
@@ -264,7 +264,7 @@ def relay_ahead(n):
             going.wait()
         if rank < world_size - 1:
             going = dist.isend(x, dst=rank + 1)
-            x[1:] = -1
+            x[1:] = -1  # which of the ranks sees it is chance
     if going:
         going.wait()
     return means
