@@ -320,7 +320,7 @@ if rank == 0: net(torch.ones(2, 2))
 dist.barrier()
 """
     said = str(fails(four, alone, RankMismatch))
-    assert "rank 0 makes this call inside forward" in said or "only rank 0 went on" in said
+    assert "Rank 0 makes this call inside forward" in said or "only rank 0 went on" in said
 
 
 def test_a_backward_that_one_rank_has_not_done_has_usual_reasons(four):

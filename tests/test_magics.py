@@ -297,7 +297,10 @@ def test_what_cannot_be_read_on_the_ranks_is_named(shell, monkeypatch):
     with pytest.raises(RankError, match="Can't get attribute 'Individual'") as caught:
         shell.run_cell("%%ranks 4 --push population\n1").raise_error()
     said = " ".join(str(caught.value).split())
-    assert "population came and could not be read: this rank lacks something that it is made of." in said
+    assert (
+        "population came and could not be read here. Does this rank lack something that it is made of?"
+        in said
+    )
     assert "Run in a rank cell, too, what has made that in the notebook." in said
 
 

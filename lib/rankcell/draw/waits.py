@@ -133,7 +133,8 @@ def _label(standing: Standing) -> list[str]:
     """What stands beside a rank: its operation and the line, or what became of it."""
     if standing.phase in _OVER:
         return [_OVER[standing.phase][0]]
-    return [standing.op or "computes", *[f"line {standing.line}"] * bool(standing.line)]
+    at = [f"line {standing.line}"] if standing.line else []
+    return [standing.op or "computes", *at]
 
 
 def _words(x: float, y: float, standing: Standing) -> str:

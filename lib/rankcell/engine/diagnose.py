@@ -137,7 +137,7 @@ def _of_missed_call(
         ends = [r for r, wait in late.items() if wait.op == op]
         if not ends:
             continue
-        peers = sorted({late[r].peer or 0 for r in ends})
+        peers = [peer for peer in come if peer in {late[r].peer for r in ends}]
         one, part = len(ends) == 1, "recv" if op == "send" else "send"
         whom = f"{name_ranks(peers)}, which {'waits' if len(peers) == 1 else 'wait'} for {'it' if one else 'them'}"
         advice = f"Either {name_ranks(peers)} left out a {part}, or {name_ranks(ends)} left out that {call}"

@@ -236,8 +236,10 @@ def _read(push: bytes, names: Sequence[str]) -> dict[str, Any]:
     try:
         return cloudpickle.loads(push)
     except Exception as error:
-        lacks = f"{', '.join(names)} came and could not be read: this rank lacks something that it is made of."
-        error.add_note(f"{lacks} Run in a rank cell, too, what has made that in the notebook.")
+        error.add_note(
+            f"{', '.join(names)} came and could not be read here. Does this rank lack something that it is made of? "
+            "Run in a rank cell, too, what has made that in the notebook."
+        )
         raise
 
 

@@ -263,7 +263,7 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         made = {via: "make these calls" if len(ranks) > 1 else "makes this call" for via, ranks in within.items()}
         of_ranks = [f"{name_ranks(ranks)} {made[via]}{via}" for via, ranks in within.items() if via]
         why = f" {_NOT_REDUCED}" if {"", _BACKWARD} == within.keys() else ""
-        return f"As to where: {', '.join(of_ranks)}.{why}" if of_ranks else ""
+        return f"R{' and '.join(of_ranks)[1:]}.{why}" if of_ranks else ""  # "rank 0 makes ..."
     if came := _came_from(records, one):
         return came
     at = one.file, one.line
