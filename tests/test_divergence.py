@@ -135,3 +135,24 @@ def test_where_no_turn_is_new_most_ranks_tell():
     ]
     del programs[2][3]
     assert verdict.judge(play(programs)).culprits == (2,)
+
+
+def test_who_is_a_round_ahead_lacks_the_part_that_the_other_waits_for():
+    """Rank 1 receives again, where rank 0 waits for its answer the first time."""
+    both, records = (0, 1), []
+    for rank, line, times in ((0, 20, 1), (1, 30, 2)):
+        key = ("0", both, 1 - rank, rank)
+        wait = Wait(
+            "recv", "recv(float32[8])", "0", both, key, times, times, peer=1 - rank, line=line, file=TRAIN
+        )
+        one = Event(rank, "recv", 0, 1, "comm", "0", both, 1, (8,), "float32", line=line, file=TRAIN)
+        events = tuple(replace(one, seq=n) for n in range(1, times + 1))
+        records.append(RankRecord(rank, 2, waits=(wait,), counts={key: times}, calls=times, events=events))
+    found = verdict.judge(records)
+    assert found.culprits == (1,) and found.places == ((TRAIN, 30),)
+    assert found.advice == (
+        "Rank 1 has come to line 30 of train.py again, and rank 0 to line 20 of train.py for the first time: has "
+        "rank 1 left out the send for which rank 0 waits?"
+    )
+    forgotten = [replace(record, calls=9) for record in records]  # what happened before is not known
+    assert verdict.judge(forgotten).culprits == (0, 1)

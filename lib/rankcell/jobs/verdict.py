@@ -191,6 +191,8 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
     elif all(records[r].phase == "running" and records[r].events for r in proof.suspects):
         culprits = proof.suspects or culprits  # what they called before does not tell: both sides are named
     waits = {s.rank: s.blocking[0] for s in states if s.blocking}
+    if divergence is None and (again := _came_again(records, waits, proof.suspects or proof.culprits)):
+        culprits, advice = again
     at: dict[int, Any] = {**waits, **{rank: record for rank, record in records.items() if record.phase == "still"}}
     places += [(at[rank].file, at[rank].line) for rank in culprits if rank in at]
     if not places:  # it has finished: the line is the one that it left out
@@ -218,6 +220,26 @@ def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: di
     if ended:
         waits = f", and waits for {name_ranks(ended)}, which finished."
     return f"rank {found.rank} calls {call_of(call, size)}{here} where {where}{waits}"
+
+
+def _came_again(
+    records: Mapping[int, RankRecord], waits: Mapping[int, Wait], pair: Sequence[int]
+) -> tuple[tuple[int, ...], str] | None:
+    """The one that is a round ahead, of two ranks that wait for each other, one for a message; and what to ask."""
+    known = all(records[r].calls == len(records[r].events) for r in pair)  # none of their calls is forgotten
+    ends = [(r, w) for r in pair if (w := waits.get(r)) and w.line]
+    if len(ends) != 2 or len(pair) != 2 or not known or not any(w.op in errors.PAIRED for _, w in ends):
+        return None
+    times = {r: sum((e.op, e.file, e.line) == (w.op, w.file, w.line) for e in records[r].events) for r, w in ends}
+    (behind, wait), (ahead, there) = sorted(ends, key=lambda end: times[end[0]])
+    if (times[behind], times[ahead]) != (1, 2):
+        return None
+    part = {"send": "recv", "recv": "send"}.get(wait.op, wait.via or wait.op)
+    return (ahead,), (
+        f"Rank {ahead} has come to {at_line(there.line, there.file)} again, and rank {behind} to "
+        f"{at_line(wait.line, wait.file)} for the first time: has rank {ahead} left out the {part} for which "
+        f"rank {behind} waits?"
+    )
 
 
 def parted_before(run: Run) -> str:
