@@ -91,13 +91,6 @@ assert abs(335 * 1024**3 / 1e9 - 360) < 1 and abs(83 * 4 - 335) < 4, (
 # after: ex4-curve
 assert best == 13 and abs(finish(1) - finish(13) - 0.043) < 1e-3, "13 buckets are 43 ms earlier"
 
-# after: tree-in-pieces
-for sent in programs.values():
-    for above in {*PARENT.values()}:
-        taken = sorted((start, end) for r, _, start, end in sent if PARENT[r] == above)
-        assert all(a[1] <= b[0] for a, b in zip(taken, taken[1:])), "one message at a time goes into a rank"
-assert max(end for *_, end in programs["in 1 piece"]) == 40, "two of 8 ms into each of two levels, then one"
-
 # after: pieces-curve
 assert all(e.is_async for e in in_pieces.events if e.op == "send"), "no rank stands while a piece leaves"
 check.close_to([by_pieces[k] for k in (1, 10, 1000)], [25.5e-3, 4.5e-3, 22e-3], rtol=0.01)

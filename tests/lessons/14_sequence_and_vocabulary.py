@@ -409,11 +409,3 @@ class Loss(torch.autograd.Function):
 
 def cross_entropy(logits, targets, first):
     return Loss.apply(logits, targets, first)
-
-# after: what-compile-sees
-for same, (graph,) in traced.values:
-    assert same and graph[:3] == ["from_local", "redistribute", "linear"], "the all-gather, and its product"
-    assert graph[-3:] == ["linear", "redistribute", "to_local"], "the other product, and the reduce-scatter"
-for r in traced.ranks:  # of two passes; the tokens themselves need no gradient
-    calls = Counter(e.op for e in r.events)
-    assert calls["all_gather"] == 4 and calls["reduce_scatter"] == 2, calls

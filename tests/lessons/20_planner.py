@@ -277,7 +277,10 @@ check.close_to(halves, [37 / 8] * 2, atol=0.5, name="GB of activations, an eight
 lost = {name: int(row[4][:-1]) for name, row in by.items()}
 assert max(lost, key=lost.get) == "pipeline" and 20 < lost["recompute all"] <= 25, "at most one pass in four"
 
-# after: p18-apart
+# after: p18-saved
+from rankcell.planner import stacks
+
+apart, alone = stacks.ERRORS["kept apart"], ("playbook, whole", "MLPerf", "zero bubble", "SimuMax")
 known = [apart[name]["median"] for name in ("llm-foundry, H100", "llm-foundry, A100", "Megatron 2021",
     "Korthikanti 2022", "Megatron-Core README", "NeMo 24.07", "Megatron-Bridge, experts")]  # fmt: skip
 unknown = [apart[name]["median"] for name in ("zero bubble", "playbook, whole", "MLPerf", "SimuMax")]
