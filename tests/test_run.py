@@ -115,6 +115,19 @@ def test_a_program_without_torch_is_left_alone(tmp_path):
     assert started(RUN, tmp_path).returncode == 2
 
 
+def test_a_world_of_more_ranks_than_were_started(tmp_path):
+    script = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo", world_size=4, rank=int(os.environ["RANK"]))
+"""
+    done = started([*RUN, "--limit", "2", "--", *TORCHRUN], tmp_path, script)
+    missing = (
+        "ranks 2, 3 did not come to init_process_group, and ranks 0, 1 wait for them in init_process_group."
+    )
+    assert f"rankcell: {missing}\n" in done.stderr, done.stderr
+    assert "They wait for 4 ranks in all: is that right?" in done.stderr and done.returncode
+
+
 # A few kinds that differ most in how they are found; `python tests/hanging_jobs.py` runs all hundred.
 CHOSEN = ("hang: a lock", "hang: another group first", "mismatch: another dtype", "dies: a crash in C")
 

@@ -5,7 +5,7 @@ source: https://github.com/NVIDIA/Megatron-LM/pull/5047
 mesh: ep 4
 first: layer.router grad_output
 side: backward
-says: does a loss of the router's own
+says: a loss of the router's own
 """
 
 # %% one process

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..results import grouped, name_some
 from .comparison import FINAL, Row
-from .wording import ALIKE, REORDERED, is_weighted
+from .wording import ALIKE, ALL_BUT, REORDERED, is_weighted
 
 
 def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
@@ -87,6 +87,17 @@ def given(row: Row, rows: Sequence[Row]) -> str:
     return f"is what its module is given whole? `{past[-1].title}`, computed just before, is {past[-1].layout}"
 
 
+def lacks_rows(row: Row, rows: Sequence[Row]) -> str:
+    """Which output before a wrong one has rows on no rank, where most have none."""
+    past = before(row, rows) if row.kind == "output" else []
+    lacking = [r for r in past if r.layout.endswith(" nowhere")]
+    if not lacking or 2 * len(lacking) >= len(past):
+        return ""
+    missing, _, who = lacking[0].says.partition(":")
+    who = f" ({who.partition(' (')[2]}" if " (" in who else ""
+    return f"{ALL_BUT} `{lacking[0].title}`, of which {missing}{who}: is that right?"
+
+
 def cut_in_pieces(row: Row, rows: Sequence[Row]) -> str:
     """What is cut in pieces, right before a wrong output: one of the outputs that are cut, or a weight beside it."""
     around = row.name.rpartition(".")[0]
@@ -158,12 +169,19 @@ def _reordered_for(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def _right_before(row: Row, rows: Sequence[Row], status: str) -> Row | None:
-    """The first of those of one status that stand right before a tensor that fits nowhere."""
+    """The first of those of one status that stand right before a tensor that fits nowhere, or, where gradients travel
+    back, beside what does.
+    """
     if row.status != "none":
         return None
     found, at = None, rows.index(row) - 1
     kind = "output" if rows[at].kind == "output" else row.kind  # sums may reach the loss, whose gradient comes first
-    while at >= 0 and rows[at].kind == kind and rows[at].status in (status, "skipped"):
+    module = rows[at].name.rpartition(".")[0] if kind == "grad_output" else ""  # several may use the same tensor
+
+    def beside(r: Row) -> bool:
+        return bool(module) and r.status == "fits" and r.name.rpartition(".")[0] == module
+
+    while at >= 0 and rows[at].kind == kind and (rows[at].status in (status, "skipped") or beside(rows[at])):
         found, at = rows[at] if rows[at].status == status else found, at - 1
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..results import name_ranks, name_some
-from .blame import before, between, cut_in_pieces, given, right_elsewhere
+from .blame import before, between, cut_in_pieces, given, lacks_rows, right_elsewhere
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
@@ -69,7 +69,7 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     if used_as_whole:
         return (replace(wrong, says=says), False) if says else (row, True)
     clue = clue or row.clue or _exchanged(judge, row, rows) or between(row, rows) or given(row, rows)
-    clue = clue or (cut_in_pieces(row, rows) if row.kind == "output" else "")
+    clue = lacks_rows(row, rows) or clue or (cut_in_pieces(row, rows) if row.kind == "output" else "")
     if old := [r.title for r in rows if (r.kind, r.step, r.layout) == (row.kind, row.step, BEFORE)]:
         clue = (
             f"{name_some(old)} {'holds' if len(old) == 1 else 'hold'} {BEFORE}: is what it made put back where it was?"
@@ -125,7 +125,7 @@ def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
     if row.kind == "grad_output":
         experts = f"{row.name.rpartition('.')[0]}.experts".removeprefix(".")
         if any(n.startswith(experts) for n in dense) and not row.name.startswith(experts):
-            return "", "does a loss of the router's own, such as that for balance, count as in one process?"
+            return "", "do the experts' parts, or a loss of the router's own (balance), count as in one process?"
         says = _of_targets(held)
         rest = "" if past else _of_others(held, judge.world_size)
         says += f"{'' if says[-1] == '?' else '.'} {rest}" if says and rest else rest

@@ -415,7 +415,7 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
     share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)
-    alike = row.kind == "parameter" and len(lost) == len(row.ranks) > 1
+    alike = row.kind in ("parameter", "grad_output") and len(lost) == len(row.ranks) > 1
     same = ALIKE if alike and all(np.array_equal(p.matrix, piece.matrix) for p in lost) else ""
     if share >= ROUNDED:
         return f"other numbers ({share:.0%} off){same}"

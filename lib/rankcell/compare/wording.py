@@ -14,6 +14,7 @@ UNEVEN = "each rank has a mean over its own samples, and not equally many: add u
 LEFT_OUT = "rows get no gradient: does the loss leave them out?"
 ALIKE = ", the same on all"
 REORDERED = ", in another order"
+ALL_BUT = "all before it does but"
 
 
 def said(
@@ -76,6 +77,8 @@ def _sentence(
     elif not past:
         look = "and the forward is right: look at the loss, this gradient is the first that comes back from it. Are its"
         look += " targets right, is a sum in it summed again on the way back, does what it gathers send gradients back?"
+    if row.clue.startswith(ALL_BUT):
+        return f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), and {row.clue}"
     more = f"{'' if look.endswith('?') else '.'} {row.clue[0].upper()}{row.clue[1:]}" if row.clue else ""
     return f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), {look}{more}"
 

@@ -257,7 +257,9 @@ def _of_gone(
         return f"{_who(culprits, 'stand')} {state.why}, and {who} for it in {call}.", advice
     if state.phase == "absent" and state.why:
         it = "it" if len(culprits) == 1 else "them"
-        advice = "Look at what that rank prints, and whether its process was started."
+        advice = (
+            f"They wait for {len(states)} ranks in all: is that right? If so, were all started, and what do they print?"
+        )
         return f"{name_ranks(culprits)} {state.why}, and {who} for {it} in {call}.", advice
     if state.phase == "absent":
         advice = "A collective needs every rank of its group: leave --only away, or make a group of those ranks."

@@ -9,6 +9,7 @@ same so far went on in another way. It names nobody where ranks lawfully do diff
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..errors import PAIRED
 from ..results import Event, grouped
 from .records import RankRecord
 
@@ -33,7 +34,9 @@ def find_divergent_rank(records: Sequence[RankRecord], suspects: Sequence[int]) 
     events = {r.rank: r.events for r in records}
     if len(set(suspects)) < 2 or not set(suspects) <= paths.keys():
         return None
-    return _by_new_turn(paths, events, suspects) or _by_majority(records, paths, events, suspects)
+    found = _by_new_turn(paths, events, suspects) or _by_majority(records, paths, events, suspects)
+    messages = found and found.call and found.usual and found.usual.op in PAIRED and found.call.op not in PAIRED
+    return None if messages else found  # who sends and who receives may differ lawfully
 
 
 def _by_new_turn(paths: _Paths, events: _Events, suspects: Sequence[int]) -> Divergence | None:

@@ -147,7 +147,7 @@ class Runner:
             return None
         for record in seen:
             if record.rank not in self._job.ranks:
-                record = replace(record, phase="absent", why="has not come to init_process_group")
+                record = replace(record, phase="absent", why="did not come to init_process_group")
             elif record.phase == "running":
                 record = replace(record, threads=False)
                 if not verdict.waits_for(record):

@@ -138,6 +138,7 @@ class WatchedJob:
                 self.failed = self.failed or time.monotonic()
         elif not known.record.over:
             known.take(message)
+            self.world_size = max(self.world_size, message.world_size)
         self._news.notify_all()
 
     def _loss(self, known: WatchedRank) -> RankRecord:
