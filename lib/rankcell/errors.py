@@ -280,13 +280,16 @@ def _causes(failure: RankFailure, indent: str = "") -> list[str]:
     return lines
 
 
+CAME = "They came there on different ways: "
 PAIRED = ("send", "recv")
 OF_WORLD = ("0", "new_group", "init_process_group")  # groups of all ranks
 LATE = "its timeout, for another rank"  # of a call that has waited so long
 
 
-def mismatch_error(run: Run) -> RankMismatch:
-    """The error for calls that do not match. It names the minority: who noticed first is chance."""
+def mismatch_error(run: Run, parted: str = "") -> RankMismatch:
+    """The error for calls that do not match, with where the ranks `parted`. It names the minority: who noticed first is
+    chance.
+    """
     first = next(r.mismatch for r in run.ran if r.mismatch)
     calls: dict[int, Call] = {}
     wrong = next(iter(first.calls.values()))
@@ -320,6 +323,8 @@ def mismatch_error(run: Run) -> RankMismatch:
     # who sends and who receives a broadcast may call it in two lines, alike in each party
     ways = {frozenset((calls[r].file, calls[r].line) for r in ranks) for ranks in texts.values()}
     elsewhere = len(ways) > 1 or (len(said) == 1 and len(rows) > 1)
+    if parted.startswith(CAME):  # so these calls do not belong together
+        advice = _ADVICE["different operations"]
     if elsewhere and wrong.op not in PAIRED and first.problem != "different numbers of groups before":
         advice = (
             "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take "
@@ -328,7 +333,7 @@ def mismatch_error(run: Run) -> RankMismatch:
     if any("in another thread" in text for text in texts):
         advice += " Threads of a rank call in an order that is chance: give each a group of its own."
     stopped = f"The call that does not match was stopped before it sent anything. {advice}"
-    return RankMismatch("\n".join([head, *lines, stopped]), run)
+    return RankMismatch("\n".join(filter(None, [head, *lines, stopped, parted])), run)
 
 
 # What CUDA's kernels print where an index is out of bounds and the like

@@ -254,9 +254,7 @@ def what_went_wrong(
     elif lost:
         error = errors.lost_error(run, lost, replaced=replaced)
     elif any(r.mismatch for r in run.ran) and (cause is not None or raised):
-        error = errors.mismatch_error(run)
-        if parted := extensions.find("before a mismatch")(run):
-            error.add(parted)
+        error = errors.mismatch_error(run, extensions.find("before a mismatch")(run))
     elif raised:
         error = errors.rank_error(run)
     elif cause is not None:

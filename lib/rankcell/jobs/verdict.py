@@ -123,15 +123,16 @@ def _calls(record: RankRecord) -> list[Call]:
 
 def _mismatched(records: Sequence[RankRecord], found: Mismatch) -> JobVerdict:
     run = Run("", tuple(RankResult(r, mismatch=found) for r in range(_size(records))))
-    head, *rows, advice = str(errors.mismatch_error(run)).split("\n")
+    parted = _parted(records, found.calls, _size(records))
+    head, *lines = str(errors.mismatch_error(run, parted)).split("\n")
+    rows = tuple(line.strip() for line in lines if line.startswith("  "))
     texts = [call.text for call in found.calls.values()]
     least = min(map(texts.count, texts))
     odd = [rank for rank, call in sorted(found.calls.items()) if texts.count(call.text) == least]
     if pair := re.match(r"rank (\d+) sends .* to rank (\d+),", found.problem):
         odd = sorted(map(int, pair.groups()))
     places = tuple((found.calls[r].file, found.calls[r].line) for r in odd if found.calls[r].line)
-    advice = "\n".join(filter(None, (advice, _parted(records, found.calls, _size(records)))))
-    return JobVerdict("mismatch", tuple(odd), head, tuple(r.strip() for r in rows), advice, places)
+    return JobVerdict("mismatch", tuple(odd), head, rows, "\n".join(lines[len(rows) :]), places)
 
 
 def _size(records: Sequence[RankRecord]) -> int:
@@ -307,7 +308,7 @@ def _came_from(records: Sequence[RankRecord], one: Call) -> str:
         if mine != theirs:
             came = [f"{name_ranks(r)} from {at_line(n, file)}" for r, (file, n) in ((few, mine), (many, theirs))]
             left = "Has one of them left a loop, or passed over a call, before?"
-            return f"They came there on different ways: {', '.join(came)}. {left}"
+            return f"{errors.CAME}{', '.join(came)}. {left}"
     return ""
 
 
