@@ -447,6 +447,15 @@ def test_a_line_of_an_earlier_cell_is_named_with_the_line_that_led_there(four):
     assert "(call 1 of the world, line 2)" in str(fails(four, own, Deadlock, filename="<cell 5>"))
 
 
+def test_a_handler_of_sigterm_lasts_until_a_cell_takes_it_back(four):
+    """As one in a script would; between cells a rank can be ended."""
+    four.run("import signal\ntold = []\nbefore = signal.signal(signal.SIGTERM, lambda *_: told.append(rank))")
+    raises = "signal.raise_signal(signal.SIGTERM)"
+    assert four.run(f"{raises}\ntold").values == [[0], [1], [2], [3]]
+    four.run("signal.signal(signal.SIGTERM, before)")
+    assert "ended by SIGTERM" in str(fails(four, raises, RankLost))
+
+
 def test_one_line_that_is_called_for_other_things(four):
     source = """
 for epoch in range(2):

@@ -70,6 +70,11 @@ def test_values_that_travel_and_those_that_say_why_not(four):
     assert not plain.requires_grad and plain.tolist() == [2.0, 2.0]
     (lock, *_) = four.run("import threading; threading.Lock()").values
     assert isinstance(lock, NotSent) and "cannot be sent" in lock.reason and "lock" in repr(lock)
+    for use in (iter, len, lambda v: v[0], lambda v: v.locked()):
+        with pytest.raises(
+            (TypeError, AttributeError), match=r"NotSent|stayed on its rank .*lock.*: make plain data"
+        ):
+            use(lock)
     run = four.run("large = torch.zeros(5 << 20); large", only=[0], pull=["large"])
     assert "larger than 16 MiB" in run.ranks[0].value.reason and run.pulled["large"][0].numel() == 5 << 20
 

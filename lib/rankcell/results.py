@@ -1,6 +1,6 @@
 """What a rank cell leaves behind: frozen data that other modules read, draw and check. It imports nothing of ours."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import PurePath
@@ -131,6 +131,18 @@ class NotSent:
 
     def __repr__(self) -> str:
         return self.text
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(self._why())
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(self._why())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name if name.startswith("_") else self._why())
+
+    def _why(self) -> str:
+        return f"this value stayed on its rank ({self.reason}): make plain data of it there, such as `list(...)`."
 
 
 @dataclass(frozen=True)

@@ -194,11 +194,16 @@ class Process:
         self._ballast: bytearray | None = bytearray(_BALLAST)
         # of address space and data, by kind: soft and hard
         self._limits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)}
+        self._on_end: Any = signal.SIG_DFL  # what the learner's cells do at SIGTERM; between cells it ends the rank
+
+    def resume(self) -> None:
+        """A cell begins: the learner's own handler of SIGTERM is there again."""
+        signal.signal(signal.SIGTERM, self._on_end)
 
     def restore(self, on_interrupt: Any) -> None:
         """Signals (an interrupt calls `on_interrupt`), alarms and limits of memory as they were before the cell."""
         signal.signal(signal.SIGINT, on_interrupt)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._on_end = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)  # an alarm belongs to the cell that has set it
         self._restore_limits()

@@ -109,7 +109,7 @@ class Rank:
         """Run one cell or function call and say what happened. Never raises."""
         self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
         self._notes.clear()
-        self._process.restore(self._on_interrupt)
+        self._process.resume()
         self.stdio.begin()
         if task.forget_counts:
             self.recorder.forget_counts()
