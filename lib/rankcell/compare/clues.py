@@ -69,12 +69,23 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     if used_as_whole:
         return (replace(wrong, says=says), False) if says else (row, True)
     clue = clue or row.clue or _exchanged(judge, row, rows) or between(row, rows) or given(row, rows)
-    clue = lacks_rows(row, rows) or clue or (cut_in_pieces(row, rows) if row.kind == "output" else "")
+    clue = lacks_rows(row, rows) or _passed_over(judge, row) or clue
+    clue = clue or (cut_in_pieces(row, rows) if row.kind == "output" else "")
     if old := [r.title for r in rows if (r.kind, r.step, r.layout) == (row.kind, row.step, BEFORE)]:
         clue = (
             f"{name_some(old)} {'holds' if len(old) == 1 else 'hold'} {BEFORE}: is what it made put back where it was?"
         )
     return replace(row, says=says, clue=clue), False
+
+
+def _passed_over(judge: Any, row: Row) -> str:
+    """Which modules one process calls before a wrong output and no rank does, beside others that ranks call."""
+    called = {name for kind, name, step, _ in judge.ranks if (kind, step) == ("output", row.step)}
+    order = {n: es[0].order for (k, n, s, _), es in judge.dense.items() if (k, s) == ("output", row.step)}
+    early = [n for n in order if row.kind == "output" and n not in called and order[n] < order.get(row.name, 0)]
+    around = {name.rpartition(".")[0] for name in called}
+    found = [n for n in early if (module := n.rpartition(".")[0]) in around and module not in early]
+    return f"one process calls {name_some([f'`{n}`' for n in found])} before it, and no rank does" if found else ""
 
 
 def _exchanged(judge: Any, row: Row, rows: Sequence[Row]) -> str:
