@@ -378,6 +378,16 @@ def test_a_folder_of_something_else(tmp_path, capsys):
     assert command.main(["explain", str(tmp_path / "none")]) == 1
 
 
+def test_what_no_proof_says_is_read_from_the_report(tmp_path, capsys):
+    """For how long nothing had moved, the records do not tell."""
+    said = verdict.text(verdict.stalled([RankRecord(r, 3) for r in WORLD], 20.0), [])
+    records.write(tmp_path, [RankRecord(rank, 3) for rank in WORLD])
+    assert command.main(["explain", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("rankcell: nothing here proves who is to blame.")
+    (tmp_path / "verdict.txt").write_text(f"{said}\n")
+    assert command.main(["explain", str(tmp_path)]) == 0 and capsys.readouterr().out == f"{said}\n"
+
+
 def test_who_reads_a_report_may_stop_reading(tmp_path):
     records.write(tmp_path, [waiting(0), waiting(1), RankRecord(2, 3, "finished")])
     reader, writer = os.pipe()

@@ -21,6 +21,7 @@ from . import records, verdict
 from .records import RankRecord
 from .watch import WITHOUT_A_WORD, WatchedJob
 
+VERDICT = "verdict.txt"  # of a report, beside the records of the ranks
 TICK = 0.2  # seconds between two looks at what the ranks have said
 SETTLE = 0.7  # seconds after a rank has failed in which others may say that they did, too
 PROVED = 1.5  # seconds for which a proof must hold: a rank that is on the way may fail, and tell more
@@ -180,7 +181,7 @@ class Runner:
         folder = Path(self._report or f"rankcell-report-{time.strftime('%Y%m%d-%H%M%S')}")
         try:
             records.write(folder, reports)
-            (folder / "verdict.txt").write_text(f"{verdict.text(found, reports)}\n")
+            (folder / VERDICT).write_text(f"{verdict.text(found, reports)}\n")
         except OSError as error:
             return f"It could not be written to {folder}: {error.strerror}."
         return f"All of this is in {folder}/: `rankcell explain {shlex.quote(str(folder))}` reads it."
@@ -230,9 +231,10 @@ def explain(options: Any) -> int:
     except ValueError as error:
         print(f"rankcell explain: {error}", file=sys.stderr)
         return 1
-    if all(r.phase == "finished" for r in found):
-        judged = verdict.finished(found)
+    judged = verdict.finished(found) if all(r.phase == "finished" for r in found) else verdict.judge(found)
+    said = Path(options.folder) / VERDICT
+    if judged is None and said.is_file():  # what it knew then: for how long nothing had moved
+        print(said.read_text().rstrip("\n"))
     else:
-        judged = verdict.judge(found) or verdict.unclear(found, "nothing here proves who is to blame.")
-    print(verdict.text(judged, found))
+        print(verdict.text(judged or verdict.unclear(found, "nothing here proves who is to blame."), found))
     return 0
