@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from rankcell import command, errors
-from rankcell.engine import channel, stacks
+from rankcell.engine import channel, report, stacks
 from rankcell.engine.messages import Answer, Question, Wait
 from rankcell.jobs import inside, recording, records, run, verdict
 from rankcell.jobs.records import RankRecord
@@ -143,6 +143,23 @@ def test_a_closed_connection_is_a_consequence():
     assert found.kind == "hang" and found.culprits == (1,)
     own = replace(victim, failure=RankFailure("RuntimeError", "shape '[3]' is invalid"))
     assert verdict.judge([own, gone, waiting(2)]).culprits == (0,)
+
+
+def test_who_ended_before_its_message_had_come_is_named():
+    """It has sent, and nobody waited for that Work: its end closed the connection."""
+    key = ("0", "p2p", 1, 0, 0)
+    wait = Wait(
+        "recv", "recv(float32[8] from rank 1)", "0", WORLD, (*key, "recv"), 1, 1, 1, line=24, file=TRAIN
+    )
+    closed = RankFailure("RuntimeError", report.CLOSED)
+    victim = RankRecord(0, 3, "error", counts={(*key, "recv"): 1}, failure=closed, failed_in=wait)
+    sent = (event(1, "send", peer=0, line=28),)
+    done = [RankRecord(r, 3, "finished", counts={(*key, "send"): 1}, events=sent[r - 1 :]) for r in (1, 2)]
+    found = verdict.judge([victim, *done])
+    assert (found.kind, found.culprits, found.places) == ("hang", (1,), ((TRAIN, 28),))
+    assert found.headline == (
+        "rank 1 finished before recv(float32[8] from rank 1) (sent in line 28 of train.py) of rank 0 was through."
+    )
 
 
 def test_a_connection_that_closed_while_the_program_stood_in_c():

@@ -95,7 +95,9 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
     if proof is not None:
         return _deadlock({r.rank: r for r in records}, states, proof)
     victims = sorted((r for r in records if is_consequence(r)), key=lambda r: r.at)
-    return _late(states, victims[0], _raised(states, victims)) if victims else None
+    if not victims:
+        return None
+    return _left_early(records, states, victims[0]) or _late(states, victims[0], _raised(states, victims))
 
 
 def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
@@ -165,6 +167,26 @@ def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict
     places = tuple((f.filename, f.lineno) for f in reversed(stacks.own(first.frames)))
     told = rows(states, len(states), same) if any(s.phase != "error" for s in states) else ()
     return JobVerdict("error", same, head, told, "", places, detail.strip("\n"))
+
+
+def _left_early(records: Sequence[RankRecord], states: Sequence[State], victim: RankRecord) -> JobVerdict | None:
+    """Where ranks have done their part of what `victim` waits for, and ended before it had come."""
+    if (wait := victim.failed_in) is None or "clos" not in getattr(victim.failure, "message", ""):
+        return None
+    peers = [wait.peer] if wait.op in errors.PAIRED else wait.ranks
+    gone = [r for r in records if r.rank in peers and r.phase == "finished"]
+    if not gone:
+        return None
+    sent = [e for r in gone for e in r.events if (e.op, e.peer) == ("send", victim.rank) and wait.op == "recv"]
+    where = f" (sent in {at_line(sent[-1].line, sent[-1].file)})" if sent and sent[-1].line else ""
+    ranks = tuple(r.rank for r in gone)
+    return JobVerdict(
+        "hang", ranks, f"{name_ranks(ranks)} finished before {wait.text}{where} of rank {victim.rank} was through.",
+        rows(states, len(states), ranks),
+        "A process that ends, or destroys its group, closes its connections: wait for the Work of every isend and "
+        "async_op=True, and let all ranks meet in a barrier before the end.",
+        tuple((e.file, e.line) for e in sent[-1:] if e.line),
+    )  # fmt: skip
 
 
 def _late(states: Sequence[State], first: RankRecord, found: JobVerdict) -> JobVerdict:
