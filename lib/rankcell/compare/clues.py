@@ -79,12 +79,13 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
 
 
 def _passed_over(judge: Any, row: Row) -> str:
-    """Which modules one process calls before a wrong output and no rank does, beside others that ranks call."""
+    """Which modules one process calls before a wrong output and no rank has, beside others of their kind."""
     called = {name for kind, name, step, _ in judge.ranks if (kind, step) == ("output", row.step)}
     order = {n: es[0].order for (k, n, s, _), es in judge.dense.items() if (k, s) == ("output", row.step)}
+    lost = {n for kind, n, *_ in judge.dense if kind == "parameter" and n not in judge.holders}
     early = [n for n in order if row.kind == "output" and n not in called and order[n] < order.get(row.name, 0)]
     around = {name.rpartition(".")[0] for name in called}
-    found = [n for n in early if (module := n.rpartition(".")[0]) in around and module not in early]
+    found = [n for n in early if n.rpartition(".")[0] in around and any(p.startswith(f"{n}.") for p in lost)]
     return f"one process calls {name_some([f'`{n}`' for n in found])} before it, and no rank does" if found else ""
 
 

@@ -37,6 +37,13 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
         if missing:
             says = f"{missing} of its {of} rows or columns are on no rank: do several ranks hold the same part?"
             return row.found("uncovered", f"{layout}; {missing} of {of} nowhere", says=says)
+    flat = [f.flat for f in fits if f.flat is not None]
+    size = reference.matrix.size
+    if is_start and len(flat) == len(fits) and len(np.unique(reference.matrix)) > 0.9 * size:  # else a place is chance
+        held = np.unique(np.concatenate(flat))
+        if missing := size - int((held >= 0).sum()):
+            says = f"{missing} of its {size} numbers are on no rank: were they loaded?"
+            return row.found("uncovered", f"{layout}; {missing} of {size} nowhere", says=says)
     if row.kind not in FINAL and cut_rows and sure:
         rows, _ = _coverage(fits, reference)
         missing, most = int((rows == 0).sum()), int(rows.max())
