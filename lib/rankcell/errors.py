@@ -81,15 +81,18 @@ class MismatchError(RuntimeError):
     def __init__(self, details: Mismatch, *, again: bool = False) -> None:
         self.details = details
         calls = ", ".join(f"rank {r} calls {c.text}{placed(c.line, c.file)}" for r, c in sorted(details.calls.items()))
+        lines = {(c.file, c.line) for c in details.calls.values() if c.op not in PAIRED}
+        apart = len(lines) > 1 and details.problem != "different operations"
         super().__init__(
             f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "
             f"ranks are out of step: until the cell ends, this group sends nothing more."
             if again
             else f"{details.problem}: {calls}. This call was stopped before it sent anything. "
-            f"{_ADVICE.get(details.problem, _SPLITS)}"
+            f"{_APART if apart else ''}{_ADVICE.get(details.problem, _SPLITS)}"
         )
 
 
+_APART = "They stand in different lines: has a rank left out a call before, or made one more? If they belong together: "
 _SPLITS = "What one rank sends to another must be as long as what that rank expects."
 _ADVICE = {
     "different operations": "Every rank of a group must call the same operations in the same order.",

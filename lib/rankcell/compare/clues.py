@@ -148,7 +148,16 @@ def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
     bias = matrix_of(biases[0]).T if biases else None
     others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
     says = _besides(held, bias, others)
-    return says, "" if says else _of_rows(row.kind, held, bias) or uneven
+    return says, "" if says else _of_rows(row.kind, held, bias) or uneven or _off_by_a_little(held)
+
+
+def _off_by_a_little(held: Sequence[Held]) -> str:
+    """By how much a part of an output is off, where its layer's weights, which are right, tell which part it is."""
+    pairs = [(h.piece.matrix, h.part(h.reference.matrix)) for h in held if not h.factor and h.piece.f < h.reference.f]
+    shares = [typical(ours - part) / max(typical(part), 1e-30) for ours, part in pairs]
+    if not shares or max(shares) > 0.3:
+        return ""
+    return f"the part that its weights give is off by {max(shares):.1%}, and they are right: what is made of them?"
 
 
 def _uneven(tried: Tried, reference: Reference) -> str:

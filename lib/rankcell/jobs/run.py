@@ -141,7 +141,10 @@ class Runner:
             return None
         stands = {r for r, k in living.items() if verdict.waits_for(k.record) or now - k.moved >= self._limit}
         if stands != set(living):
-            self._note_slow(sorted({*living} - stands), [k.record for k in living.values()])
+            places = {(k.record.file, k.record.line) for r, k in living.items() if r in stands}
+            busy = [r for r, k in living.items() if r not in stands and (k.record.file, k.record.line) not in places]
+            if busy:  # the others poll, as those that stand where they do
+                self._note_slow(sorted(busy), [k.record for k in living.values()])
             return None
         seen, reports = self._job.reports(), []
         if _standing(seen) != _standing(here):  # somebody has moved since it last said what it does
