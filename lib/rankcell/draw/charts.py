@@ -73,8 +73,7 @@ def speeds(items: Iterable[Speed]) -> Table:
         arithmetic = s.arithmetic or "as the source prints it"
         rows.append((s.name, *map(format_rate, rates), arithmetic, *(s.note,) * noted, source))
     numbers = ("each way", "both ways") if links else ("reads and writes",)
-    header = ("", *numbers, "arithmetic", *("note",) * noted, "source")
-    return Table(header, tuple(rows), right=numbers)
+    return Table(("", *numbers, "arithmetic", *("note",) * noted, "source"), tuple(rows), right=numbers)
 
 
 def shares(pairs: Iterable[tuple[Speed, Speed]]) -> Table:
@@ -174,8 +173,7 @@ def lines(
     px, py = Axis(*x_range, left, right, log=x_log), Axis(*y_range, bottom, top, log=y_log)
     grid, names = parts.ticks_beside(((py(t), y_format(t)) for t in y_ticks), left, right)
     out = [mark for pair in zip(grid, names, strict=True) for mark in pair]
-    ticks = ((px(t), x_format(t)) for t in x_ticks)
-    out += parts.ticks_below(ticks, bottom, bottom + 5, bottom + 26, stroke=MUTED)
+    out += parts.ticks_below(((px(t), x_format(t)) for t in x_ticks), bottom, bottom + 5, bottom + 26, stroke=MUTED)
     out.append(line(left, bottom, right, bottom, stroke=MUTED))
     last = -1e9
     for x, word in sorted((px(x), word) for x, word in marks if x_range[0] <= x <= x_range[1]):

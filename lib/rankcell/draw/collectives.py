@@ -68,10 +68,8 @@ class _Scene(NamedTuple):
 def steps(run: Run | Iterable[Event], op: str = "") -> Frames:
     """The first `op` of a run of `%%ranks --values` in three steps: before, who sends what to whom, after.
 
-    `op` may be left out if the run holds one kind of collective. Groups side by side stand in one picture.
-
-    Raises:
-        ValueError: the run holds no such call, or it was recorded without values.
+    `op` may be left out if the run holds one kind of collective. Groups side by side stand in one picture. Raises
+    ValueError: the run holds no such call, or it was recorded without values.
     """
     scene = _scene(_select(run, op))
     title = scene.op + (f", {scene.reduce_op}" if scene.reduce_op not in ("", "SUM") else "")

@@ -40,10 +40,8 @@ def look(row: Any) -> str:
 
 
 def held(runs: Mapping[str, Any]) -> Figure:
-    """One strip per result of `check.against`, one box per tensor of its first step, with its name and layout.
-
-    Raises:
-        ValueError: no run, or one without outputs and gradients.
+    """One strip per result of `check.against`, one box per tensor of its first step, with its name and layout. Raises
+    ValueError: no run, or one without outputs and gradients.
     """
     strips = {name: [r for r in run.rows if r.kind in GROUPS and r.step == 0] for name, run in runs.items()}
     if not strips or not all(strips.values()):

@@ -49,6 +49,5 @@ def _matrix(x: float, y: float, matrix: Sequence[Sequence[float]], by_row: bool)
     for i, numbers in enumerate(matrix):
         for j in (j for j, value in enumerate(numbers) if value):
             rank = i * _RANKS // len(matrix) if by_row else j * _RANKS // len(numbers)
-            at = x + j * _CELL + 1, y + i * _CELL + 1
-            marks.append(rect(*at, _CELL - 2, _CELL - 2, fill=rank_colour(rank)))
+            marks.append(rect(x + j * _CELL + 1, y + i * _CELL + 1, _CELL - 2, _CELL - 2, fill=rank_colour(rank)))
     return marks

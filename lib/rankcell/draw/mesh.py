@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ..results import Event, Run
+from ..results import Event, Run, grouped
 from .parts import WIDE, pale, rank_colour, text_width
 from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, format_bytes, label, rect
 
@@ -21,10 +21,8 @@ _Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
 def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = "") -> Figure:
     """The groups of each axis of the mesh {name: degree}, and the calls and bytes of each rank in them.
 
-    Calls and bytes of input tensors are those of one rank; where ranks differ, the least and the most.
-
-    Raises:
-        ValueError: the run has another number of ranks than the mesh.
+    Calls and bytes of input tensors are those of one rank; where ranks differ, the least and the most. Raises
+    ValueError: the run has another number of ranks than the mesh.
     """
     n = math.prod(mesh.values())
     if isinstance(run, Run) and n != run.world_size:
@@ -47,20 +45,14 @@ def _calls(
 ) -> dict[str, list[tuple[str, str]]]:
     """By axis: (operation, what each rank called of it)."""
     of_group = {members: name for name, all_of in found.items() for members in all_of if len(members) > 1}
-    counts: dict[tuple[str, str], list[list[int]]] = {}
-    for event in events:
-        if event.kind != "comm" or len(event.ranks) < 2 or event.op == "recv":  # its send is counted
-            continue
-        key = of_group.get(tuple(sorted(event.ranks)), _REST), event.op
-        of_rank = counts.setdefault(key, [[0, 0] for _ in range(n)])[event.rank]
-        of_rank[0] += 1
-        of_rank[1] += event.nbytes
-    lines: dict[str, list[tuple[str, str]]] = {}
-    for (name, op), by_rank in sorted(counts.items(), key=lambda item: -sum(b for _, b in item[1])):
-        numbers, sizes = zip(*by_rank, strict=True)
-        text = f"{op} {_range(numbers, str)}×, {_range(sizes, format_bytes)}"
-        lines.setdefault(name, []).append((op, text))
-    return lines
+    sent = (e for e in events if e.kind == "comm" and len(e.ranks) > 1 and e.op != "recv")  # of a message its send
+    calls = grouped(((of_group.get(tuple(sorted(e.ranks)), _REST), e.op), e) for e in sent)
+    lines = []
+    for (name, op), these in sorted(calls.items(), key=lambda item: -sum(e.nbytes for e in item[1])):
+        sizes = [[e.nbytes for e in these if e.rank == rank] for rank in range(n)]
+        text = f"{op} {_range([*map(len, sizes)], str)}×, {_range([*map(sum, sizes)], format_bytes)}"
+        lines.append((name, (op, text)))
+    return grouped(lines)
 
 
 def _range(values: Sequence[int], show: Callable[[float], str]) -> str:

@@ -45,7 +45,9 @@ def as_html(run: Run) -> str:
         pieces = [text for kind, piece in _pieces(group[0]) if (text := _as_html(kind, piece))]
         tag, name = "div" if pieces else "span", html.escape(_heading(group))
         said = "".join(pieces) or f': <span style="{_NAME}">{html.escape(_state(group[0]))}</span>'
-        rows.append(f'<div style="{_MARK}{_colour(group)}"><{tag} style="{_NAME}">{name}</{tag}>{said}</div>')
+        colour = rank_colour(group[0].rank) if len(group) == 1 else "#999999"
+        mark = _MARK + (colour if group[0].state in ("ok", "running") else "#d55e00")
+        rows.append(f'<div style="{mark}"><{tag} style="{_NAME}">{name}</{tag}>{said}</div>')
     rows += [f'<div style="{_NAME}">{html.escape(text)}</div>' for text in _dropped(run)]
     return f'<div class="rankcell-run">{"".join(rows)}</div>'
 
@@ -106,12 +108,6 @@ def _heading(group: Sequence[RankResult]) -> str:
     names = dict.fromkeys(r.node for r in group if r.node)
     where = f" on {', '.join(names)}" if names else ""
     return name_ranks([r.rank for r in group]) + where
-
-
-def _colour(group: Sequence[RankResult]) -> str:
-    if group[0].state not in ("ok", "running"):
-        return "#d55e00"
-    return rank_colour(group[0].rank) if len(group) == 1 else "#999999"
 
 
 def _state(result: RankResult) -> str:

@@ -112,7 +112,6 @@ def _box(x: float, y: float, width: float, height: float) -> str:
 
 
 def _entries(rows: Sequence[_Actions]) -> list[tuple[str, Swatch | None]]:
-    """What the key explains of these rows."""
     kinds = {a.kind for row in rows for a, *_ in row.boxes}
     names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
     if {"B", "I"} <= kinds:

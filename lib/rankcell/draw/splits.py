@@ -111,8 +111,7 @@ def _matrices(
         marks.append(label(x + columns * unit / 2, y - 6, name, anchor="middle", fill=INK))
         (r0, r1), (c0, c1) = split.held[rank][name]
         fill = f"url(#partial{rank})" if name in split.partial else rank_colour(rank)
-        at = x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit
-        marks.append(rect(*at, fill=fill, radius=0))
+        marks.append(rect(x + c0 * unit, y + r0 * unit, (c1 - c0) * unit, (r1 - r0) * unit, fill=fill, radius=0))
         # lines between the numbers
         marks += [line(x, y + i * unit, x + columns * unit, y + i * unit, stroke=PAPER) for i in range(1, rows)]
         marks += [line(x + j * unit, y, x + j * unit, y + rows * unit, stroke=PAPER) for j in range(1, columns)]

@@ -75,8 +75,7 @@ def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: 
         marks.append(line(left, y[row] + _BAR, WIDTH - _RIGHT, y[row] + _BAR))
     launched = [e for e in events if e.kind in _WORK]
     for e in launched if 0 in y and len(launched) <= _MAX_LAUNCH_LINES else ():
-        ends = x(e.issued), y[0] + _BAR, x(e.start) + 1, y[e.rank]
-        marks.append(line(*ends, stroke=MUTED, width=1, dash="2 3"))
+        marks.append(line(x(e.issued), y[0] + _BAR, x(e.start) + 1, y[e.rank], stroke=MUTED, width=1, dash="2 3"))
     marks += [_mark(e, x(e.start), x(e.end), y[e.rank]) for e in events if e.kind != "order"]
     for e in events:
         if e.kind == "order" and e.peer in y:
@@ -115,7 +114,6 @@ def _mark(e: Event, start: float, stop: float, y: float) -> str:
 
 
 def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch]]:
-    """What the key explains of these events."""
     kinds = {e.kind for e in events}
     launches = [e.op.startswith("launch ") for e in events if e.kind == "host"]
     names = ["compute"] if "compute" in kinds or not all(launches) else []
@@ -131,5 +129,4 @@ def _entries(events: Sequence[Event]) -> list[tuple[str, Swatch]]:
 
 
 def _outlined(fill: str, stroke: str, *, stroke_width: float = 1, dash: str = "") -> Swatch:
-    """The mark of a key's entry whose bars have an outline."""
     return lambda x, y: rect(x + 1, y + 3, 16, 14, fill=fill, stroke=stroke, stroke_width=stroke_width, dash=dash)

@@ -40,17 +40,17 @@ def timeline(run: Run | Iterable[Event], *, title: str = "") -> Figure:
     """What each rank computed and sent, and when: bars by rank, zero where the first of them begins.
 
     Give a `Run`, or any of its events: `timeline(e for e in run.events if e.line > 3)`. More than 60 arrows from
-    sends to receives are not drawn.
-
-    Raises:
-        ValueError: there are no events.
+    sends to receives are not drawn. Raises ValueError: there are no events.
     """
     if not (events := sorted(run.events if isinstance(run, Run) else run, key=lambda e: (e.start, e.rank))):
         raise ValueError("There is nothing to draw: no rank computed in a span or communicated.")
     ranks = sorted({e.rank for e in events} | {r.rank for r in (run.ran if isinstance(run, Run) else ())})
     ready = {_meeting(e): e.start for e in events}  # of the last rank to call it: before that nobody can finish
     if isinstance(run, Run) and not any(r.dropped for r in run.ranks):
-        ready |= dict.fromkeys(_missed(events), float("inf"))
+        came = grouped((_meeting(e), e.rank) for e in events)
+        collectives = (e for e in events if e.op not in ("send", "recv"))
+        missed = (_meeting(e) for e in collectives if set(e.ranks).difference(came[_meeting(e)]))
+        ready |= dict.fromkeys(missed, float("inf"))  # some ranks never called these: whoever did only waited
     rows = {rank: _bars([e for e in events if e.rank == rank], ready) for rank in ranks}
     arrows = pairs(events)
     x = Axis(events[0].start, max(max(e.end for e in events), events[0].start + 1e-6), _NAMES, WIDTH - _RIGHT)
@@ -65,12 +65,6 @@ def _meeting(e: Event) -> tuple | None:
         ends = (e.rank, e.peer) if e.op == "send" else (e.peer, e.rank)
         return None if e.peer is None else (e.group, *ends, e.tag, e.seq)
     return (e.group, e.ranks, e.op, e.seq) if e.kind == "comm" and e.seq else None
-
-
-def _missed(events: Sequence[Event]) -> set[tuple | None]:
-    """The collectives that some of their ranks never called: whoever did only waited."""
-    came = grouped((_meeting(e), e.rank) for e in events)
-    return {_meeting(e) for e in events if e.op not in ("send", "recv") and set(e.ranks).difference(came[_meeting(e)])}
 
 
 def pairs(events: Sequence[Event]) -> list[tuple[Event, Event]]:
@@ -105,8 +99,7 @@ def _bars(events: Sequence[Event], ready: Mapping[tuple | None, float]) -> list[
         if came > begin:
             bars.append(_Bar(begin, came, e.op, waiting=True))
         if e.end > came:
-            text = "" if _is_async(e) or not e.nbytes else format_bytes(e.nbytes)
-            bars.append(_Bar(came, e.end, e.op, text=text))
+            bars.append(_Bar(came, e.end, e.op, text="" if _is_async(e) or not e.nbytes else format_bytes(e.nbytes)))
     return bars
 
 
@@ -180,7 +173,6 @@ def _arrow(send: Event, recv: Event, x: Axis, at: Mapping[int, float]) -> str:
 
 
 def _entries(bars: Sequence[_Bar]) -> list[tuple[str, Swatch | None]]:
-    """What the key explains of these bars."""
     found = {b.op for b in bars if b.kind == "comm"}
     ops = [op for op in COLOURS if op in found] + sorted(found - set(COLOURS))
     entries: list[tuple[str, Swatch | None]] = []

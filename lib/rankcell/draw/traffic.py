@@ -11,10 +11,7 @@ _LEFT, _TOTAL, _ROW = 84, 104, 46
 
 
 def traffic(matrix: Sequence[Sequence[float]], *, title: str = "") -> Figure:
-    """Bytes from each rank (row) to each rank (column), with the sum that each rank sent.
-
-    `matrix[i][j]` is the number of bytes from rank i to rank j.
-    """
+    """Bytes from each rank i (row) to each rank j (column), `matrix[i][j]`, with the sum that each rank sent."""
     rows = [[float(x) for x in row] for row in matrix]
     n = len(rows)
     marks, top = ([label(EDGE, 30, title, bold=True)], 46.0) if title else ([], 12.0)
@@ -32,9 +29,8 @@ def traffic(matrix: Sequence[Sequence[float]], *, title: str = "") -> Figure:
         marks.append(label(_LEFT - 8, y + 30, f"rank {i}", anchor="end"))
         for j, x in enumerate(row):
             stays = i == j and not x
-            look = ("#f4f4f4", "none") if stays else (pale(COLOURS["all_reduce"], x / most), LINE)
-            at = _LEFT + j * cell + 1, y + 1, cell - 2, _ROW - 2
-            marks.append(rect(*at, fill=look[0], stroke=look[1]))
+            fill, stroke = ("#f4f4f4", "none") if stays else (pale(COLOURS["all_reduce"], x / most), LINE)
+            marks.append(rect(_LEFT + j * cell + 1, y + 1, cell - 2, _ROW - 2, fill=fill, stroke=stroke))
             if fits and texts[i][j]:
                 ink = PAPER if x > 0.6 * most else INK
                 marks.append(label(_LEFT + (j + 0.5) * cell, y + 30, texts[i][j], anchor="middle", fill=ink))

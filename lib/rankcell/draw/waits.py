@@ -25,10 +25,8 @@ _OVER = {  # phase: what stands beside the rank, what is said of one and of seve
 def waits(run: Run) -> Figure:
     """Who waited for whom when the cell of `run` had to be ended: by a deadlock, an error, a timeout or you.
 
-    A thick ring is a rank that waits, a thin one computes; grey: its cell is over, or runs on other ranks only.
-
-    Raises:
-        ValueError: the cell came to its end by itself, so that nobody waits.
+    A thick ring is a rank that waits, a thin one computes; grey: its cell is over, or runs on other ranks only. Raises
+    ValueError: the cell came to its end by itself, so that nobody waits.
     """
     if not (standings := sorted(run.standstill, key=lambda s: s.rank)):
         how = "Keep the run of the cell that hangs: `%%ranks 4 -o run`, then waits(run)."
