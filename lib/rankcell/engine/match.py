@@ -52,37 +52,28 @@ class Signature(NamedTuple):
 def difference(mine: bytes, theirs: bytes, ranks: Sequence[int], rank: int, peer: int) -> tuple[str, str]:
     """What does not match between two packed signatures of a group, in words, "" if they match; and the peer's call."""
     a, b = Signature(*marshal.loads(mine)), Signature(*marshal.loads(theirs))
-    return _problem(a, b, ranks, rank, peer), b.text
-
-
-def _problem(a: Signature, b: Signature, ranks: Sequence[int], rank: int, peer: int) -> str:
-    if a.op != b.op:
-        return "different operations"
-    if a.members != b.members:
-        return "different lists of ranks" if a.op == "new_group" else "different numbers of groups before"
-    if a.device != b.device:
-        return "a tensor on the CPU and one on a GPU"
-    if a.tensors != b.tensors:
-        if [dtype for dtype, _ in a.tensors] != [dtype for dtype, _ in b.tensors]:
-            return "different dtypes" if len(a.tensors) == len(b.tensors) else "different numbers of tensors"
-        if a.root != b.root:
-            return "different roots and different shapes"
-        return "different sizes" if a.op == "send to recv" else "different shapes"
-    if a.root != b.root:
-        return "different roots"
-    if a.reduce_op != b.reduce_op:
-        return "different reduce operations"
-    if not a.sends and not b.sends:
-        return ""
-    i, j = ranks.index(rank), ranks.index(peer)
-    sizes = (len(a.sends), len(a.expects))
-    if sizes != (len(b.sends), len(b.expects)) or max(i, j) >= min(sizes):
-        return "different numbers of splits"
-    ways = (rank, peer, a.sends[j], b.expects[i]), (peer, rank, b.sends[i], a.expects[j])
-    for sender, receiver, rows, expected in ways:
-        if rows != expected:
-            return f"rank {sender} sends {rows} to rank {receiver}, which expects {expected}"
-    return ""
+    reshaped = a.tensors != b.tensors
+    differ = {  # the first that holds
+        "different operations": a.op != b.op,
+        "different lists of ranks": a.members != b.members and a.op == "new_group",
+        "different numbers of groups before": a.members != b.members,
+        "a tensor on the CPU and one on a GPU": a.device != b.device,
+        "different numbers of tensors": len(a.tensors) != len(b.tensors),
+        "different dtypes": [dtype for dtype, _ in a.tensors] != [dtype for dtype, _ in b.tensors],
+        "different roots and different shapes": reshaped and a.root != b.root,
+        "different sizes": reshaped and a.op == "send to recv",
+        "different shapes": reshaped,
+        "different roots": a.root != b.root,
+        "different reduce operations": a.reduce_op != b.reduce_op,
+    }
+    if not any(differ.values()) and (a.sends or b.sends):
+        i, j = ranks.index(rank), ranks.index(peer)
+        sizes = (len(a.sends), len(a.expects))
+        if sizes != (len(b.sends), len(b.expects)) or max(i, j) >= min(sizes):
+            return "different numbers of splits", b.text
+        ways = (rank, peer, a.sends[j], b.expects[i]), (peer, rank, b.sends[i], a.expects[j])
+        differ = {f"rank {s} sends {n} to rank {r}, which expects {wanted}": n != wanted for s, r, n, wanted in ways}
+    return next((problem for problem, holds in differ.items() if holds), ""), b.text
 
 
 Published = dict[int, tuple[bytes, str]]  # by rank: its signature, packed, and its line and file
@@ -108,7 +99,6 @@ class SignatureTable:
 
     @classmethod
     def nbytes(cls, world_size: int) -> int:
-        """Bytes of shared memory for `world_size` ranks."""
         slot, slots = cls.layout(world_size)
         return world_size * slots * slot
 
@@ -181,7 +171,6 @@ class Matcher:
         self._refused: dict[str, Mismatch] = {}  # by group: until the cell ends, nothing more is sent there
 
     def begin(self) -> None:
-        """A new cell begins."""
         self.found = None
         self._refused.clear()
 
