@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import errors, extensions
@@ -34,8 +34,6 @@ Cause = errors.RankError | errors.RanksInterrupted  # why a cell was ended
 
 @dataclass(frozen=True)
 class Ending:
-    """How a cell ended: with a run, and an error if something went wrong."""
-
     run: Run
     error: Cause | errors.PullError | None
     states: Mapping[int, RankState]  # of the ranks that came back
@@ -44,48 +42,41 @@ class Ending:
     left: tuple[int, ...] = ()  # ranks that have destroyed their process group
 
 
+@dataclass
 class Cell:
-    """One cell on the ranks of `members`. `source` is its source, or the name of the function, for the `Run`; the other
-    options are those of `Ranks.run`.
-    """
+    """One cell on the ranks of `members`."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        task: Task,
-        members: Sequence[int],
-        *,
-        source: str,
-        timeout: float | None,
-        on_update: OnUpdate | None,
-    ) -> None:
-        self._workers, self._task, self._members = workers, task, members
-        self._source, self._timeout, self._on_update = source, timeout, on_update
-        self._last: dict[int, Status] = {}  # what each rank answered last
-        self._states: list[State] = []  # at the last look
+    workers: Workers
+    task: Task
+    members: Sequence[int]
+    source: str  # for the `Run`: of a function its name
+    timeout: float | None  # as of `Ranks.run`, and so is the next
+    on_update: OnUpdate | None
+    _last: dict[int, Status] = field(default_factory=dict)  # what each rank answered last
+    _states: list[State] = field(default_factory=list)  # at the last look
 
     def run(self, interrupted: Callable[[], bool]) -> Ending:
         """Give the task to the ranks, and wait until it is over on all of them, or until `interrupted`."""
-        self._workers.next_cell(self._task.cell, self._members)
-        host = self._workers.host
+        self.workers.next_cell(self.task.cell, self.members)
+        host = self.workers.host
         # its beginning as the clock of each one's machine shows it
-        for offset, mine in grouped((host.clock_offset(rank), rank) for rank in self._members).items():
-            host.send(mine, pickle.dumps(replace(self._task, began=self._task.began + offset), pickle.HIGHEST_PROTOCOL))
+        for offset, mine in grouped((host.clock_offset(rank), rank) for rank in self.members).items():
+            host.send(mine, pickle.dumps(replace(self.task, began=self.task.began + offset), pickle.HIGHEST_PROTOCOL))
         if (cause := self._wait(interrupted)) is not None:
             self._free(wanted=not isinstance(cause, errors.Deadlock))
         return self._ending(cause)
 
     def _over(self) -> bool:
-        return all(p.over for p in self._workers.received.values())
+        return all(p.over for p in self.workers.received.values())
 
     def _wait(self, interrupted: Callable[[], bool]) -> Cause | None:
         """Wait until the ranks are through, or until there is a reason to end the cell."""
-        began, timeout = self._workers.began, self._timeout
+        began, timeout = self.workers.began, self.timeout
         next_poll, seen, proved = began + FIRST_POLL, None, None
         while not self._over():
             now = time.monotonic()
             end = began + timeout if timeout is not None else now + 3600
-            self._workers.pump(max(min(next_poll, end) - now, 0.0))
+            self.workers.pump(max(min(next_poll, end) - now, 0.0))
             now = time.monotonic()
             if self._over():
                 break
@@ -109,23 +100,23 @@ class Cell:
                     return errors.Deadlock(str(diagnosis))
                 seen = _fingerprint(self._states) if diagnosis is not None else None
                 next_poll = time.monotonic() + (CONFIRM if diagnosis is not None else POLL)
-                if self._on_update is not None:
+                if self.on_update is not None:
                     try:
-                        self._on_update(self._run(live=True), summary(self._states))
+                        self.on_update(self._run(live=True), summary(self._states))
                     except Exception:  # noqa: BLE001 - a display that fails must not end the ranks' cell
-                        self._on_update = None
+                        self.on_update = None
         return None
 
     def _look(self) -> None:
         """Find out what every rank is doing now."""
-        received = self._workers.received
-        idle = {rank for rank in self._workers.with_threads if not received[rank].runs}
+        received = self.workers.received
+        idle = {rank for rank in self.workers.with_threads if not received[rank].runs}
         asked = [n for n, r in received.items() if not r.over or n in idle or (r.done and r.done.state.threads)]
-        answers: dict[int, Status | None] = self._workers.ask(asked, "status", wait=0.3)
+        answers: dict[int, Status | None] = self.workers.ask(asked, "status", wait=0.3)
         states = []
         for rank, part in sorted(received.items()):
-            before = self._workers.counts.get(rank, {})
-            if (status := answers.get(rank)) is not None and part.runs and status.cell != self._task.cell:
+            before = self.workers.counts.get(rank, {})
+            if (status := answers.get(rank)) is not None and part.runs and status.cell != self.task.cell:
                 status = None  # it has not taken the task up: what it says is about the cell before
             if not part.runs:
                 states.append(_with_threads(State(rank, "absent", counts=before), status))
@@ -153,11 +144,11 @@ class Cell:
     def _where(self, headline: str) -> str:
         """`headline`, and under it where the ranks were; those in the same place together."""
         present = [state for state in self._states if state.phase != "absent"]
-        return "\n".join([headline, *(f"  {row}" for row in rows(present, self._workers.world_size))])
+        return "\n".join([headline, *(f"  {row}" for row in rows(present, self.workers.world_size))])
 
     def _free(self, *, wanted: bool) -> None:
         """Get every rank out of the cell, or end it; `wanted` by the learner or a limit, or known to wait in vain."""
-        workers, received = self._workers, self._workers.received
+        workers, received = self.workers, self.workers.received
         about = "interrupt" if wanted else "free"
         running = [rank for rank, r in received.items() if not r.over]
         for rank in running:
@@ -177,21 +168,18 @@ class Cell:
 
     def _used(self, rank: int) -> float:
         """CPU seconds of the rank's process; 0 where it is on another machine."""
-        host = self._workers.host
+        host = self.workers.host
         return 0.0 if host.place_of(rank)[2] else system.process_cpu_seconds(host.pids.get(rank, 0))
 
     def _end(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks`, and note that it was our doing."""
-        if not ranks:
-            return
-        self._workers.host.kill(ranks)
-        self._workers.pump(0.0)  # what they wrote until then
+        self.workers.host.kill(ranks)
+        self.workers.pump(0.0)  # what they wrote until then
         for rank in ranks:
-            if self._workers.received[rank].done is None:
-                self._workers.lose(rank, "did not react and was ended", by_us=True)
+            if self.workers.received[rank].done is None:
+                self.workers.lose(rank, "did not react and was ended", by_us=True)
 
     def _ending(self, cause: Cause | None) -> Ending:
-        received = self._workers.received
+        received = self.workers.received
         lost = tuple(rank for rank, r in received.items() if r.lost)
         states = {rank: r.done.state for rank, r in received.items() if r.done is not None}
         unmatched = None if cause is not None or lost else self._unmatched(states)
@@ -199,17 +187,17 @@ class Cell:
         run = self._run(live=False)
         if cause is not None:
             run = replace(run, standstill=standings(self._states))
-        earlier = self._workers.counts
+        earlier = self.workers.counts
         now = {**earlier, **{rank: state.counts for rank, state in states.items()}}
         # a message that a rank has not taken, because it raised, would be taken for the next one
         left_over = bool(run.failed) and under_way(now.values()) != under_way(earlier.values())
         broken = bool(cause or left_over or lost or unmatched or left or any(r.mismatch for r in run.ranks))
         broken = broken or len({s.group for s in states.values()}) > 1 or any(s.broken for s in states.values())
-        replaced = all(self._workers.host.reachable(rank) for rank in lost)
-        error = what_went_wrong(run, cause, unmatched, self._task.pull, replaced=replaced)
+        replaced = all(self.workers.host.reachable(rank) for rank in lost)
+        error = what_went_wrong(run, cause, unmatched, self.task.pull, replaced=replaced)
         for name, ranks in errors.missing_names(run).items():
-            new = [rank for rank in ranks if name in self._workers.gone[rank]]
-            have = [rank for rank, names in self._workers.names.items() if name in names]
+            new = [rank for rank in ranks if name in self.workers.gone[rank]]
+            have = [rank for rank, names in self.workers.names.items() if name in names]
             if error and new:
                 are = "is a new process" if len(new) == 1 else "are new processes"
                 error.add(f"{name_ranks(new)} {are} since `{name}` was defined: run the cell that defines it again.")
@@ -219,23 +207,23 @@ class Cell:
 
     def _unmatched(self, states: Mapping[int, RankState]) -> str | None:
         """A sentence, if some ranks called more than others."""
-        known = self._workers.counts | {rank: state.counts for rank, state in states.items()}
-        counts = {rank: known.get(rank, {}) for rank in self._workers.received}
+        known = self.workers.counts | {rank: state.counts for rank, state in states.items()}
+        counts = {rank: known.get(rank, {}) for rank in self.workers.received}
         if working := [rank for rank, state in states.items() if state.threads]:  # may have called more since
-            later: dict[int, Status | None] = self._workers.ask(working, "status", wait=0.5)
+            later: dict[int, Status | None] = self.workers.ask(working, "status", wait=0.5)
             counts |= {rank: status.counts for rank, status in later.items() if status is not None}
-        return diagnose.unmatched(counts, self._members)
+        return diagnose.unmatched(counts, self.members)
 
     def _run(self, *, live: bool) -> Run:
         """The run when the cell is over, or so far."""
-        workers, pulled = self._workers, {}
+        workers, pulled = self.workers, {}
         nodes = {rank: workers.host.place_of(rank)[2] for rank in sorted(workers.received)}
         results = [workers.received[rank].result(rank, node, live=live) for rank, node in nodes.items()]
         if not live:
             done = [r.done for r in workers.received.values() if r.done and r.done.result.error is None]
-            pulled = {name: [unpack(d.state.pulled[name]) for d in done] for name in self._task.pull}
+            pulled = {name: [unpack(d.state.pulled[name]) for d in done] for name in self.task.pull}
         choice, seconds = workers.host.choice, time.monotonic() - workers.began
-        return Run(self._source, tuple(results), choice.device, choice.backend, seconds, pulled)
+        return Run(self.source, tuple(results), choice.device, choice.backend, seconds, pulled)
 
 
 def what_went_wrong(

@@ -44,11 +44,10 @@ class Workers:
 
     def next_cell(self, name: str, members: Sequence[int]) -> None:
         """From now on what comes belongs to the cell `name`, which runs on `members`; none runs on nobody."""
-        lost = {rank: r.lost for rank, r in self.received.items()}
-        self.received = {rank: r.next(runs=rank in members) for rank, r in self.received.items()}
-        if not members:
-            for rank, failure in lost.items():
-                self.received[rank].lost = failure
+        before = self.received
+        self.received = {rank: r.next(runs=rank in members) for rank, r in before.items()}
+        for rank, r in before.items() if not members else ():
+            self.received[rank].lost = r.lost
         self.began, self._cell = time.monotonic(), name
 
     def keep(self, states: Mapping[int, messages.RankState]) -> None:
@@ -58,7 +57,11 @@ class Workers:
             self.names[rank] = set(state.names)
             self.gone[rank] -= self.names[rank]
             (self.with_threads.add if state.threads else self.with_threads.discard)(rank)
-        self.can_reset_counts = len(states) == len(self.host.ranks) and _can_reset(states)
+        # where counters have grown many, all that was sent has come, and nothing is open, a reset changes nothing
+        many = any(len(state.counts) > MANY_COUNTS for state in states.values())
+        idle = not any(state.open or state.threads for state in states.values())
+        ready = many and idle and len(states) == len(self.host.ranks)
+        self.can_reset_counts = ready and not under_way(state.counts for state in states.values())
 
     def pump(self, timeout: float) -> None:
         """Take in whatever has arrived, waiting at most `timeout` seconds for something."""
@@ -175,10 +178,3 @@ def under_way(counts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
         if len(key) > 2:  # of a send or its receive
             found[key[:-1]] += count if key[-1] == "send" else -count
     return Counter({key: n for key, n in found.items() if n})
-
-
-def _can_reset(states: Mapping[int, messages.RankState]) -> bool:
-    """Whether counters have grown many, all that was sent has come, and nothing is open: a reset changes nothing."""
-    busy = any(state.open or state.threads for state in states.values())
-    many = any(len(state.counts) > MANY_COUNTS for state in states.values())
-    return many and not busy and not under_way(state.counts for state in states.values())
