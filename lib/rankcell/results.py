@@ -117,7 +117,6 @@ class Display:
     """A rich display made on a rank: MIME type to data, and how many bytes of stdout stood before it."""
 
     data: Mapping[str, Any]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
     stdout_offset: int = 0
     display_id: str | None = None
 

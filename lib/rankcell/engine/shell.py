@@ -9,8 +9,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-# data, metadata, display id, whether it replaces the earlier one of this id
-Show = Callable[[dict[str, Any], dict[str, Any], str | None, bool], None]
+# data, display id, whether it replaces the earlier one of this id
+Show = Callable[[dict[str, Any], str | None, bool], None]
 
 
 class RankShell(InteractiveShell):
@@ -39,7 +39,7 @@ class Publisher(DisplayPublisher):
         """Called by IPython with the display as MIME types; of a widget nobody would hear: its text is shown."""
         if Publisher.show is not None:
             data = {kind: value for kind, value in data.items() if kind != WIDGET}
-            Publisher.show(data, metadata or {}, (transient or {}).get("display_id"), how.get("update", False))
+            Publisher.show(data, (transient or {}).get("display_id"), how.get("update", False))
 
     def clear_output(self, wait: bool = False) -> None:
         """Nothing to clear: the notebook shows a rank's output anew each time."""

@@ -217,12 +217,12 @@ class Rank:
         self.stdio.flush()
         os._exit(code)
 
-    def show(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
+    def show(self, data: dict[str, Any], display_id: str | None, update: bool) -> None:
         """Send a rich display, with the place in stdout where it belongs."""
         # half a message would make all later ones unreadable: an interrupt waits
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self.work.send(Shown(Display(data, metadata, self.stdio.place(), display_id), update))
+            self.work.send(Shown(Display(data, self.stdio.place(), display_id), update))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -244,7 +244,6 @@ def _read(push: bytes, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _moved(before: _Moved, after: _Moved) -> tuple[Connection, ...] | None:
-    """What went over each connection during the cell."""
     if before is None or after is None:
         return None
     return tuple(
