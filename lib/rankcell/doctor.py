@@ -167,11 +167,9 @@ def main(*_: Any) -> int:
 
 
 def line(words: Sequence[str]) -> None:
-    """`%ranks doctor`."""
     main()
 
 
 def add_command(commands: Any) -> None:
-    """Add `doctor` to the sub-commands of `rankcell`."""
     about = "what of this machine works for rank cells, what does not, and what to do"
     commands.add_parser("doctor", help=about).set_defaults(run=main)

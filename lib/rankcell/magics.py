@@ -237,7 +237,6 @@ def _count(world_size: int) -> str:
 
 
 def _open_figures() -> set[int]:
-    """The numbers of the figures that are open in the notebook."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     return set(pyplot.get_fignums()) if pyplot else set()
 
@@ -273,7 +272,6 @@ class _Live:
         self._last: tuple[str, str] | None = None
 
     def update(self, run: Run, doing: str) -> None:
-        """Called while the ranks run."""
         text = page.as_html(run) if any(r.stdout or r.stderr or r.displays for r in run.ran) else ""
         # shown anew each second, which says that it lives
         self.show(text, f"{page.as_text(run)}\n", f"running for {run.seconds:.0f} s: {doing}")
@@ -323,7 +321,6 @@ def load(shell: Any) -> RankMagics:
 
 
 def unload(shell: Any, magics: RankMagics) -> None:
-    """Stop the worlds and take the completion away."""
     magics.stop()
     shell.events.unregister("post_run_cell", magics.tell_where_names_are)
     del shell.object_inspect_mime

@@ -27,8 +27,6 @@ BACK = 0.1  # seconds that an interrupted main thread has to come back by itself
 
 
 class Control:
-    """The control thread of a rank."""
-
     def __init__(self, rank: "Rank", channel: Channel) -> None:
         self._rank, self._channel = rank, channel
         self.thread = threading.Thread(target=self._serve, name="rankcell control", daemon=True)

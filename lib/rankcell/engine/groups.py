@@ -114,8 +114,7 @@ class GroupCalls:
         default = group is None or group is dist.GroupMember.WORLD
         alive = list(dist.distributed_c10d._world.pg_map)
         self.left.extend(alive if default else [g for g in alive if g is group])
-        waits = self.recorder.enqueues and dist.is_initialized()
-        if not waits or group is dist.GroupMember.NON_GROUP_MEMBER:
+        if not (self.recorder.enqueues and dist.is_initialized()) or group is dist.GroupMember.NON_GROUP_MEMBER:
             destroy(group)
             return
         ranks = tuple(range(self.world_size)) if default else tuple(dist.get_process_group_ranks(group))
@@ -183,7 +182,6 @@ class Groups(GroupCalls):
         return f"{self._generation}.{self._again}" if self._again else f"{self._generation}"
 
     def join(self, generation: int) -> None:
-        """Join the default process group of this `generation`; leave an older one first."""
         if dist.is_initialized():
             # first: destroying a group with an unfinished operation waits for it otherwise, for 20 s
             self.close()

@@ -35,7 +35,6 @@ class Observer:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record the time spent inside as a compute span called `name`."""
         start = clock()
         outside = [(meter, meter.phase) for meter in self.meters]
         for meter, _ in outside:
@@ -60,7 +59,6 @@ class Observer:
 
     @contextlib.contextmanager
     def watch(self, array: torch.Tensor) -> Iterator[None]:
-        """Record with every operation of this rank what `array` holds, while the block runs."""
         if array.numel() > MAX_VALUES:
             raise ValueError(f"an array of {array.numel()} numbers is too long to watch: {MAX_VALUES} at most.")
         self.array, self._watching = array, None

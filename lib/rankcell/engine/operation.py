@@ -79,7 +79,6 @@ class Operation:
         return text if self._main_thread_answers() else f"{text} in another thread"
 
     def call(self) -> Call:
-        """This call as a message shows it."""
         return Call(self.describe(), self.line, self.nth, self.group, self.op, self._where())
 
     def place(self) -> str:
@@ -128,9 +127,8 @@ class Operation:
     @property
     def end(self) -> float:
         """When it was over: with the wait of Python, or, if only C++ waits, when it is done."""
-        if self.wait_end is not None:
-            return self.wait_end if self.done is None else max(self.wait_end, self.done)
-        return self.done if self.done is not None else self.issued if self.issued is not None else clock()
+        over = [at for at in (self.wait_end, self.done) if at is not None]
+        return max(over) if over else clock() if self.issued is None else self.issued
 
     def wait(self, *, behind: bool = False) -> Wait:
         """This operation as the notebook is told of it while it is not over; `behind` others on the device."""
@@ -146,8 +144,6 @@ class Operation:
         return self.thread not in {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
 
     def event(self, rank: int, began: float) -> Event:
-        """This operation as frozen data, with times since the cell `began`."""
-
         def since(at: float | None) -> Any:
             return None if at is None else at - began
 
@@ -196,7 +192,6 @@ def flatten(value: Any) -> list[torch.Tensor]:
 
 @lru_cache  # `str` of a dtype takes a microsecond
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -60,8 +60,6 @@ class Text:
 
 @dataclass
 class Received:
-    """What has come from one rank in the current cell."""
-
     runs: bool = True
     stdout: Text = field(default_factory=Text)
     stderr: Text = field(default_factory=Text)

@@ -83,7 +83,6 @@ class Recorder(Observer):
         self.groups_with_timeout = kept
 
     def events(self) -> tuple[Event, ...]:
-        """What was recorded since `begin`."""
         return (*(o.event(self.rank, self.began) for o in self.operations if o.start is not None), *self.computing)
 
     def call(self, o: Operation, inputs: list[Any], outputs: list[Any]) -> None:
@@ -152,7 +151,6 @@ class Recorder(Observer):
                 self.failures[o.key[:-1]] = self.failures.get(o.key[:-1], 0) + 1
 
     def waited(self, o: Operation) -> None:
-        """The program has waited for `o`."""
         o.wait_end, self.latest = clock() if o.done is None else None, None  # what was over before has its end
         if o.error is None and o.landing is not None:
             tensor, buffer = o.landing
@@ -163,7 +161,6 @@ class Recorder(Observer):
             self.note_result(o)
 
     def mark_done(self, o: Operation) -> None:
-        """The backend says that `o` is done."""
         o.done = clock()
         self.close(o)
 
@@ -210,6 +207,5 @@ class Recorder(Observer):
         return tuple(o.wait(behind=behind) for o, behind in order[:MAX_WAITS]), reached
 
     def device_is_through(self) -> bool:
-        """Whether the device is through with every operation that the rank waits for."""
         # a call that blocks its thread is over when the cell is, or a thread that serves others stands in it
         return not any(o.passed is not None and o.waiting for o in list(self.open.values()))

@@ -192,8 +192,6 @@ class _TooLarge(Exception):
 
 
 class _Limited(io.BytesIO):
-    """A buffer that refuses more than `limit` bytes."""
-
     def __init__(self, limit: int | None) -> None:
         super().__init__()
         self.limit = limit

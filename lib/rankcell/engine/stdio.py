@@ -29,8 +29,6 @@ class _Pipe(io.FileIO):
 
 
 class Stdio:
-    """The rank's stdout and stderr."""
-
     def __init__(self, stdout_fd: int, stderr_fd: int) -> None:
         for fd, number in ((stdout_fd, 1), (stderr_fd, 2)):
             os.dup2(fd, number)

@@ -190,7 +190,6 @@ def interface_problem(name: str | None) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody uses now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -257,7 +257,6 @@ class Ranks:
 
 
 def _chosen(ranks: Sequence[int], only: Sequence[int] | None) -> list[int]:
-    """The ranks that run a cell."""
     if only is None:
         return list(ranks)
     wrong = [r for r in only if r not in ranks]

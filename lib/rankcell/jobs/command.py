@@ -7,7 +7,6 @@ LIMIT = 300.0  # seconds
 
 
 def add_command(commands: Any) -> None:
-    """Add them to the sub-commands of an argument parser."""
     run = commands.add_parser(
         "run",
         help="run a job and say which rank hangs, does not match, fails or is lost, and where",

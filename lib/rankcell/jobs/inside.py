@@ -55,8 +55,7 @@ class Inside:
         self._released, self._near_known = threading.Event(), threading.Event()
         told = json.loads(Path(os.environ["RANKCELL_JOB"]).read_text())
         self.token: str = told["token"]
-        addresses = (*told["addresses"], "127.0.0.1")
-        self._channel = channel.connect(addresses, told["port"], bytes.fromhex(told["key"]))
+        self._channel = channel.connect((*told["addresses"], "127.0.0.1"), told["port"], bytes.fromhex(told["key"]))
         self._crash_file = f"{tempfile.gettempdir()}/rankcell-{self.token}-{self.pid}"
         stacks.keep_crashes(self._crash_file)
         # what it starts is no rank, unless it joins a process group

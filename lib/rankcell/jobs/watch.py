@@ -28,8 +28,6 @@ WITHOUT_A_WORD, FINISHED = "ended without a word: it was killed, or called os._e
 
 @dataclass
 class WatchedRank:
-    """One rank, as the runner knows it."""
-
     arrival: RankArrived
     channel: channel.Channel
     record: RankRecord  # what it said last

@@ -19,8 +19,6 @@ MAX_WAITING = 8 << 20  # bytes that an agent holds for a notebook that does not 
 
 @dataclass(frozen=True)
 class Hello:
-    """An agent says who it is."""
-
     index: int  # of the node in the allocation
     name: str
     gpus: int

@@ -60,7 +60,6 @@ class Meter:
         self._trained: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.device = next((p.device for p in self._parameters()), torch.device("cpu"))
         self._log: list[tuple[float, str, dict[int, int]]] = []  # when, phase, what changed
-        self._samples: tuple[Memory, ...] | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Meter":
@@ -81,9 +80,7 @@ class Meter:
     @property
     def samples(self) -> tuple[Memory, ...]:
         """What was held after each operation that changed it, in order of time."""
-        if self._samples is None or len(self._samples) != len(self._log):
-            self._samples = tuple(self._replayed())
-        return self._samples
+        return tuple(self._replayed())
 
     @property
     def peak(self) -> Memory:
@@ -142,7 +139,6 @@ class Meter:
         return resize_
 
     def seen(self, operation: Any, leaves: Iterable[Any], result: Any) -> None:
-        """An operation has had `leaves`, and given `result`."""
         if operation in _LOOKS_ONLY:
             return
         for tensor in (*leaves, *tree_leaves(result)):
@@ -213,8 +209,6 @@ _LOOKS_ONLY = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
 
 
 class _Watch(TorchDispatchMode):
-    """Calls the meter after every operation."""
-
     def __init__(self, meter: Meter) -> None:
         super().__init__()
         self.meter = meter

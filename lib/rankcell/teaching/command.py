@@ -25,7 +25,6 @@ _OPEN = (
 
 
 def add_command(commands: Any) -> None:
-    """Add `grade` to the sub-commands of an argument parser."""
     command = commands.add_parser(
         "grade",
         help="judge the notebooks of many students by the course's own checks",
