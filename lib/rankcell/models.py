@@ -295,10 +295,9 @@ class GPT(Decoder):
         initialise(self, seed=seed)
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        x = super().embed(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        return self.dropout(x + self.position_embedding(positions))
+        return self.dropout(super().embed(tokens) + self.position_embedding(positions))
 
 
 class Llama(Decoder):
@@ -323,8 +322,7 @@ class Llama(Decoder):
     ) -> None:
         shape = d_model, n_heads, n_kv_heads, -(-d_model // 3) * 8
         blocks = (LlamaBlock(*shape, **where) for _ in range(n_layers))
-        norm = nn.RMSNorm(d_model, eps=1e-5, **where)
-        super().__init__(vocab, context, blocks, norm, tied=tied, positions=False)
+        super().__init__(vocab, context, blocks, nn.RMSNorm(d_model, eps=1e-5, **where), tied=tied, positions=False)
         initialise(self, seed=seed)
 
 

@@ -32,8 +32,7 @@ def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
     """As many forwards as the stages behind it are deep, then one forward and one backward in turns.
 
-    Stage s never keeps more than p - s micro-batches. Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.1
-    (2021).
+    Stage s keeps at most p - s micro-batches. Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.1 (2021).
     """
     return schedule("1F1B", [_one_f_one_b(r, n_ranks, n_microbatches, "B") for r in range(n_ranks)])
 
@@ -62,9 +61,8 @@ def interleaved(n_ranks: int, n_microbatches: int, chunks: int = 2) -> Schedule:
 def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
     """1F1B with backwards in two halves: I, for which the stage before waits, and W, for which nobody does.
 
-    Rank r puts each W off by r micro-batches, and the Ws fill the gaps at the end. Every rank keeps at most p
-    micro-batches, as rank 0 of 1F1B does. This is ZB-H1: Qi et al., https://arxiv.org/abs/2401.10241, section
-    2.2 (2023).
+    Rank r puts each W off by r micro-batches, and the Ws fill the gaps at the end. Every rank keeps at most p of them,
+    as rank 0 of 1F1B does. This is ZB-H1: Qi et al., https://arxiv.org/abs/2401.10241, section 2.2 (2023).
     """
     lists = []
     for rank in range(n_ranks):
@@ -132,8 +130,7 @@ def idle_share(events: Iterable[Event]) -> float:
     """The bubble, measured or predicted: which share of all ranks' time no action ran, from 0 to 1."""
     if not (chosen := [e for _, e in actions_of(events)]):
         raise ValueError("None of these events is an action of a pipeline, such as 1F0.")
-    ranks = len({e.rank for e in chosen})
-    return 1 - sum(e.seconds for e in chosen) / (ranks * length(chosen))
+    return 1 - sum(e.seconds for e in chosen) / (len({e.rank for e in chosen}) * length(chosen))
 
 
 def peak_in_flight(plan: Schedule) -> list[int]:

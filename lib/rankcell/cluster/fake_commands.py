@@ -36,10 +36,7 @@ def read_options(words: Sequence[str], so_far: argparse.Namespace | None = None)
 
 
 def srun(words: Sequence[str]) -> int:
-    """Start the tasks of a step in turn; one that fails may end the others, which then never start here.
-
-    Returns 0 when all ended well.
-    """
+    """Start the tasks of a step in turn; one that fails may end the others, which then never start. 0: all is well."""
     env, said = os.environ, read_options(words)
     nodes = int(said.nodes or env["SLURM_NNODES"])
     on_each = said.ntasks_per_node and nodes * int(said.ntasks_per_node)

@@ -52,11 +52,9 @@ class Slurm:
         return self.about
 
     def run(self, *command: str, timeout: float = 60) -> str:
-        """What `command` printed, run in the folder on the node where jobs are submitted.
-
-        Raises:
-            subprocess.CalledProcessError: its exit status is not 0; `stderr` says why.
-            subprocess.TimeoutExpired: it took longer than `timeout` seconds.
+        """What `command` printed, run in the folder on the node where jobs are submitted. Raises
+        subprocess.CalledProcessError: its exit status is not 0, `stderr` says why; subprocess.TimeoutExpired: it took
+        longer than `timeout` seconds.
         """
         folder = self.folder if self.folder.is_dir() else None
         how: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": True}

@@ -85,8 +85,7 @@ def load(path: str | Path, **parts: Any) -> int:
     In the middle of an epoch give the `DataLoader` a generator of its own (`generator=torch.Generator()`):
     else each iterator draws its seed from the rank's random state, and the resumed training makes one more.
     What loader workers draw themselves is not covered. With another number of ranks than saved it, no rank's
-    random state is touched: the training goes on, but not to the same bits. Raises KeyError when the snapshot lacks one
-    of `parts`.
+    random state is touched: the training goes on, but not to the same bits. Raises KeyError: it lacks one of `parts`.
     """
     if not Path(path).exists():
         return 0

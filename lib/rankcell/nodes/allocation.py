@@ -50,11 +50,9 @@ class _Node:
 
 
 class Nodes(Host):
-    """The ranks of a world on `nodes` nodes of this allocation, `world_size / nodes` on each, in blocks.
-
-    Raises:
-        AllocationError: not inside a Slurm allocation, or one with fewer nodes, or srun could not start.
-        WorldSizeError: the ranks cannot be spread evenly, or do not fit. ValueError: there is no such device.
+    """The ranks of a world on `nodes` nodes of this allocation, `world_size / nodes` on each, in blocks. Raises
+    AllocationError: not inside a Slurm allocation, or one with fewer nodes, or srun could not start; WorldSizeError:
+    the ranks cannot be spread evenly, or do not fit; ValueError: there is no such device.
     """
 
     def __init__(self, world_size: int, nodes: int, device: str) -> None:

@@ -144,8 +144,7 @@ class _Ring:
         """
         mine, block = pieces(self.rank, self.world_size, layout=self.layout), torch.stack([key, value])
         for step in range(self.world_size):
-            is_last = step == self.world_size - 1
-            coming, wait = (block, lambda: None) if is_last else self.start(block)
+            coming, wait = self.start(block) if step < self.world_size - 1 else (block, lambda: None)
             theirs = pieces((self.rank - step) % self.world_size, self.world_size, layout=self.layout)
             yield [(i, j, a == b) for i, a in enumerate(mine) for j, b in enumerate(theirs) if b <= a], block
             wait()

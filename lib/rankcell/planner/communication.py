@@ -78,8 +78,7 @@ def expert(job: Job, layout: Layout) -> Traffic:
     copies = 1 - (1 - 1 / domains) ** s.top_k if job.stack.one_copy else s.top_k / domains
     away = token * (domains - 1) * copies
     latency = np.where(domains > 1, chip.alpha_across, chip.alpha) * (np.asarray(ranks) > 1)
-    seconds = times * (local / chip.ring + away / (chip.network * PORT) + latency)
-    return Traffic(times * (local + away), seconds)
+    return Traffic(times * (local + away), times * (local / chip.ring + away / (chip.network * PORT) + latency))
 
 
 def data(job: Job, layout: Layout) -> Traffic:

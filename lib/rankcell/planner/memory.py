@@ -131,9 +131,8 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
     layer = layer + stack.kept_whole * job.shape.hidden * gathered_whole
     layer = layer * np.where(layout.recompute == SELECTIVE, stack.selective_kept, 1)
     again = np.where(layout.recompute == FULL, kept(recompute=NONE), 0)  # the one layer that is being computed again
-    is_last = stage == layout.pp - 1
     activations = tokens * (whole * held * layer + again)
-    logits = is_last * stack.logit_bytes * tokens * job.shape.vocab / layout.tp
+    logits = (stage == layout.pp - 1) * stack.logit_bytes * tokens * job.shape.vocab / layout.tp
     return StageMemory(weights, gradients, optimizer, activations, logits, stack.workspace + 0 * tokens)
 
 

@@ -42,8 +42,7 @@ class Shape:
     @property
     def width(self) -> Any:
         """Elements of all query heads of a token together."""
-        per_head = self.head_dim + (self.head_dim == 0) * (self.hidden / self.heads)
-        return self.heads * per_head
+        return self.heads * (self.head_dim + (self.head_dim == 0) * (self.hidden / self.heads))
 
     @property
     def kv_width(self) -> Any:
@@ -73,8 +72,7 @@ class Shape:
     @property
     def expert_layer_params(self) -> Any:
         """Parameters of the experts of the mean layer: what expert parallelism divides."""
-        every = self.experts * self.matrices * self.hidden * self.expert_ffn
-        return self.moe_layers / self.layers * every
+        return self.moe_layers / self.layers * (self.experts * self.matrices * self.hidden * self.expert_ffn)
 
     @property
     def params(self) -> Any:

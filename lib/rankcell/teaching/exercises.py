@@ -33,8 +33,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         for cell in cells:
             if not isinstance(cell["source"], str):
                 cell["source"] = "".join(cell["source"])
-            found = cell["metadata"].get("tags", [])
-            cell["metadata"]["tags"] = [tag for tag in found if isinstance(tag, str)]
+            cell["metadata"]["tags"] = [tag for tag in tags(cell) if isinstance(tag, str)]
             cell["cell_type"], cell["id"] = str(cell["cell_type"]), str(cell.get("id", ""))
     except OSError as error:
         raise ExerciseError(f"{path.name} cannot be read: {error.strerror}") from None
