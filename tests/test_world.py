@@ -79,6 +79,16 @@ def test_values_that_travel_and_those_that_say_why_not(four):
     assert "larger than 16 MiB" in run.ranks[0].value.reason and run.pulled["large"][0].numel() == 5 << 20
 
 
+def test_a_thread_of_an_earlier_cell_that_prints_is_told(four):
+    began = "import threading\ngo = threading.Event()\ndef late():\n    go.wait()\n    print('late')\n"
+    four.run(f"{began}thread = threading.Thread(target=late, name='loader'); thread.start()", only=[1])
+    assert four.notes == []
+    assert [r.stdout for r in four.run("print('now')", only=[1]).ran] == ["now\n"] and four.notes == []
+    four.run("go.set(); thread.join()", only=[1])
+    assert "On rank 1: a thread of an earlier cell (`loader`) has printed, too" in four.notes[-1]
+    four.notes.clear()
+
+
 def test_a_script_needs_no_main_guard(tmp_path, four):
     """Its functions travel, as those of a cell do, and the end of its world says nothing."""
 

@@ -43,6 +43,8 @@ _NO_DEVICE = re.compile(r"torch\.device|device string|device ordinal|with CUDA|N
 _NOTES = {  # by a part of the exception: what to do
     "BdbQuit": BDB_NOTE,
     "is not part of group": "`src`, `dst` are ranks of the world, `group_src` and `group_dst` count within the group.",
+    "context has already been set": "A rank is a process of multiprocessing, so its start method is set already: take "
+    "`multiprocessing.get_context('fork')` for processes of your own.",
     "'__file__' is not defined": "A cell stands in no file: write `os.getcwd()` for the folder of the notebook.",
     "asyncio.run() cannot be called": "The cell has an `await`, so a loop runs already: write `await main()`.",
 }

@@ -7,7 +7,9 @@ import ctypes
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 MAX_TURNS = 10_000  # of stdout and stderr in a cell, that are noted
@@ -37,6 +39,7 @@ class Stdio:
         self._out_began = self._err_began = 0  # bytes written before the cell
         # of this cell: from which byte of stderr on so many bytes of stdout stood before it
         self.turns: list[tuple[int, int]] = []
+        self.late: set[str] = set()  # threads of earlier cells that have printed in this one
         self._open(0, 0)
         os.register_at_fork(before=self._flush_both, after_in_child=self._write_lines)
 
@@ -55,8 +58,8 @@ class Stdio:
         sys.stdout = sys.__stdout__ = self._stdout  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = self._stderr  # type: ignore[misc]
 
-    def begin(self) -> None:
-        """A new cell begins: what an earlier one did to the streams is undone."""
+    def begin(self, quiet: int | None) -> None:
+        """A new cell begins: what an earlier one did to the streams is undone. `quiet` is our own thread."""
         if self._out.closed or self._err.closed:  # the learner closed a stream: nothing came any more
             self._open(self._out.written, self._err.written)
         for name, ours in (("stdout", self._stdout), ("stderr", self._stderr)):
@@ -65,8 +68,20 @@ class Stdio:
             if silenced or not hasattr(stream, "write") or getattr(stream, "closed", False):
                 setattr(sys, name, ours)
         self.flush()
+        self.late = set()
+        threads = {t.ident for t in threading.enumerate()} - {quiet, threading.get_ident()}
+        for stream in (self._stdout, self._stderr):
+            vars(stream).pop("write", None)
+            if threads:
+                stream.write = partial(self._write_late, stream, threads)  # type: ignore[method-assign]
         self._out_began, self._err_began = self._out.written, self._err.written
         self.turns = []
+
+    def _write_late(self, stream: io.TextIOWrapper, threads: set[int | None], text: str) -> int:
+        """Write as a stream does, and note the `threads` of earlier cells that do so."""
+        if threading.get_ident() in threads:
+            self.late.add(threading.current_thread().name)
+        return io.TextIOWrapper.write(stream, text)
 
     def _turn(self) -> None:
         """Something goes to stderr, and what was printed to stdout stands before it."""

@@ -22,7 +22,7 @@ import cloudpickle
 import torch
 
 from ..errors import GroupError
-from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line
+from ..results import Connection, Display, NotSent, RankFailure, RankResult, at_line, name_some
 from ..source import marks, split
 from . import control, current, environment, listen, operation, record, report, settings, shell, stacks, system
 from .channel import Channel
@@ -110,7 +110,7 @@ class Rank:
         self.phase = "running"  # before the recorder learns of the cell, see `Control.status`
         self._notes.clear()
         self._process.resume()
-        self.stdio.begin()
+        self.stdio.begin(self.control.thread.ident)
         if task.forget_counts:
             self.recorder.forget_counts()
         self.recorder.begin(task.cell, began=task.began, values=task.values)
@@ -146,6 +146,11 @@ class Rank:
             data, value, pulled = {}, None, {}
         self._process.restore(self._on_interrupt)
         self._notes += self._names.restore()
+        if self.stdio.late:
+            names = name_some([f"`{name}`" for name in self.stdio.late])
+            self._notes.append(
+                f"a thread of an earlier cell ({names}) has printed, too: its lines stand under this cell."
+            )
         self.stdio.flush()
         self.phase = "error" if failed else "finished"
         recorder = self.recorder
