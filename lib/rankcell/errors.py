@@ -290,9 +290,7 @@ LATE = "its timeout, for another rank"  # of a call that has waited so long
 
 
 def mismatch_error(run: Run, parted: str = "") -> RankMismatch:
-    """The error for calls that do not match, with where the ranks `parted`. It names the minority: who noticed first is
-    chance.
-    """
+    """The error for calls that do not match, and where the ranks `parted`; who noticed first is chance, so not told."""
     first = next(r.mismatch for r in run.ran if r.mismatch)
     calls: dict[int, Call] = {}
     wrong = next(iter(first.calls.values()))

@@ -4,13 +4,15 @@ nowhere, or the partial sums just before it that somebody took for whole.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import numpy as np
 
 from ..results import grouped, name_some
 from .comparison import FINAL, Row
-from .wording import ALIKE, ALL_BUT, REORDERED, is_weighted
+from .wording import ALIKE, ALL_BUT, REORDERED, is_weighted, times_words
+
+CLOSE = 0.01  # multiples that differ by less, as a share, are one
 
 
 def first_wrong(rows: Sequence[Row]) -> tuple[Row, bool] | None:
@@ -85,6 +87,25 @@ def given(row: Row, rows: Sequence[Row]) -> str:
     if not past or past[-1].status != "partial":
         return ""
     return f"is what its module is given whole? `{past[-1].title}`, computed just before, is {past[-1].layout}"
+
+
+def where_scaled(row: Row, rows: Sequence[Row], sizes: Sequence[float]) -> str:
+    """Whether what travels back has the factor of a parameter's gradient already, and from where on; "" if unclear.
+
+    `sizes` are numbers of ranks over which gradients may be averaged: before that they are as often too large.
+    """
+    way = [r for r in rows if (r.kind, r.step) == ("grad_output", row.step) and r.status in ("fits", "scaled")]
+    if row.factor == 0.0 or not way:
+        return ""
+    for a, b in pairwise(way):
+        if abs(a.factor - 1) < CLOSE and abs(b.factor / row.factor - 1) < CLOSE:
+            return f"it comes back to `{b.title}` like that already, and to `{a.title}` right: look between the two"
+    usual, averaged = (any(abs(k / n - 1) < CLOSE for n in sizes) for k in (way[0].factor, way[0].factor / row.factor))
+    if np.ptp([r.factor for r in way]) > CLOSE or way[0].factor == 1.0 or usual == averaged:
+        return ""
+    if averaged:
+        return f"what comes back from the loss is {times_words(way[0].factor)} it already: by what is it divided?"
+    return "what comes back from the loss is right: look at what is done with the gradients after that"
 
 
 def lacks_rows(row: Row, rows: Sequence[Row]) -> str:
@@ -169,9 +190,7 @@ def _reordered_for(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def _right_before(row: Row, rows: Sequence[Row], status: str) -> Row | None:
-    """The first of those of one status that stand right before a tensor that fits nowhere, or, where gradients travel
-    back, beside what does.
-    """
+    """The first of one status right before a tensor that fits nowhere; of gradients that travel back also beside it."""
     if row.status != "none":
         return None
     found, at = None, rows.index(row) - 1

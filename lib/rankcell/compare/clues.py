@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from ..results import name_ranks, name_some
-from .blame import before, between, cut_in_pieces, given, lacks_rows, right_elsewhere
+from .blame import CLOSE, before, between, cut_in_pieces, given, lacks_rows, right_elsewhere, where_scaled
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
 from .wording import BEFORE, GONE, LEFT_OUT, times_words
 
-CLOSE = 0.01  # multiples that differ by less, as a share, are one
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
 ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
 LONG = 400  # letters of a list that is too long to read
@@ -60,6 +59,9 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     """
     if says := _of_stages(row, rows):
         return replace(row, says=says), used_as_whole
+    if row.kind == "grad" and row.status == "scaled":
+        sizes = judge.world_size, *(judge.mesh or {}).values()
+        return replace(row, clue=where_scaled(row, rows, sizes)), used_as_whole
     at = next(i for i, r in enumerate(rows) if r.key == row.key)
     behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
     wrong = next(behind, row) if used_as_whole else row

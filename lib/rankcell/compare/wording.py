@@ -108,7 +108,8 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
     else:
         hint = "divided by another number than one process: by other tokens, or by a norm that counts other numbers?"
     names = {"grad": "the dense gradient", "grad_output": "the gradient of its output in one process"}
-    return f"{times_words(k)} {names.get(row.kind, 'the tensor of one process')} on {who}: {hint}"
+    more = f"{'' if hint.endswith('?') else '.'} {row.clue[0].upper()}{row.clue[1:]}" if row.clue else ""
+    return f"{times_words(k)} {names.get(row.kind, 'the tensor of one process')} on {who}: {hint}{more}"
 
 
 def is_weighted(row: Row) -> bool:

@@ -228,16 +228,15 @@ def main(options: Any) -> int:
 
 def explain(options: Any) -> int:
     """Say of the report in a folder what `rankcell run` said; 0 if it could be read."""
+    folder = Path(options.folder)
     try:
-        if not (found := [records.load(path.read_bytes()) for path in Path(options.folder).glob("rank-*.pickle")]):
-            raise ValueError(f"in {options.folder} is no report of `rankcell run`.")
-    except ValueError as error:
+        if not (found := [records.load(path.read_bytes()) for path in folder.glob("rank-*.pickle")]):
+            raise ValueError(f"in {folder} is no report of `rankcell run`.")
+        judged = verdict.finished(found) if all(r.phase == "finished" for r in found) else verdict.judge(found)
+        # records prove nothing where nothing moved: for how long that was, only the runner knew
+        print(verdict.text(judged, found) if judged else (folder / VERDICT).read_text().rstrip("\n"))
+    except (ValueError, FileNotFoundError) as error:
         print(f"rankcell explain: {error}", file=sys.stderr)
-        return 1
-    judged = verdict.finished(found) if all(r.phase == "finished" for r in found) else verdict.judge(found)
-    said = Path(options.folder) / VERDICT
-    if judged is None and said.is_file():  # what it knew then: for how long nothing had moved
-        print(said.read_text().rstrip("\n"))
     else:
-        print(verdict.text(judged or verdict.unclear(found, "nothing here proves who is to blame."), found))
-    return 0
+        return 0
+    return 1

@@ -179,14 +179,13 @@ def _left_early(records: Sequence[RankRecord], states: Sequence[State], victim: 
         return None
     sent = [e for r in gone for e in r.events if (e.op, e.peer) == ("send", victim.rank) and wait.op == "recv"]
     where = f" (sent in {at_line(sent[-1].line, sent[-1].file)})" if sent and sent[-1].line else ""
-    ranks = tuple(r.rank for r in gone)
-    return JobVerdict(
-        "hang", ranks, f"{name_ranks(ranks)} finished before {wait.text}{where} of rank {victim.rank} was through.",
-        rows(states, len(states), ranks),
+    ranks, places = tuple(r.rank for r in gone), tuple((e.file, e.line) for e in sent[-1:] if e.line)
+    head = f"{name_ranks(ranks)} finished before {wait.text}{where} of rank {victim.rank} was through."
+    advice = (
         "A process that ends, or destroys its group, closes its connections: wait for the Work of every isend and "
-        "async_op=True, and let all ranks meet in a barrier before the end.",
-        tuple((e.file, e.line) for e in sent[-1:] if e.line),
-    )  # fmt: skip
+        "async_op=True, and let all ranks meet in a barrier before the end."
+    )
+    return JobVerdict("hang", ranks, head, rows(states, len(states), ranks), advice, places)
 
 
 def _late(states: Sequence[State], first: RankRecord, found: JobVerdict) -> JobVerdict:
