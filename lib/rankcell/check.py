@@ -153,8 +153,7 @@ def against(
         mesh: axes and their sizes in the order of the ranks, so that sums are named by axis.
         names: the dense names of modules that are called otherwise on the ranks, by the beginning of their names.
 
-    Raises:
-        NothingToCompare: the Run or the trace is none, the Run ended with an error, or no name is in both.
+    Raises NothingToCompare where the Run or the trace is none, the Run ended with an error, or no name is in both.
     """
     return extensions.find("check.against")(run, one, mesh=mesh, names=names)
 

@@ -102,9 +102,9 @@ _ADVICE = {
     "different sizes": "The messages of two ranks meet in the order of the calls: is this the one that the receive is "
     "for? If so, the receiving tensor must have as many elements as the one sent.",
     "different numbers of tensors": "Pass as many tensors on every rank.",
-    "different lists of ranks": "Every rank of the world must call new_group for every group, with the same list, "
-    "also the ranks outside it: for i in (0, 2): new_group([i, i + 1]), and each rank keeps its own. Or let only the "
-    "members call it, with use_local_synchronization=True.",
+    "different lists of ranks": "Every rank of the world must call new_group for every group, in the same order and "
+    "with the same list, also the ranks outside it: for i in (0, 2): new_group([i, i + 1]), and each keeps its own. Or "
+    "let only the members call it, with use_local_synchronization=True.",
     "different numbers of groups before": "With use_local_synchronization=True torch names a group after its ranks and "
     "the number of groups that a rank is in: all members must be in equally many. Make this group first, or let every "
     "rank call new_group for every group, without use_local_synchronization.",

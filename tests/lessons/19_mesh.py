@@ -78,7 +78,7 @@ def make_groups(mesh):
     return mine
 
 
-# wrong: mesh: each rank makes only its own groups | must call new_group for every group, with the same list
+# wrong: mesh: each rank makes only its own groups | must call new_group for every group, in the same order
 # %%ranks 4 --device cpu
 def coordinates(rank, mesh):
     place = {}

@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 
 import numpy as np
 
-from ..results import grouped, name_some
+from ..results import grouped, name_ranks, name_some
 from .comparison import FINAL, Row
 from .wording import ALIKE, ALL_BUT, REORDERED, is_weighted, times_words
 
@@ -90,10 +90,7 @@ def given(row: Row, rows: Sequence[Row]) -> str:
 
 
 def where_scaled(row: Row, rows: Sequence[Row], sizes: Sequence[float]) -> str:
-    """Whether what travels back has the factor of a parameter's gradient already, and from where on; "" if unclear.
-
-    `sizes` are numbers of ranks over which gradients may be averaged: before that they are as often too large.
-    """
+    """Whether what travels back has the factor of a gradient, and from where on; ranks of these `sizes` may average."""
     way = [r for r in rows if (r.kind, r.step) == ("grad_output", row.step) and r.status in ("fits", "scaled")]
     if row.factor == 0.0 or not way:
         return ""
@@ -108,15 +105,27 @@ def where_scaled(row: Row, rows: Sequence[Row], sizes: Sequence[float]) -> str:
     return "what comes back from the loss is right: look at what is done with the gradients after that"
 
 
+def added_up(row: Row, rows: Sequence[Row]) -> str:
+    """How many gradients of parameters are wrong, and where, if what travels back is right."""
+    grads = [r for r in rows if (r.kind, r.step) == (row.kind, row.step) and r.status != "skipped"]
+    wrong = [r for r in grads if r.status == "none"]
+    back = {r.status for r in rows if (r.kind, r.step) == ("grad_output", row.step)} - {"skipped"}
+    if row.kind != "grad" or len(wrong) < 2 or back != {"fits"}:
+        return ""
+    who = name_ranks(sorted({rank for r in wrong for rank in r.ranks}))
+    return (
+        f"{len(wrong)} of {len(grads)} are wrong, on {who}, and what travels back is right: how are they added up then?"
+    )
+
+
 def lacks_rows(row: Row, rows: Sequence[Row]) -> str:
     """Which output before a wrong one has rows on no rank, where most have none."""
     past = before(row, rows) if row.kind == "output" else []
     lacking = [r for r in past if r.layout.endswith(" nowhere")]
     if not lacking or 2 * len(lacking) >= len(past):
         return ""
-    missing, _, who = lacking[0].says.partition(":")
-    who = f" ({who.partition(' (')[2]}" if " (" in who else ""
-    return f"{ALL_BUT} `{lacking[0].title}`, of which {missing}{who}: is that right?"
+    missing = lacking[0].says.replace(": the ranks share the batch wrongly", "")
+    return f"{ALL_BUT} `{lacking[0].title}`, of which {missing}: is that right?"
 
 
 def cut_in_pieces(row: Row, rows: Sequence[Row]) -> str:
@@ -196,11 +205,8 @@ def _right_before(row: Row, rows: Sequence[Row], status: str) -> Row | None:
     found, at = None, rows.index(row) - 1
     kind = "output" if rows[at].kind == "output" else row.kind  # sums may reach the loss, whose gradient comes first
     module = rows[at].name.rpartition(".")[0] if kind == "grad_output" else ""  # several may use the same tensor
-
-    def beside(r: Row) -> bool:
-        return bool(module) and r.status == "fits" and r.name.rpartition(".")[0] == module
-
-    while at >= 0 and rows[at].kind == kind and (rows[at].status in (status, "skipped") or beside(rows[at])):
+    beside = [r.key for r in rows if module and r.status == "fits" and r.name.rpartition(".")[0] == module]
+    while at >= 0 and rows[at].kind == kind and (rows[at].status in (status, "skipped") or rows[at].key in beside):
         found, at = rows[at] if rows[at].status == status else found, at - 1
     return found
 

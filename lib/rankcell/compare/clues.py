@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..results import name_ranks, name_some
-from .blame import CLOSE, before, between, cut_in_pieces, given, lacks_rows, right_elsewhere, where_scaled
+from .blame import CLOSE, added_up, before, between, cut_in_pieces, given, lacks_rows, right_elsewhere, where_scaled
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
@@ -60,8 +60,9 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     if says := _of_stages(row, rows):
         return replace(row, says=says), used_as_whole
     if row.kind == "grad" and row.status == "scaled":
-        sizes = judge.world_size, *(judge.mesh or {}).values()
-        return replace(row, clue=where_scaled(row, rows, sizes)), used_as_whole
+        return replace(
+            row, clue=where_scaled(row, rows, (judge.world_size, *(judge.mesh or {}).values()))
+        ), used_as_whole
     at = next(i for i, r in enumerate(rows) if r.key == row.key)
     behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
     wrong = next(behind, row) if used_as_whole else row
@@ -77,7 +78,7 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
         clue = (
             f"{name_some(old)} {'holds' if len(old) == 1 else 'hold'} {BEFORE}: is what it made put back where it was?"
         )
-    return replace(row, says=says, clue=clue), False
+    return replace(row, says=says, clue=clue or added_up(row, rows)), False
 
 
 def _passed_over(judge: Any, row: Row) -> str:

@@ -42,9 +42,7 @@ class Trace:
         model: a module; several, in a list or a dictionary; or what holds its stages, such as a `Pipeline`.
         on_rank: a parameter that several modules share is kept once, not under each name.
 
-    Raises:
-        TypeError: there is no module in `model`.
-        TraceTooLarge: the tensors take more than 1 GiB.
+    Raises TypeError if there is no module in `model`, TraceTooLarge if the tensors take more than 1 GiB.
     """
 
     def __init__(self, model: Any, *, on_rank: bool = False) -> None:

@@ -39,7 +39,6 @@ class Stdio:
         self._out_began = self._err_began = 0  # bytes written before the cell
         # of this cell: from which byte of stderr on so many bytes of stdout stood before it
         self.turns: list[tuple[int, int]] = []
-        self.late: set[str] = set()  # threads of earlier cells that have printed in this one
         self._open(0, 0)
         os.register_at_fork(before=self._flush_both, after_in_child=self._write_lines)
 
@@ -68,7 +67,7 @@ class Stdio:
             if silenced or not hasattr(stream, "write") or getattr(stream, "closed", False):
                 setattr(sys, name, ours)
         self.flush()
-        self.late = set()
+        self.late: set[str] = set()  # threads of earlier cells that print in this one
         threads = {t.ident for t in threading.enumerate()} - {quiet, threading.get_ident()}
         for stream in (self._stdout, self._stderr):
             vars(stream).pop("write", None)

@@ -146,10 +146,9 @@ class Rank:
             data, value, pulled = {}, None, {}
         self._process.restore(self._on_interrupt)
         self._notes += self._names.restore()
-        if self.stdio.late:
-            names = name_some([f"`{name}`" for name in self.stdio.late])
+        if late := name_some(self.stdio.late):
             self._notes.append(
-                f"a thread of an earlier cell ({names}) has printed, too: its lines stand under this cell."
+                f"a thread of an earlier cell (`{late}`) has printed, too: its lines stand under this cell."
             )
         self.stdio.flush()
         self.phase = "error" if failed else "finished"

@@ -40,9 +40,8 @@ class Ranks:
         nodes: spread the ranks over so many nodes of this Slurm allocation, in blocks; None: all on this machine.
         start: how the processes are started: "forkserver", or "spawn", as `torch.multiprocessing.spawn` does it.
 
-    Raises:
-        WorldSizeError: the machine cannot hold that many ranks. AllocationError: Slurm has not given so many nodes.
-        StartError: the ranks could not be started.
+    Raises WorldSizeError if the machine cannot hold that many ranks, AllocationError if Slurm has not given so many
+    nodes, StartError if the ranks could not be started.
     """
 
     def __init__(

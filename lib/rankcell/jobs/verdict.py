@@ -171,11 +171,10 @@ def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict
 
 def _left_early(records: Sequence[RankRecord], states: Sequence[State], victim: RankRecord) -> JobVerdict | None:
     """Where ranks have done their part of what `victim` waits for, and ended before it had come."""
-    if (wait := victim.failed_in) is None or "clos" not in getattr(victim.failure, "message", ""):
-        return None
-    peers = [wait.peer] if wait.op in errors.PAIRED else wait.ranks
-    gone = [r for r in records if r.rank in peers and r.phase == "finished"]
-    if not gone:
+    wait, closed = victim.failed_in, "clos" in getattr(victim.failure, "message", "")
+    peers = () if wait is None else (wait.peer,) if wait.op in errors.PAIRED else wait.ranks
+    gone = [r for r in records if closed and r.rank in peers and r.phase == "finished"]
+    if wait is None or not gone:
         return None
     sent = [e for r in gone for e in r.events if (e.op, e.peer) == ("send", victim.rank) and wait.op == "recv"]
     where = f" (sent in {at_line(sent[-1].line, sent[-1].file)})" if sent and sent[-1].line else ""
