@@ -203,7 +203,7 @@ class Process:
     def restore(self, on_interrupt: Any) -> None:
         """Signals (an interrupt calls `on_interrupt`), alarms and limits of memory as they were before the cell."""
         signal.signal(signal.SIGINT, on_interrupt)
-        self._on_end = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._on_end = signal.signal(signal.SIGTERM, signal.SIG_DFL) or signal.SIG_DFL  # None: none of Python's
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)  # an alarm belongs to the cell that has set it
         self._restore_limits()
