@@ -157,10 +157,9 @@ def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
 def _off_by_a_little(held: Sequence[Held]) -> str:
     """By how much a part of an output is off, where its layer's weights, which are right, tell which part it is."""
     pairs = [(h.piece.matrix, h.part(h.reference.matrix)) for h in held if not h.factor and h.piece.f < h.reference.f]
-    shares = [typical(ours - part) / max(typical(part), 1e-30) for ours, part in pairs]
-    if not shares or max(shares) > 0.3:
-        return ""
-    return f"the part that its weights give is off by {max(shares):.1%}, and they are right: what is made of them?"
+    share = max((typical(ours - part) / max(typical(part), 1e-30) for ours, part in pairs), default=1.0)
+    said = f"the part that its weights give is off by {share:.1%}, and they are right: what is made of them?"
+    return said if share <= 0.3 else ""
 
 
 def _uneven(tried: Tried, reference: Reference) -> str:
@@ -202,7 +201,8 @@ def _of_rows(kind: str, held: Sequence[Held], bias: np.ndarray | None) -> str:
         if len(wrong) and np.isfinite(k).all() and np.abs(wrong).max() > CLOSE and np.ptp([*k, 1]) > share:
             question = "a scale, a mean or a norm of its own?" if kind == "output" else "do all of them count alike?"
             low, high = times_words(float(k.min())), times_words(float(k.max()))
-            return f"its rows are {nearly}multiples, {low} to {high}, of those of one process: {question}"
+            many = f"{nearly}{low}" if low == high else f"{nearly}multiples, {low} to {high}, of"
+            return f"its rows are {many} those of one process: {question}"
     right = [
         np.isnan(k) | (np.abs(k - usual) <= CLOSE * abs(usual)) | bool(h.factor)
         for h, k in zip(held, each, strict=True)
