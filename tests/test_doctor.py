@@ -26,7 +26,6 @@ CASES = [
     (doctor.of_gpus, (H100, None, True), "works", "1 x H100; CUDA 13.0. `%%ranks 4 --device cuda`: nccl 2.28.9, a GPU"),
     (doctor.of_gpus, ({**H100, "better": "CUDA MPS lets ranks compute at once"}, "0", True), "note", "CUDA MPS"),
     (doctor.of_gpus, ({**H100, "gpu_problem": "no kernel image"}, None, True), "problem", "no kernel image"),
-    (doctor.of_network, ("the loopback interface lo is down",), "problem", "cannot reach each other|lo"),
     (doctor.of_shared_memory, (64 << 20,), "note", "64 MiB|--shm-size"),
 ]
 # fmt: on
@@ -41,7 +40,7 @@ def test_a_finding(look, seen, kind, words):
 
 
 def test_what_is_well_is_not_said():
-    assert [*doctor.of_network(""), *doctor.of_shared_memory(None), *doctor.of_shared_memory(GIB)] == []
+    assert [*doctor.of_shared_memory(None), *doctor.of_shared_memory(GIB)] == []
     assert list(doctor.of_gpus({"problem": "no torch"}, None, True)) == []
 
 

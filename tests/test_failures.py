@@ -635,15 +635,15 @@ def test_an_interrupt_reaches_what_the_ranks_have_started(four):
 def test_an_interrupt_waits_until_the_main_thread_takes_it(four):
     """As it must while half a message is sent: no other thread of the rank may take it."""
     source = """
-import signal
+import signal, time
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 waited = False
 try:
-    while signal.SIGINT not in signal.sigpending(): pass
+    while signal.SIGINT not in signal.sigpending(): time.sleep(0.01)
     waited = True
 finally:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    while True: pass
+    while True: time.sleep(0.01)
 """
     fails(four, source, RankTimeout, timeout=1)
     assert four.run("waited").values == [True] * 4

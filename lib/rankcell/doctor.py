@@ -33,14 +33,14 @@ class Finding:
 
 def findings() -> list[Finding]:
     """What this machine means for rank cells: problems first, then notes, then what works."""
-    said = _ask_torch()
+    said, apart = _ask_torch(), system.interface_problem(os.environ.get("GLOO_SOCKET_IFNAME"))
     shm, dev = Path("/dev/shm"), Path("/dev")
     device_files = [*dev.glob("nvidia[0-9]*"), *dev.glob("dxg")]  # dxg: WSL2
     found = [
         *of_torch(said),
         *of_room(system.available_cores(), *local.room()),
         *of_gpus(said, os.environ.get("CUDA_VISIBLE_DEVICES"), bool(device_files)),
-        *of_network(system.interface_problem(os.environ.get("GLOO_SOCKET_IFNAME"))),
+        *([Finding("problem", f"the ranks of one machine cannot reach each other: {apart}")] if apart else []),
         *of_shared_memory(shutil.disk_usage(shm).free if shm.is_dir() else None),
     ]
     return sorted(found, key=lambda f: ("problem", "note", "works").index(f.kind))
@@ -98,12 +98,6 @@ def of_gpus(said: Mapping[str, Any], visible: str | None, has_gpu: bool) -> Iter
         yield Finding("problem", f"there is a GPU, and this torch, {said['torch']}, {why}.", what)
     else:
         yield Finding("works", "no GPU: `--device cuda` says so, everything else runs on the CPU.")
-
-
-def of_network(why: str) -> Iterator[Finding]:
-    """What it means that gloo could not talk over the loopback, with this reason; "": it can."""
-    if why:
-        yield Finding("problem", f"the ranks of one machine cannot reach each other: {why}")
 
 
 def of_shared_memory(free: int | None) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import numpy as np
 from ..results import name_ranks
 from .comparison import Row
 from .reference import Fit, Traced, matrix_of, typical
+from .wording import NO_GRADIENT
 
 OF_ALL = "its settings and state are those of one process: does the step need the whole tensor, or that of all ranks?"
 _Blamed = tuple[Row, bool] | None
@@ -35,7 +36,7 @@ class Beside:
 
     def _explained(self, row: Row, holders: Mapping[int, Fit | None]) -> Row:
         if row.kind == "parameter" and row.step:
-            return replace(row, clue=self._of_optimizer(row, holders))
+            return row if row.clue == NO_GRADIENT else replace(row, clue=self._of_optimizer(row, holders))
         inside = f"{row.name}." if row.name else ""
         for r in self._buffers() if row.kind == "output" and row.status == "none" and not row.says else ():
             if r.name.startswith(inside) and r.step <= row.step and {*r.ranks} & {*row.ranks}:

@@ -19,7 +19,7 @@ from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
-from .wording import ALIKE, BEFORE, GONE, LEFT_OUT, UNEVEN, partial_words, said, times_words
+from .wording import ALIKE, BEFORE, GONE, LEFT_OUT, NO_GRADIENT, UNEVEN, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -187,6 +187,8 @@ class Judge:
         if kind == "parameter" and step == 0:
             self.holders[name] = {p.rank: fit for p, fit in zip(pieces, fits, strict=True)}
         shape = entries[0].shape if len(entries) == 1 else ()
+        if kind == "parameter" and step and ("grad", name, step - 1, 0) not in self.dense:
+            row = replace(row, clue=NO_GRADIENT)
         found = self._judged(row, key, reference, shape, list(zip(pieces, fits, strict=True)))
         if kind == "grad" and found.status != "fits" and self._is_lost(name, step, pieces, reference):
             return row.found("skipped", "not compared: noise")

@@ -10,6 +10,7 @@ from .layouts import Sum
 BEFORE = "the weights before the step"
 GONE = "on no rank"
 UPDATES = "look at the learning rate, the weight decay, how it clips and the optimizer's state"
+NO_GRADIENT = "who changes it in place, and do all ranks make the same change?"
 UNEVEN = "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"
 LEFT_OUT = "rows get no gradient: does the loss leave them out?"
 ALIKE = ", the same on all"
@@ -46,8 +47,9 @@ def _sentence(
             return f"partial {over}: its gradients are never summed"
         along = f" {over}" if row.axes else ""
         return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged{along}"
+    has = "it has no gradient" if row.clue == NO_GRADIENT else "the gradient is right"
     if row.status == "scaled" and row.kind == "parameter" and row.step:
-        return f"{who}: the gradient is right, and the update is {row.layout}: {row.clue or UPDATES}"
+        return f"{who}: {has}, and the update is {row.layout}: {row.clue or UPDATES}"
     if row.status == "scaled" and row.kind != "parameter":
         return _scaled(row, others, mesh, world_size)
     if row.status == "missing" and row.kind == "grad_output":
@@ -63,7 +65,7 @@ def _sentence(
         than = f"than {name_ranks(others)}" if others else "than one process after its step"
         return f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
     if row.kind == "parameter":
-        return f"{who}: the gradient is right, and the update is not ({row.layout}): {row.clue or UPDATES}"
+        return f"{who}: {has}, and the update is not ({row.layout}): {row.clue or UPDATES}"
     if row.kind == "grad" and row.layout.endswith("rounded"):
         return f"{who}: {row.layout}: is it sent or added up in 16 bits?"
     if row.kind == "grad":
