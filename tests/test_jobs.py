@@ -17,8 +17,8 @@ import pytest
 from rankcell import command, errors
 from rankcell.engine import channel, report, stacks
 from rankcell.engine.messages import Answer, Question, Wait
-from rankcell.jobs import inside, recording, records, run, verdict
-from rankcell.jobs.records import RankRecord
+from rankcell.jobs import inside, recording, records, run, verdict, watch
+from rankcell.jobs.records import RankArrived, RankRecord
 from rankcell.results import Call, Event, Frame, Mismatch, RankFailure
 
 WORLD = (0, 1, 2)
@@ -126,6 +126,31 @@ def test_who_computes_is_told_once_with_who_waits(capsys):
     assert head.endswith("Rank 1 may be slow, or in an endless loop: the job goes on.")
     assert rows[0] == "  rank 1      computes at line 5 of train.py" and len(rows) == 2
     assert "ranks 0, 2  wait in all_reduce(float32[8]) (call 4 of the world, line 12 of train.py)" in rows[1]
+
+
+def test_a_rank_that_polls_where_others_stand_still_is_not_called_slow(capsys):
+    runner = run.Runner(["torchrun"], limit=20.0, report="")
+    runner._job.close()
+    for rank in (0, 1):  # both wait for a file, and rank 1 has just looked for it
+        arrival = RankArrived(rank, 2, 1, "here", "")
+        known = watch.WatchedRank(arrival, None, RankRecord(rank, 2, line=35, file=TRAIN))
+        known.called, known.moved = known.called - 60, known.moved - 60 * (rank == 0)
+        runner._job.ranks[rank] = known
+    now = runner._job.ranks[1].moved
+    assert runner._stalled([], now) is None and capsys.readouterr().err == ""
+    runner._job.ranks[1].record = RankRecord(1, 2, line=50, file=TRAIN)
+    assert runner._stalled([], now) is None and "Rank 1 may be slow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "asks"), [(5, False), (9, True)])
+def test_calls_in_two_lines_are_asked_for_one_left_out(line, asks):
+    calls = {
+        0: Call("all_reduce(float32[8])", 5, file=TRAIN),
+        1: Call("all_reduce(int64[8])", line, file=TRAIN),
+    }
+    said = str(errors.MismatchError(Mismatch("different dtypes", calls)))
+    assert ("has a rank left out a call before" in said) == asks
+    assert said.lower().endswith("give the tensors the same dtype on every rank.")
 
 
 def test_nobody_is_blamed_while_somebody_may_still_come():

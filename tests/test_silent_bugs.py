@@ -15,9 +15,10 @@ A file is a bug. Its docstring says what is wrong, and in lines `name: value`
              finds them) or update
 
 Below `# %% one process` stands what runs in the notebook's process; if that is left out, `DENSE`. Below `# %% ranks`
-stands what runs on four ranks. Both define `model`, which is traced, and `step()`, a step of training that returns the
-loss (None on ranks that have none). Before both runs `silent_bugs/common.py`. A line that ends in `# broken` runs in
-the broken version only, one that ends in `# mended` in the mended one only.
+stands what runs on four ranks. What stands above the first of these runs before both. Both define `model`, which is
+traced, and `step()`, a step of training that returns the loss (None on ranks that have none). Before both runs
+`silent_bugs/common.py`. A line that ends in `# broken` runs in the broken version only, one that ends in `# mended`
+in the mended one only.
 """
 
 import fnmatch
@@ -56,8 +57,9 @@ class Bug:
         text = self.path.read_text("utf-8")
         docstring = text.split('"""')[1]
         self.fields = dict(re.findall(r"^(\w+): (.+)$", docstring, re.M))
-        one, self.ranks = text.split('"""', 2)[2].split("# %% ranks\n")
-        self.one = one.split("# %% one process\n")[1] if "# %% one process\n" in one else DENSE
+        one, ranks = text.split('"""', 2)[2].split("# %% ranks\n")
+        both, _, one = one.partition("# %% one process\n")
+        self.one, self.ranks = both + (one or DENSE), both + ranks
 
     def source(self, version):
         """What the ranks run in the version, "broken" or "mended"."""

@@ -81,18 +81,19 @@ class MismatchError(RuntimeError):
     def __init__(self, details: Mismatch, *, again: bool = False) -> None:
         self.details = details
         calls = ", ".join(f"rank {r} calls {c.text}{placed(c.line, c.file)}" for r, c in sorted(details.calls.items()))
-        lines = {(c.file, c.line) for c in details.calls.values() if c.op not in PAIRED}
-        apart = len(lines) > 1 and details.problem != "different operations"
+        lines = {(c.file, c.line) for c in details.calls.values() if c.op not in (*PAIRED, "new_group")}
+        advice = _ADVICE.get(details.problem, _SPLITS)
+        if len(lines) > 1 and details.problem != "different operations":
+            advice = f"{_APART}{advice[0].lower()}{advice[1:]}"
         super().__init__(
             f"an earlier call of this group did not match its peers' ({details.problem}: {calls}), so that the "
             f"ranks are out of step: until the cell ends, this group sends nothing more."
             if again
-            else f"{details.problem}: {calls}. This call was stopped before it sent anything. "
-            f"{_APART if apart else ''}{_ADVICE.get(details.problem, _SPLITS)}"
+            else f"{details.problem}: {calls}. This call was stopped before it sent anything. {advice}"
         )
 
 
-_APART = "They stand in different lines: has a rank left out a call before, or made one more? If they belong together: "
+_APART = "They stand in different lines: has a rank left out a call before, or made one more? Otherwise: "
 _SPLITS = "What one rank sends to another must be as long as what that rank expects."
 _ADVICE = {
     "different operations": "Every rank of a group must call the same operations in the same order.",

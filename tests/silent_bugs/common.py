@@ -45,8 +45,9 @@ def training(model, optimizer, loss):
 
 def average(model, group=None):
     """Replace gradients by their mean over a group, as data parallelism does: all of a dtype in one bucket."""
-    for dtype in {p.dtype for p in model.parameters()}:
-        gradients = [p.grad for p in model.parameters() if p.dtype == dtype]
+    trained = [p for p in model.parameters() if p.grad is not None]
+    for dtype in {p.dtype for p in trained}:
+        gradients = [p.grad for p in trained if p.dtype == dtype]
         bucket = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(bucket, group=group)
         bucket /= dist.get_world_size(group)

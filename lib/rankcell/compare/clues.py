@@ -60,9 +60,8 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     if says := _of_stages(row, rows):
         return replace(row, says=says), used_as_whole
     if row.kind == "grad" and row.status == "scaled":
-        return replace(
-            row, clue=where_scaled(row, rows, (judge.world_size, *(judge.mesh or {}).values()))
-        ), used_as_whole
+        sizes = judge.world_size, *(judge.mesh or {}).values()
+        return replace(row, clue=where_scaled(row, rows, sizes)), used_as_whole
     at = next(i for i, r in enumerate(rows) if r.key == row.key)
     behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
     wrong = next(behind, row) if used_as_whole else row

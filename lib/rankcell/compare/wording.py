@@ -47,9 +47,9 @@ def _sentence(
             return f"partial {over}: its gradients are never summed"
         along = f" {over}" if row.axes else ""
         return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged{along}"
-    has = "it has no gradient" if row.clue == NO_GRADIENT else "the gradient is right"
+    change = "its change without a gradient" if row.clue == NO_GRADIENT else "the gradient is right, and the update"
     if row.status == "scaled" and row.kind == "parameter" and row.step:
-        return f"{who}: {has}, and the update is {row.layout}: {row.clue or UPDATES}"
+        return f"{who}: {change} is {row.layout}: {row.clue or UPDATES}"
     if row.status == "scaled" and row.kind != "parameter":
         return _scaled(row, others, mesh, world_size)
     if row.status == "missing" and row.kind == "grad_output":
@@ -65,7 +65,7 @@ def _sentence(
         than = f"than {name_ranks(others)}" if others else "than one process after its step"
         return f"{who} {'holds' if len(row.ranks) == 1 else 'hold'} older weights {than}: no update reached them"
     if row.kind == "parameter":
-        return f"{who}: {has}, and the update is not ({row.layout}): {row.clue or UPDATES}"
+        return f"{who}: {change} is wrong ({row.layout}): {row.clue or UPDATES}"
     if row.kind == "grad" and row.layout.endswith("rounded"):
         return f"{who}: {row.layout}: is it sent or added up in 16 bits?"
     if row.kind == "grad":

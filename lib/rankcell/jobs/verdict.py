@@ -25,6 +25,7 @@ _CONSEQUENCE = re.compile(
     r"timeout|broken pipe|remote process exited|network error|peer closed|^MismatchError",
     re.IGNORECASE,
 )
+_CLOSED = re.compile("closed|reset|broken pipe", re.IGNORECASE)
 # what a program calls: no private function, no wrapper, nothing of ours
 _CALLED = re.compile(r"(\w+\.)*(__\w+__|[^\W_]\w*) of (?!rankcell\.)")
 _FROM_WORKER = "_MultiProcessingDataLoaderIter._get_data of "
@@ -171,7 +172,7 @@ def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict
 
 def _left_early(records: Sequence[RankRecord], states: Sequence[State], victim: RankRecord) -> JobVerdict | None:
     """Where ranks have done their part of what `victim` waits for, and ended before it had come."""
-    wait, closed = victim.failed_in, "clos" in getattr(victim.failure, "message", "")
+    wait, closed = victim.failed_in, victim.failure is not None and bool(_CLOSED.search(victim.failure.message))
     peers = () if wait is None else (wait.peer,) if wait.op in errors.PAIRED else wait.ranks
     gone = [r for r in records if closed and r.rank in peers and r.phase == "finished"]
     if wait is None or not gone:
@@ -304,9 +305,9 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
             return f"{said} {_NOT_REDUCED}{have}"
         within = results.grouped((inside(r.events[-1]), r.rank) for r in records if r.rank in calls and r.events)
         made = {via: "make these calls" if len(ranks) > 1 else "makes this call" for via, ranks in within.items()}
-        of_ranks = [f"{name_ranks(ranks)} {made[via]}{via}" for via, ranks in within.items() if via]
+        said = " and ".join(f"{name_ranks(ranks)} {made[via]}{via}" for via, ranks in within.items() if via)
         why = f" {_NOT_REDUCED}" if {"", _BACKWARD} == within.keys() else ""
-        return f"R{' and '.join(of_ranks)[1:]}.{why}" if of_ranks else ""  # "rank 0 makes ..."
+        return f"{said[0].upper()}{said[1:]}.{why}" if said else ""
     if came := _came_from(records, one):
         return came
     at = one.file, one.line
