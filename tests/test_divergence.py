@@ -156,3 +156,24 @@ def test_who_is_a_round_ahead_lacks_the_part_that_the_other_waits_for():
     )
     forgotten = [replace(record, calls=9) for record in records]  # what happened before is not known
     assert verdict.judge(forgotten).culprits == (0, 1)
+
+
+def test_a_call_that_may_come_before_a_message_that_is_due_is_asked_for():
+    """Rank 0 stands in a barrier that nobody has called before, and rank 1 waits for what rank 0 has sent twice."""
+    both, pair = (0, 1), ("0", (0, 1), 0, 1)
+    key, where = ("0", both), {"line": 37, "file": TRAIN}
+    sent = Event(0, "send", 0, 1, "comm", "0", both, 1, (8,), "float32", peer=1, line=33, file=TRAIN)
+    barrier = Event(0, "barrier", 0, 1, "comm", "0", both, 1, (), "", **where)
+    heard = replace(sent, rank=1, op="recv", peer=0, line=28)
+    waits = (
+        Wait("barrier", "barrier()", "0", both, key, 1, 1, **where),
+        Wait("recv", "recv(float32[8])", "0", both, pair, 3, 3, peer=0, line=28, file=TRAIN),
+    )
+    events = (sent, replace(sent, seq=2), barrier), tuple(replace(heard, seq=n) for n in (1, 2, 3))
+    counts = {pair: 2, key: 1}, {pair: 3}
+    records = [RankRecord(r, 2, waits=(waits[r],), counts=counts[r], calls=3, events=events[r]) for r in both]
+    found = verdict.judge(records)
+    assert found.culprits == (0, 1) and found.advice == (
+        "Rank 0 has come to line 37 of train.py for the first time, and sent to rank 1 before: does its barrier come "
+        "too early, before the next send, or has rank 1 gone a round further than rank 0?"
+    )

@@ -96,7 +96,8 @@ class MismatchError(RuntimeError):
 _APART = "They stand in different lines: has a rank left out a call before, or made one more? Otherwise: "
 _SPLITS = "What one rank sends to another must be as long as what that rank expects."
 _ADVICE = {
-    "different operations": "Every rank of a group must call the same operations in the same order.",
+    "different operations": "Every rank of a group must call the same operations in the same order: what decides "
+    "about them (a loss, a clock, a flag, the number of batches) must be the same on all.",
     "different dtypes": "Give the tensors the same dtype on every rank.",
     "different shapes": "If these calls belong together, give the tensors the same shape on every rank, or pad them to "
     "the largest. Of several tensors all ranks must take the same one first.",
@@ -325,6 +326,9 @@ def mismatch_error(run: Run, parted: str = "") -> RankMismatch:
     # who sends and who receives a broadcast may call it in two lines, alike in each party
     ways = {frozenset((calls[r].file, calls[r].line) for r in ranks) for ranks in texts.values()}
     elsewhere = len(ways) > 1 or (len(said) == 1 and len(rows) > 1)
+    sizes = {re.sub(r"^[^[]*", "", text) for text in texts}
+    if first.problem == "different dtypes" and len(sizes) > 1:
+        advice = f"Of several tensors all ranks must take the same one first. If these belong together: {advice}"
     if parted.startswith(CAME):  # so these calls do not belong together
         advice = _ADVICE["different operations"]
     if elsewhere and wrong.op not in PAIRED and first.problem != "different numbers of groups before":

@@ -4,7 +4,7 @@ nowhere, or the partial sums just before it that somebody took for whole.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 
 import numpy as np
 
@@ -105,6 +105,20 @@ def where_scaled(row: Row, rows: Sequence[Row], sizes: Sequence[float]) -> str:
     return "what comes back from the loss is right: look at what is done with the gradients after that"
 
 
+def of_stages(row: Row, rows: Sequence[Row]) -> str:
+    """What is said of gradients with another factor on each stage of a pipeline, or each rank; "" if there is one."""
+    scaled = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status == "scaled"]
+    stages = {r.ranks: r.factor for r in scaled if row.factor}
+    is_one = len({*chain(*stages)}) < sum(map(len, stages)) or np.ptp([*stages.values(), row.factor]) <= CLOSE
+    if is_one or any(abs(r.factor / stages[r.ranks] - 1) > CLOSE for r in scaled):
+        return ""
+    each = ", ".join(f"{times_words(k)} it on {name_ranks(ranks)}" for ranks, k in stages.items())
+    if any(abs(k / row.factor**n - 1) > CLOSE for n, k in enumerate(stages.values(), 1)):
+        return f"{each}: does each clip by its own norm, or divide by a number of its own?"
+    right = "".join(f", right on {name_ranks([*who])}" for who in [right_elsewhere(row, rows)] if who)
+    return f"multiplied once more on each stage on the way back: {each}{right}"
+
+
 def added_up(row: Row, rows: Sequence[Row]) -> str:
     """How many gradients of parameters are wrong, and where, if what travels back is right."""
     grads = [r for r in rows if (r.kind, r.step) == (row.kind, row.step) and r.status != "skipped"]
@@ -126,6 +140,15 @@ def lacks_rows(row: Row, rows: Sequence[Row]) -> str:
         return ""
     missing = lacking[0].says.replace(": the ranks share the batch wrongly", "")
     return f"{ALL_BUT} `{lacking[0].title}`, of which {missing}: is that right?"
+
+
+def comes_back(row: Row, rows: Sequence[Row]) -> str:
+    """Where a loss inside the model is another number, what is wrong with the first gradient behind it."""
+    at = "grad_output", row.step
+    back = (r for r in rows if (r.kind, r.step) == at and r.status not in ("fits", "skipped"))
+    if row.layout != "another number" or row.kind != "output" or (first := next(back, None)) is None:
+        return ""
+    return f"what comes back to `{first.title}` on {name_ranks(first.ranks)}: {first.layout}"
 
 
 def cut_in_pieces(row: Row, rows: Sequence[Row]) -> str:

@@ -4,13 +4,13 @@ one process, what is in it besides, whose weights these are, who drops what. Whi
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from ..results import name_ranks, name_some
-from .blame import CLOSE, added_up, before, between, cut_in_pieces, given, lacks_rows, right_elsewhere, where_scaled
+from ..results import grouped, name_ranks, name_some
+from . import blame
+from .blame import CLOSE, before
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
@@ -57,11 +57,11 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     """The row to blame with what is told of it; where it is a sum that may be used as whole, the first wrong one behind
     it, if that is the whole sum and something else.
     """
-    if says := _of_stages(row, rows):
+    if says := blame.of_stages(row, rows):
         return replace(row, says=says), used_as_whole
     if row.kind == "grad" and row.status == "scaled":
         sizes = judge.world_size, *(judge.mesh or {}).values()
-        return replace(row, clue=where_scaled(row, rows, sizes)), used_as_whole
+        return replace(row, clue=blame.where_scaled(row, rows, sizes)), used_as_whole
     at = next(i for i, r in enumerate(rows) if r.key == row.key)
     behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
     wrong = next(behind, row) if used_as_whole else row
@@ -70,14 +70,14 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     says, clue = _told(judge, wrong, before(wrong, rows))
     if used_as_whole:
         return (replace(wrong, says=says), False) if says else (row, True)
-    clue = clue or row.clue or _exchanged(judge, row, rows) or between(row, rows) or given(row, rows)
-    clue = lacks_rows(row, rows) or _passed_over(judge, row) or clue
-    clue = clue or (cut_in_pieces(row, rows) if row.kind == "output" else "")
+    clue = clue or row.clue or _exchanged(judge, row, rows) or blame.between(row, rows) or blame.given(row, rows)
+    clue = blame.lacks_rows(row, rows) or _passed_over(judge, row) or clue or blame.comes_back(row, rows)
+    clue = clue or (blame.cut_in_pieces(row, rows) if row.kind == "output" else "")
     if old := [r.title for r in rows if (r.kind, r.step, r.layout) == (row.kind, row.step, BEFORE)]:
         clue = (
             f"{name_some(old)} {'holds' if len(old) == 1 else 'hold'} {BEFORE}: is what it made put back where it was?"
         )
-    return replace(row, says=says, clue=clue or added_up(row, rows)), False
+    return replace(row, says=says, clue=clue or blame.added_up(row, rows)), False
 
 
 def _passed_over(judge: Any, row: Row) -> str:
@@ -103,20 +103,6 @@ def _exchanged(judge: Any, row: Row, rows: Sequence[Row]) -> str:
             if all(whole.factor(matrix_of(a) + matrix_of(b), None, None) == 1.0 for (_, a), (_, b) in pairs):
                 return f"its sum with `{other.title}` is right: do the ranks take the two in another order?"
     return ""
-
-
-def _of_stages(row: Row, rows: Sequence[Row]) -> str:
-    """What is said of gradients with another factor on each stage of a pipeline, or each rank; "" if there is one."""
-    scaled = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status == "scaled"]
-    stages = {r.ranks: r.factor for r in scaled if row.factor}
-    is_one = len({*chain(*stages)}) < sum(map(len, stages)) or np.ptp([*stages.values(), row.factor]) <= CLOSE
-    if is_one or any(abs(r.factor / stages[r.ranks] - 1) > CLOSE for r in scaled):
-        return ""
-    each = ", ".join(f"{times_words(k)} it on {name_ranks(ranks)}" for ranks, k in stages.items())
-    if any(abs(k / row.factor**n - 1) > CLOSE for n, k in enumerate(stages.values(), 1)):
-        return f"{each}: does each clip by its own norm, or divide by a number of its own?"
-    right = "".join(f", right on {name_ranks([*who])}" for who in [right_elsewhere(row, rows)] if who)
-    return f"multiplied once more on each stage on the way back: {each}{right}"
 
 
 def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
@@ -172,11 +158,15 @@ def _uneven(tried: Tried, reference: Reference) -> str:
 def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: Mapping[int, Map | None]) -> list[Held]:
     """Each piece with its place, none if one has none; `outputs` are a layer's columns by rank, as its weights tell."""
     found: list[Held] = []
+    covered = [fit.rows for _, fit in tried if fit and fit.rows is not None]
+    left = np.setdiff1d(np.arange(reference.n), np.concatenate([*covered, []]))
     for piece, fit in tried:
         own, maps = outputs.get(piece.rank), [(fit.rows, fit.columns)] if fit else [*seen.both(piece, reference)]
         if fit is None and own is not None and len(own) == piece.f:
             maps = [(rows, own) for rows in seen.rows(piece, reference)]
         whole = np.arange(reference.n), np.arange(reference.f)
+        if not maps and covered and (piece.n, piece.f) == (len(left), reference.f):
+            maps = [(left, None)]  # what is on no other rank
         if not maps:
             return []
         places = ((whole[0] if r is None else r, whole[1] if c is None else c) for r, c in maps)
@@ -206,7 +196,27 @@ def _of_rows(kind: str, held: Sequence[Held], bias: np.ndarray | None) -> str:
         np.isnan(k) | (np.abs(k - usual) <= CLOSE * abs(usual)) | bool(h.factor)
         for h, k in zip(held, each, strict=True)
     ]
-    return _where(kind, held, right)
+    return "; ".join(filter(None, (_of_columns(lost), _where(kind, held, right))))
+
+
+def _of_columns(lost: Sequence[Held]) -> str:
+    """On which ranks some columns are right and others wrong: the fewer of them."""
+    right: dict[int, set[int]] = {}
+    wrong: dict[int, set[int]] = {}
+    for h in lost:
+        part = h.part(h.reference.matrix).T
+        limits = h.reference.limits(part)
+        fits = np.linalg.norm(h.piece.matrix.T - part, axis=1) <= limits
+        wrong.setdefault(h.piece.rank, set()).update(map(int, h.columns[~fits]))
+        fits &= np.linalg.norm(part, axis=1) > 10 * limits
+        right.setdefault(h.piece.rank, set()).update(map(int, h.columns[fits]))
+    right = {r: columns - wrong[r] for r, columns in right.items() if columns - wrong[r]}
+    few, word = (right, "right") if sum(map(len, right.values())) < sum(map(len, wrong.values())) else (wrong, "wrong")
+    each = [
+        f"{_named('column', columns)} on {name_ranks(ranks)}"
+        for columns, ranks in grouped((tuple(sorted(c)), r) for r, c in few.items()).items()
+    ]
+    return f"only {', '.join(each)} are {word}" if right and 0 < len(each) < 4 else ""
 
 
 def _of_targets(held: Sequence[Held]) -> str:

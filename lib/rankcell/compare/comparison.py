@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..results import name_ranks
+from ..results import name_ranks, name_some
 
 SHOWN = 12  # rows of the table that is shown
 FINAL = ("grad", "parameter")  # what counts in a training
@@ -85,6 +85,14 @@ class Comparison:
         start = max(0, min(at - SHOWN // 2, len(self.rows) - SHOWN))
         return self.rows[start : start + SHOWN]
 
+    @property
+    def _others(self) -> str:
+        """What is not shown."""
+        left = [row for row in self.rows if row not in self._shown() and row.status != "skipped"]
+        wrong = [row.title for row in left if row.status not in ("fits", "batch")]
+        some = f", and these are not: {name_some(wrong, 4)}" if wrong else ""
+        return f"{len(self.rows)} tensors in all: .rows. Of those not shown {len(left) - len(wrong)} are right{some}."
+
     def _is_first(self, row: Row) -> bool:
         return self.first is not None and row.key == self.first.key
 
@@ -94,7 +102,7 @@ class Comparison:
             mark = ">" if self._is_first(row) else " "
             lines.append(f" {mark} {row.title:<34} {KINDS[row.kind]:<22} {row.layout}")
         if len(self.rows) > SHOWN:
-            lines.append(f"   ({len(self.rows)} tensors in all: `.rows`)")
+            lines.append(f"   ({self._others})")
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
@@ -107,7 +115,7 @@ class Comparison:
             who = name_ranks(row.ranks) if row.ranks else ""
             cells = (f"<code>{html.escape(row.title)}</code>", KINDS[row.kind], html.escape(row.layout), who)
             body += f'<tr style="{style}">{"".join(f"<td {left}>{cell}</td>" for cell in cells)}</tr>'
-        more = f"<p>{len(self.rows)} tensors in all: <code>.rows</code></p>" if len(self.rows) > SHOWN else ""
+        more = f"<p>{html.escape(self._others)}</p>" if len(self.rows) > SHOWN else ""
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         return (
             f'<div class="rankcell-check" style="display:inline-block;padding:.15em .6em;border-radius:4px;'

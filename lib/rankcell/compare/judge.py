@@ -19,7 +19,7 @@ from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
-from .wording import ALIKE, BEFORE, GONE, LEFT_OUT, NO_GRADIENT, UNEVEN, partial_words, said, times_words
+from .wording import ALIKE, BEFORE, GONE, LEFT_OUT, NO_GRADIENT, UNEVEN, others_words, partial_words, said, times_words
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -332,7 +332,7 @@ class Judge:
         elif found := _calls_apart(row, placed):
             return found
         same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
-        layout = f"{times_words(worst)} it" if same else "each rank another multiple of it"
+        layout = f"{times_words(worst)} it" if same else others_words({p.rank: fit.factor for p, fit in placed})
         return row.found("scaled", layout, ranks=wrong, factor=worst if same else 0.0)
 
     def _is_of_a_stage(self, piece: Piece, key: _Key) -> bool:
@@ -395,7 +395,8 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Ma
             return row.found("partial" if row.kind == "grad" else "batch", words, factor=n)
     if wanted and (row.kind == "grad" or (row.kind == "parameter" and row.step)):  # any number is a multiple of it
         k = values[0] / wanted if max(values) - min(values) <= limit else 0.0
-        return row.found("scaled", f"{times_words(k)} it" if k else "each rank another multiple of it", factor=k)
+        each = others_words({p.rank: v / wanted for p, v in zip(pieces, values, strict=True)})
+        return row.found("scaled", f"{times_words(k)} it" if k else each, factor=k)
     rows = {place[3]: p.n for place, (p, _) in forward.items() if place[1] == row.step}  # of a rank, last seen
     shares = [rows.get(p.rank, 0) for p in pieces]
     if any(shares) and abs(np.average(values, weights=shares) - wanted) <= limit:
@@ -413,7 +414,11 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
     if row.kind == "grad_output":
         empty, rows = sum(int((~p.matrix.any(1)).sum()) for p in lost), sum(p.n for p in lost)
         if empty > 2 * rows * (1 - reference.matrix.any(1).mean()):
-            return f"{empty} of {rows} {LEFT_OUT}"
+            length = piece.shape[-2] if len(piece.shape) > 2 else rows
+            places = {int(n) % length for p in lost for n in np.flatnonzero(~p.matrix.any(1))}
+            which = name_ranks(sorted(places)).replace("rank", "position")
+            at = f" ({which} of a rank's {length})" if 2 * len(places) <= length else ""
+            return f"{empty} of {rows} {LEFT_OUT}{at}"
     if (piece.n, piece.f) != (reference.n, reference.f):
         return "other numbers"
     share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
-from ..results import name_ranks
+from ..results import grouped, name_ranks
 from .comparison import KINDS, Row
 from .layouts import Sum
 
@@ -89,13 +89,15 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
     who = name_ranks(row.ranks)
     if is_weighted(row):
         return (
-            f"on each rank another multiple of the dense one: the losses of {who} do not count alike. A mean of "
+            f"{row.layout.replace(' it', ' the dense one')}: the losses of {who} do not count alike. A mean of "
             f"means is not the mean over all where ranks have different numbers of samples or tokens; a loss scale "
             f"must be the same on all"
         )
     if row.factor == 0.0:
-        found = f"{who}: each rank has another multiple of the gradient of one process"
-        return f"{found}: does each clip by its own norm, or divide by a loss scale of its own?"
+        asks = (
+            "does each clip by its own norm, from which the others' parts are missing, or divide by its own loss scale?"
+        )
+        return f"{who}: {row.layout.replace(' it', ' the gradient of one process')}: {asks}"
     k = row.factor
     of_size = " or ".join(axis for axis, size in mesh.items() if size == round(max(k, 1 / k if k else k)))
     if others and row.kind == "grad":
@@ -124,6 +126,14 @@ def times_words(k: float) -> str:
     if abs(k - round(k)) < 1e-3:
         return f"{round(k)} times"
     return f"1/{round(1 / k)} of" if k > 0 and abs(1 / k - round(1 / k)) < 1e-3 else f"{k:.3g} times"
+
+
+def others_words(factors: Mapping[int, float]) -> str:
+    """Factors that differ between the ranks."""
+    ranks = grouped((f"{k:.4g}", rank) for rank, k in factors.items())
+    each = ", ".join(f"{k} on {name_ranks(some)}" for k, some in ranks.items())
+    many = f"{min(factors.values()):.3g} to {max(factors.values()):.3g}"
+    return f"each rank another multiple of it: {each if len(ranks) < 5 else many}"
 
 
 def partial_words(total: Sum) -> str:

@@ -35,8 +35,9 @@ def find_divergent_rank(records: Sequence[RankRecord], suspects: Sequence[int]) 
     if len(set(suspects)) < 2 or not set(suspects) <= paths.keys():
         return None
     found = _by_new_turn(paths, events, suspects) or _by_majority(records, paths, events, suspects)
-    messages = found and found.call and found.usual and found.usual.op in PAIRED and found.call.op not in PAIRED
-    return None if messages else found  # who sends and who receives may differ lawfully
+    return (
+        None if found and found.call and found.usual and found.usual.op in PAIRED else found
+    )  # who sends and who receives may differ lawfully
 
 
 def _by_new_turn(paths: _Paths, events: _Events, suspects: Sequence[int]) -> Divergence | None:

@@ -208,12 +208,13 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
             places = [(divergence.call.file, divergence.call.line)]
             advice = (
                 "Every rank of a group must call the same operations in the same order: look at what this rank skips, "
-                "or calls in addition, before that line."
+                "or calls in addition, before that line. What decides about it must be the same on all ranks."
             )
     elif all(records[r].phase == "running" and records[r].events for r in proof.suspects):
         culprits = proof.suspects or culprits  # what they called before does not tell: both sides are named
     waits = {s.rank: s.blocking[0] for s in states if s.blocking}
-    if divergence is None and (again := _came_again(records, waits, proof.suspects or proof.culprits)):
+    pair = proof.culprits if len(proof.culprits) == 2 else proof.suspects
+    if divergence is None and (again := _came_again(records, waits, pair)):
         culprits, advice = again
     at: dict[int, Any] = {**waits, **{rank: record for rank, record in records.items() if record.phase == "still"}}
     places += [(at[rank].file, at[rank].line) for rank in culprits if rank in at]
@@ -254,14 +255,22 @@ def _came_again(
         return None
     times = {r: sum((e.op, e.file, e.line) == (w.op, w.file, w.line) for e in records[r].events) for r, w in ends}
     (behind, wait), (ahead, there) = sorted(ends, key=lambda end: times[end[0]])
-    if (times[behind], times[ahead]) != (1, 2):
-        return None
-    part = {"send": "recv", "recv": "send"}.get(wait.op, wait.via or wait.op)
-    return (ahead,), (
-        f"Rank {ahead} has come to {at_line(there.line, there.file)} again, and rank {behind} to "
-        f"{at_line(wait.line, wait.file)} for the first time: has rank {ahead} left out the {part} for which "
-        f"rank {behind} waits?"
-    )
+    other = {"send": "recv", "recv": "send"}
+    part, due = other.get(wait.op, wait.via or wait.op), other.get(there.op, "")
+    here, first = at_line(there.line, there.file), at_line(wait.line, wait.file)
+    if (times[behind], times[ahead]) == (1, 2):
+        return (ahead,), (
+            f"Rank {ahead} has come to {here} again, and rank {behind} to {first} for the first time: has rank {ahead} "
+            f"left out the {part} for which rank {behind} waits?"
+        )
+    done = [e for e in records[behind].events if (e.op, e.peer) == (due, ahead)]
+    if times[behind] == 1 and wait.op not in errors.PAIRED and done:
+        return (behind, ahead), (
+            f"Rank {behind} has come to {first} for the first time, and {'sent to' if due == 'send' else 'heard of'} "
+            f"rank {ahead} before: does its {part} come too early, before the next {due}, or has rank {ahead} gone a "
+            f"round further than rank {behind}?"
+        )
+    return None
 
 
 def parted_before(run: Run) -> str:
