@@ -19,7 +19,19 @@ from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
-from .wording import ALIKE, BEFORE, GONE, LEFT_OUT, NO_GRADIENT, UNEVEN, others_words, partial_words, said, times_words
+from .wording import (
+    ALIKE,
+    APART,
+    BEFORE,
+    GONE,
+    LEFT_OUT,
+    NO_GRADIENT,
+    UNEVEN,
+    others_words,
+    partial_words,
+    said,
+    times_words,
+)
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -318,7 +330,9 @@ class Judge:
             pieces = [p for p, _ in tried]
             if row.kind != "parameter" and (total := layouts.sums(pieces, reference, self.seen, self.mesh)):
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
-            return row.found("none", _nowhere(row, reference, lost), ranks=tuple(sorted({p.rank for p in lost})))
+            return row.found(
+                "none", _nowhere(row, reference, lost, self.seen), ranks=tuple(sorted({p.rank for p in lost}))
+            )
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = [fit.factor for _, fit in placed]
@@ -404,7 +418,7 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Ma
     return row.found("none", "another number")
 
 
-def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
+def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece], seen: layouts.SeenPlaces) -> str:
     """What can be said of pieces that fit nowhere."""
     piece = lost[0]
     if row.kind == "parameter" and row.step and not any(p.matrix.any() for p in lost):
@@ -419,11 +433,13 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece]) -> str:
             which = name_ranks(sorted(places)).replace("rank", "position")
             at = f" ({which} of a rank's {length})" if 2 * len(places) <= length else ""
             return f"{empty} of {rows} {LEFT_OUT}{at}"
-    if (piece.n, piece.f) != (reference.n, reference.f):
+    same = ""
+    if len(lost) == len(row.ranks) > 1 and all(p.matrix.shape == reference.matrix.shape for p in lost):
+        same = ALIKE if all(np.array_equal(p.matrix, piece.matrix) for p in lost) else APART * (row.kind == "grad")
+    parts = [reference.part(*where)[0] for where in seen.both(piece, reference)]
+    share = min((typical(piece.matrix - part) / max(typical(part), 1e-30) for part in parts), default=0.0)
+    if not parts or (share < ROUNDED and piece.matrix.shape != reference.matrix.shape):
         return "other numbers"
-    share = typical(piece.matrix - reference.matrix) / max(typical(reference.matrix), 1e-30)
-    alike = row.kind in ("parameter", "grad_output") and len(lost) == len(row.ranks) > 1
-    same = ALIKE if alike and all(np.array_equal(p.matrix, piece.matrix) for p in lost) else ""
     if share >= ROUNDED:
         return f"other numbers ({share:.0%} off){same}"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"

@@ -148,7 +148,7 @@ class Reference(_Sizes):
         sizes = [typical(p.matrix) ** 2 * p.matrix.size for p in pieces]
         return (sum(sizes) / sum(p.matrix.size for p in pieces)) ** 0.5 / self.scale or 1.0
 
-    def _part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray | None]:
+    def part(self, rows: Map | None, columns: Map | None) -> tuple[np.ndarray, np.ndarray | None]:
         """The part with these rows and columns (None: all), and its slack."""
         part, slack = self.matrix, self.slack
         if rows is not None:
@@ -169,7 +169,7 @@ class Reference(_Sizes):
 
     def factor(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> float | None:
         """k, if a matrix is k times the part with these rows and columns; None if there is no such k."""
-        return self._factor(matrix, *self._part(rows, columns))
+        return self._factor(matrix, *self.part(rows, columns))
 
     def factor_flat(self, numbers: np.ndarray, places: Map) -> float | None:
         """k, if `numbers` are k times those at these places of the flattened reference; None if there is no such k."""
@@ -193,7 +193,7 @@ class Reference(_Sizes):
 
     def is_but_for_a_bias(self, matrix: np.ndarray, rows: Map | None, columns: Map | None) -> bool:
         """Whether a matrix differs from that part by the same in every row: a bias added elsewhere, or by all."""
-        part, slack = self._part(rows, columns)
+        part, slack = self.part(rows, columns)
         limits = self.limits(part, slack)
         if 2 * (_norms(part - part[:1]) <= 4 * limits).sum() > len(part):
             return False
@@ -202,12 +202,12 @@ class Reference(_Sizes):
 
     def locate_rows(self, piece: Piece, columns: Map | None) -> tuple[Map, bool] | None:
         """The rows of the reference that a piece with these columns has, and whether no others would do."""
-        part, slack = self._part(None, columns)
+        part, slack = self.part(None, columns)
         return _nearest(piece.matrix, part, self.row_limits if columns is None else self.limits(part, slack))
 
     def locate_columns(self, piece: Piece, rows: Map | None) -> tuple[Map, bool] | None:
         """The columns of the reference that a piece with these rows has."""
-        part, slack = self._part(rows, None)
+        part, slack = self.part(rows, None)
         return _nearest(piece.matrix.T, part.T, self.limits(part.T, None if slack is None else slack.T))
 
 

@@ -14,6 +14,7 @@ NO_GRADIENT = "who changes it in place, and do all ranks make the same change?"
 UNEVEN = "each rank has a mean over its own samples, and not equally many: add up sums and counts, and divide then"
 LEFT_OUT = "rows get no gradient: does the loss leave them out?"
 ALIKE = ", the same on all"
+APART = ", not the same on all"
 REORDERED = ", in another order"
 ALL_BUT = "all before it does but"
 
@@ -73,7 +74,7 @@ def _sentence(
         return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout}){asks}"
     came = [r.title for r in past if row.kind == "grad_output" and not r.name.startswith(f"{row.name}.")]
     at = f"of what uses it, from `{came[-1]}` to here" if came else "here"
-    look = f"and all before it does: look at the {side} {at}"
+    look = f"and all before it does, weights too: look at the {side} {at}"
     if row.kind == "output" and not past:
         look += ", or at what it is given: nothing is computed before it, and its weights are right"
     elif not past:
