@@ -53,7 +53,7 @@ HANGS = {
         "tag=2)",
         "the sends and receives of ranks 0, 1 do not fit together.",
         "rank 1  waits in recv(float32[4] from rank 0, tag 2)",
-        "with the same tag",
+        "with the same tag. Here the tag is 1 on rank 0, 2 on rank 1.",
     ),
     "skipped collective": (
         "x = torch.ones(4)\nif rank != 2:\n    dist.all_reduce(x)",

@@ -100,6 +100,9 @@ def _of_circle(
         return head, f"{ask} one side send first, or post irecv, send, and then wait.", ()
     if kinds <= {"send", "recv"}:
         advice = "Every send(dst) needs a recv(src) on the other rank, in the same order and with the same tag."
+        tags = grouped((w.tag, r) for r, w in waits.items())
+        if len(tags) > 1:
+            advice += f" Here the tag is {', '.join(f'{tag} on {name_ranks(r)}' for tag, r in tags.items())}."
         return f"the sends and receives of {who} do not fit together.", advice, ()
     come = [r for r, w in waits.items() if w.op == "new_group"]
     come = come or [r for r, w in waits.items() if w.op not in ("send", "recv")]
