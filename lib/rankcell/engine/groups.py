@@ -42,7 +42,7 @@ class GroupCalls:
 
     def __init__(self, recorder: Recorder, rank: int, world_size: int) -> None:
         self.recorder, self.rank, self.world_size = recorder, rank, world_size
-        self._new_group = dist.new_group
+        self._new_group, self._destroy = dist.new_group, dist.destroy_process_group
         # Whoever drops the last hold on a group of gloo's waits for its threads and keeps Python locked, and one that
         # has just done its part needs Python: torch 2.13 alone hangs so. These are held until that is long past.
         self.left: deque[Any] = deque(maxlen=32)
@@ -109,17 +109,20 @@ class GroupCalls:
         while not store.check([f"{r}" for r in members if r in range(self.world_size)]) and time.monotonic() < until:
             time.sleep(0.002)
 
-    def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:
-        """Call `destroy` for a group, None for all: where calls only enqueue, it waits until the others do so, too."""
+    def destroy(self, group: Any = None) -> None:
+        """`dist.destroy_process_group`: where calls only enqueue, it waits until the others call it, too."""
         default = group is None or group is dist.GroupMember.WORLD
         alive = list(dist.distributed_c10d._world.pg_map)
         self.left.extend(alive if default else [g for g in alive if g is group])
         if not (self.recorder.enqueues and dist.is_initialized()) or group is dist.GroupMember.NON_GROUP_MEMBER:
-            destroy(group)
-            return
-        ranks = tuple(range(self.world_size)) if default else tuple(dist.get_process_group_ranks(group))
-        label = LEAVES if default else f"{LEAVES} {group.group_name}"
-        self.waited_for(LEAVES, ranks, lambda: destroy(group), label=label, blocks=default)
+            self._destroy(group)
+        else:
+            ranks = tuple(range(self.world_size)) if default else tuple(dist.get_process_group_ranks(group))
+            label = LEAVES if default else f"{LEAVES} {group.group_name}"
+            self.waited_for(LEAVES, ranks, lambda: self._destroy(group), label=label, blocks=default)
+        if not dist.is_initialized():
+            forget_groups()
+            _forget_meshes()
 
     def _adopting(self) -> contextlib.AbstractContextManager[None]:
         """Around what opens connections."""
@@ -162,7 +165,6 @@ class Groups(GroupCalls):
         self._again = 0  # how often a program has set the default group up anew in this generation
         # of our own for the backend's connections: to count their bytes and to shut them down
         self.connections: list[socket.socket] = []
-        self._destroy = dist.destroy_process_group
         self._init = dist.init_process_group
 
     def install(self) -> None:
@@ -206,11 +208,8 @@ class Groups(GroupCalls):
         self.recorder.join(f"{generation}")
 
     def destroy(self, group: Any = None) -> None:
-        """`dist.destroy_process_group`, which also gives back our copies of the group's connections."""
-        self.destroyed(group, self._destroy)
-        if not dist.is_initialized():
-            forget_groups()
-            _forget_meshes()
+        """The same, which also gives back our copies of the group's connections."""
+        super().destroy(group)
         self.connections = system.still_used(self.connections)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
