@@ -79,8 +79,7 @@ def _draw(rows: Sequence[_Actions], title: str, in_units: bool, finding: str) ->
     y, tops = below_key + 4, []
     for i, row in enumerate(rows):
         tops.append(y)
-        last = i + 1 == len(rows) or rows[i + 1].rank != row.rank
-        y += row.height + (_GAP if last else 1)
+        y += row.height + (_GAP if i + 1 == len(rows) or rows[i + 1].rank != row.rank else 1)
     bottom = y - _GAP + 4
     unit = "time, in forwards of a rank's layers" if in_units else "time in ms"
     marks += time_axis(x, bottom - 2, bottom, unit, 1 if in_units else 1e3)
