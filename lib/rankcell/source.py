@@ -147,10 +147,9 @@ def parse_line(line: str) -> argparse.Namespace:
     if more and more[0].startswith("-"):
         raise OptionError(unknown_option(more[0].partition("=")[0], option_strings(), "%%ranks"))
     if more:
-        raise OptionError(
-            f"{more[0]!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; names are "
-            f"separated by commas without spaces. `%%ranks?` explains the options."
-        )
+        how = "Write `%%ranks N [options]`; names are separated by commas without spaces."
+        said = f"{more[0]!r} is one word too many in the `%%ranks` line."
+        raise OptionError(f"{said} {how} `%%ranks?` explains the options.")
     if options.world_size is None:
         raise OptionError("how many ranks? Write for example `%%ranks 4`.")
     return options

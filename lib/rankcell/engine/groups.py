@@ -218,22 +218,18 @@ class Groups(GroupCalls):
         given = inspect.signature(self._init).bind(*args, **kwargs).arguments
         numbers = {name: given[name] for name in ("rank", "world_size") if name in given}
         if asked := [f"{name}={n}" for name, n in numbers.items() if n not in (-1, None, getattr(config, name))]:
-            raise GroupError(
-                f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}: a rank cell has "
-                "its ranks already, in a process group. Leave the call out: `rank`, `world_size` and `dist` are there."
-            )
+            where = f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}"
+            how = "Leave the call out: `rank`, `world_size` and `dist` are there."
+            raise GroupError(f"{where}: a rank cell has its ranks already, in a process group. {how}")
         backend, timeout = given.get("backend"), given.get("timeout")
         name = str(backend or config.backend).lower()
         if name not in (config.backend, f"cpu:{config.backend}", "cpu:gloo,cuda:nccl"):
-            raise GroupError(
-                f"init_process_group({name!r}): the ranks of this world talk over {config.backend} on "
-                f"{config.device}. Write `backend=None`, or start a world on the other device with `--device`."
-            )
+            why = f"the ranks of this world talk over {config.backend} on {config.device}"
+            how = "Write `backend=None`, or start a world on the other device with `--device`."
+            raise GroupError(f"init_process_group({name!r}): {why}. {how}")
         if dist.is_initialized():
-            self._say(
-                "init_process_group did nothing here: a rank cell runs on ranks that are in a process group "
-                "already. In a script of your own it is needed."
-            )
+            why = "a rank cell runs on ranks that are in a process group already"
+            self._say(f"init_process_group did nothing here: {why}. In a script of your own it is needed.")
             return
         self._again += 1
         generation = f"{self._generation}.{self._again}"

@@ -139,10 +139,8 @@ class Listener:
                 raise ValueError(f"{o.op} names rank {root}, and this group has the ranks {list(o.ranks)}.")
             o.peer = o.ranks[root]
             if self._is_message and o.peer == self.recorder.rank and not o.enqueued:
-                raise ValueError(
-                    f"{o.op} names this rank itself. Gloo connects a rank with others only: where sender and receiver "
-                    f"are the same rank, copy the tensor, `received.copy_(sent)`."
-                )
+                how = "where sender and receiver are the same rank, copy the tensor, `received.copy_(sent)`."
+                raise ValueError(f"{o.op} names this rank itself. Gloo connects a rank with others only: {how}")
         if self._at_tag is not None and not o.enqueued:  # nccl passes tags over
             o.tag = args[self._at_tag]
         if self._at_reduce_op is not None:

@@ -179,14 +179,11 @@ def interface_problem(name: str | None) -> str:
         return ""
     have = ", ".join(found) or "none"
     if name is not None:
-        return (
-            f"GLOO_SOCKET_IFNAME is {name!r}, and this machine has no such network interface with an IPv4 address "
-            f"(it has: {have}). Remove it with `%env -u GLOO_SOCKET_IFNAME`, or name one of these."
-        )
-    return (
-        f"the loopback interface {LOOPBACK} is down or has no IPv4 address (interfaces with one: {have}). "
-        f"Bring it up with `ip link set {LOOPBACK} up`, or name another one in GLOO_SOCKET_IFNAME."
-    )
+        missing = f"this machine has no such network interface with an IPv4 address (it has: {have})"
+        how = "Remove it with `%env -u GLOO_SOCKET_IFNAME`, or name one of these."
+        return f"GLOO_SOCKET_IFNAME is {name!r}, and {missing}. {how}"
+    missing = f"the loopback interface {LOOPBACK} is down or has no IPv4 address (interfaces with one: {have})"
+    return f"{missing}. Bring it up with `ip link set {LOOPBACK} up`, or name another one in GLOO_SOCKET_IFNAME."
 
 
 def free_port() -> int:

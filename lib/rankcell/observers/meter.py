@@ -44,10 +44,8 @@ class Meter:
             elif isinstance(owner, Tensor):
                 self._tensors.append(owner)
             elif owner is not None:
-                raise TypeError(
-                    f"rankcell.memory cannot tell what a {type(owner).__name__} holds. Name modules, optimizers "
-                    f"and tensors."
-                )
+                what = f"what a {type(owner).__name__} holds"
+                raise TypeError(f"rankcell.memory cannot tell {what}. Name modules, optimizers and tensors.")
         self.began = began
         self.phase = ""  # the part of the program that the next samples belong to
         # address of a storage: reference, number. The reference does not keep it, and tells when it is gone.
