@@ -123,9 +123,8 @@ def option_strings() -> list[str]:
 def parser() -> argparse.ArgumentParser:
     """That of the words behind `%%ranks`."""
     made = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False)
-    made.add_argument(
-        "world_size", nargs="?", type=_whole("number of ranks", "`%%ranks 4`", 1), help="how many ranks: `%%%%ranks 4`"
-    )
+    number = _whole("number of ranks", "`%%ranks 4`", 1)
+    made.add_argument("world_size", nargs="?", type=number, help="how many ranks: `%%%%ranks 4`")
     for flags, how in OPTIONS:
         made.add_argument(*flags, **how)
     return made

@@ -124,8 +124,7 @@ class Names:
     def __init__(self, config: StartRank, shell: Any) -> None:
         from IPython.display import display
 
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
         self.values: dict[str, Any] = module.__dict__
         self._fixed: dict[str, Any] = {"rank": config.rank, "world_size": config.world_size}
         lent = {"device": device_of(config), "torch": torch, "dist": dist, "__builtins__": builtins}

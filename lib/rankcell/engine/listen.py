@@ -157,11 +157,9 @@ class Listener:
 
     def _compare(self, o: Operation, inputs: list[Any], outputs: list[Any]) -> None:
         """Publish what this rank calls, and raise if a peer's call under the same name does not match."""
-        ranks = o.ranks
-        if self._is_message:
-            if o.peer is None:
-                return
-            ranks = (o.peer,)
+        if self._is_message and o.peer is None:
+            return
+        ranks = (o.peer,) if self._is_message and o.peer is not None else o.ranks
         symmetric = o.op != "all_to_all"  # its pieces may be equal and not fit each other
         signature = signature_of(o, inputs, outputs)
         self.recorder.matcher.check(self.recorder.name_of(o), signature, o, ranks, symmetric=symmetric)

@@ -42,9 +42,8 @@ class State:
         if not mine and self.blocked_in_torch:
             mine = tuple(w for w in self.waits if w.thread == 0)
         others = grouped((w.thread, w) for w in self.waits if w.thread and w.waiting)
-        if self.phase == "running" and not mine and not self.joins:
-            return ()  # the main thread computes
-        if self.phase not in ("running", "finished", "error", "absent"):
+        computes = self.phase == "running" and not mine and not self.joins  # the main thread
+        if computes or self.phase not in ("running", "finished", "error", "absent"):
             return ()
         return tuple(filter(None, (mine if self.phase == "running" else (), *map(tuple, others.values()))))
 

@@ -226,13 +226,10 @@ def still_used(sockets: Iterable[socket.socket]) -> list[socket.socket]:
     """Those of our own sockets for whose connection this process has another descriptor; the others are closed."""
     ours = {s.fileno(): s for s in sockets}
     used = {number for number, fd in _sockets() if fd not in ours}
-    kept = []
-    for fd, s in ours.items():
-        if os.fstat(fd).st_ino in used:
-            kept.append(s)
-        else:
-            s.close()
-    return kept
+    gone = [s for fd, s in ours.items() if os.fstat(fd).st_ino not in used]
+    for s in gone:
+        s.close()
+    return [s for s in ours.values() if s not in gone]
 
 
 def shut_down(sockets: Iterable[socket.socket]) -> None:

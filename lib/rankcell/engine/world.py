@@ -55,9 +55,7 @@ class Ranks:
         self.alive = True  # whether the world can run cells
         self.names: tuple[str, ...] = ()
         self.changed: tuple[str, ...] = ()  # names that the last cell was given, and has changed in place
-        self._cells = 0
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._cells, self._pid, self._lock = 0, os.getpid(), threading.RLock()
         self.notes: list[str] = []  # what the learner should know about the ranks
         make: Callable[..., Host] = this_machine if nodes is None else extensions.find("--nodes")
         self._host = make(world_size, device, start) if nodes is None else make(world_size, nodes, device)

@@ -202,12 +202,11 @@ def _may_have_finished(found: verdict.JobVerdict, reports: Sequence[RankRecord])
 def environment(path: Path) -> dict[str, str]:
     """What a command finds in its environment so that its ranks find us."""
     hook = Path(__file__).parent / "hook"
-    before = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ,
         # where no environment is active, torchrun stands beside this Python
         "PATH": f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}",
-        "PYTHONPATH": f"{hook}{os.pathsep}{before}" if before else str(hook),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH")))),
         "RANKCELL_JOB": str(path),
         "RANKCELL_LIB": str(Path(__file__).parents[2]),
     }
