@@ -28,31 +28,9 @@ from .results import Event, Memory, RankResult, Run
 if TYPE_CHECKING:
     from .engine.world import Ranks, run
 
-__all__ = [
-    "AllocationError",
-    "Deadlock",
-    "EngineError",
-    "Event",
-    "Memory",
-    "PullError",
-    "PushError",
-    "RankError",
-    "RankLost",
-    "RankMismatch",
-    "RankResult",
-    "RankTimeout",
-    "Ranks",
-    "RanksInterrupted",
-    "Run",
-    "StartError",
-    "WorldSizeError",
-    "memory",
-    "run",
-    "span",
-    "spans",
-    "trace",
-    "watch",
-]
+__all__ = ["Event", "Memory", "RankResult", "Ranks", "Run", "memory", "run", "span", "spans", "trace", "watch"]
+__all__ += ["AllocationError", "Deadlock", "EngineError", "PullError", "PushError", "RankError", "RankLost"]
+__all__ += ["RankMismatch", "RankTimeout", "RanksInterrupted", "StartError", "WorldSizeError"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,9 +10,8 @@ from . import extensions
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command; the number for the shell is 0 when all went well."""
-    parser = argparse.ArgumentParser(
-        prog="rankcell", description="Notebook cells that run on several real ranks, and plans for many more."
-    )
+    about = "Notebook cells that run on several real ranks, and plans for many more."
+    parser = argparse.ArgumentParser(prog="rankcell", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     given = sys.argv[1:] if arguments is None else arguments
     for word in extensions.words_of("rankcell"):

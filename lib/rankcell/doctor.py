@@ -62,12 +62,9 @@ def of_room(cores: int, most: int, why: str) -> Iterator[Finding]:
         do = "end other programs, or ask for more memory (`--mem` of sbatch, the container's limit)."
         yield Finding("problem", f"the lessons use 4 ranks: {why}", do)
     elif cores < 4:
-        yield Finding(
-            "note",
-            f"this process may use {cores} cores: four ranks take turns on them. All answers are right, and times on "
-            f"the CPU are longer than those in the lessons.",
-            "in a container or a Slurm job, ask for more (`--cpus-per-task=8`).",
-        )
+        turns = f"this process may use {cores} cores: four ranks take turns on them."
+        text = f"{turns} All answers are right, and times on the CPU are longer than those in the lessons."
+        yield Finding("note", text, "in a container or a Slurm job, ask for more (`--cpus-per-task=8`).")
     else:
         yield Finding("works", f"four ranks on the CPU over gloo, on {cores} cores.")
 
@@ -85,11 +82,8 @@ def of_gpus(said: Mapping[str, Any], visible: str | None, has_gpu: bool) -> Iter
         if said["better"]:
             yield Finding("note", said["better"])
     elif visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-        yield Finding(
-            "note",
-            f"CUDA_VISIBLE_DEVICES is {visible!r}: it hides every GPU.",
-            "`unset CUDA_VISIBLE_DEVICES`; in a Slurm job ask for GPUs (`--gpus-per-node=1`).",
-        )
+        do = "`unset CUDA_VISIBLE_DEVICES`; in a Slurm job ask for GPUs (`--gpus-per-node=1`)."
+        yield Finding("note", f"CUDA_VISIBLE_DEVICES is {visible!r}: it hides every GPU.", do)
     elif has_gpu:
         why = f"(CUDA {cuda}) sees none" if cuda else "is built for the CPU"
         what = "install the build for CUDA: `pip install --force-reinstall torch==2.13.0`, or see pytorch.org."
@@ -103,11 +97,9 @@ def of_gpus(said: Mapping[str, Any], visible: str | None, has_gpu: bool) -> Iter
 def of_shared_memory(free: int | None) -> Iterator[Finding]:
     """What it means that so many bytes are free in /dev/shm; None where there is none."""
     if free is not None and free < 256 << 20:
-        yield Finding(
-            "note",
-            f"/dev/shm has {free >> 20} MiB free: rank cells work; nccl and the workers of a DataLoader want more.",
-            "`docker run --shm-size=2g`, or `--ipc=host`; in Kubernetes an emptyDir with medium: Memory there.",
-        )
+        text = f"/dev/shm has {free >> 20} MiB free: rank cells work; nccl and the workers of a DataLoader want more."
+        do = "`docker run --shm-size=2g`, or `--ipc=host`; in Kubernetes an emptyDir with medium: Memory there."
+        yield Finding("note", text, do)
 
 
 def report(found: Sequence[Finding]) -> str:

@@ -131,12 +131,10 @@ class SpawnError(RuntimeError):
 def of_cell_elsewhere(name: str, *, named: bool = True) -> SpawnError:
     """The error for what a cell defined as `name`, where another process needs it; or it has no such name now."""
     if not named:
-        why = (
-            "a lambda, or a function in a function, has no name by which another process finds it: use `def` at the "
-            "left margin of a cell"
-            if "<" in name
-            else "it was defined again, and the name stands for the new one: make anew what was made with the old one"
-        )
+        why = "it was defined again, and the name stands for the new one: make anew what was made with the old one"
+        if "<" in name:
+            nameless = "a lambda, or a function in a function, has no name by which another process finds it"
+            why = f"{nameless}: use `def` at the left margin of a cell"
         return SpawnError(f"`{name}` cannot be sent to another process: {why}.")
     return SpawnError(
         f"`{name}` was defined in a cell: a process that was started by spawn or forkserver, or before the cell ran, "
@@ -258,10 +256,8 @@ def rank_error(run: Run) -> RankError:
     lines += [f"\n{note}" for note in first.error.notes]
     kind = first.error.type
     if kind.startswith(("FileExists", "FileNotFound")) and not all(r.error and r.error.type == kind for r in run.ran):
-        lines.append(
-            "\nThe ranks share their files: another rank may have made or removed this just before. Let rank 0 do it "
-            "(`if rank == 0:`), and the others wait in dist.barrier()."
-        )
+        shared = "The ranks share their files: another rank may have made or removed this just before."
+        lines.append(f"\n{shared} Let rank 0 do it (`if rank == 0:`), and the others wait in dist.barrier().")
     return RankError("\n".join(lines), run)
 
 
@@ -332,10 +328,8 @@ def mismatch_error(run: Run, parted: str = "") -> RankMismatch:
     if parted.startswith(CAME):  # so these calls do not belong together
         advice = _ADVICE["different operations"]
     if elsewhere and wrong.op not in PAIRED and first.problem != "different numbers of groups before":
-        advice = (
-            "The calls stand in different lines: has a rank made one call more, or fewer, before, or do the ranks take "
-            f"the same things in another order? {_ADVICE['different operations']}"
-        )
+        ask = "has a rank made one call more, or fewer, before, or do the ranks take the same things in another order?"
+        advice = f"The calls stand in different lines: {ask} {_ADVICE['different operations']}"
     if any("in another thread" in text for text in texts):
         advice += " Threads of a rank call in an order that is chance: give each a group of its own."
     stopped = f"The call that does not match was stopped before it sent anything. {advice}"
@@ -361,17 +355,13 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankL
         said = re.sub("^was ", "were ", end) if len(ranks) > 1 else end
         lines += [f"{name_ranks(ranks)} of {run.world_size} {said}", *([f"\n{frames}\n"] if frames else [])]
     if not replaced:
-        lines.append(
-            "All ranks of this world were ended, and their names are gone. The next cell starts new ones, as "
-            "far as the allocation still has the nodes: `!sinfo -N` shows them."
-        )
+        how = "The next cell starts new ones, as far as the allocation still has the nodes: `!sinfo -N` shows them."
+        lines.append(f"All ranks of this world were ended, and their names are gone. {how}")
         return RankLost("\n".join(lines), run)
     others = [r.rank for r in run.ran if r not in lost]
-    who = name_ranks([r.rank for r in lost])
-    lines.append(
-        f"A new process has taken the place of {who}: names defined there are gone. Run the cells that define "
-        f"them again, or `%ranks restart` for fresh ranks."
-    )
+    gone = f"{name_ranks([r.rank for r in lost])}: names defined there are gone"
+    how = "Run the cells that define them again, or `%ranks restart` for fresh ranks."
+    lines.append(f"A new process has taken the place of {gone}. {how}")
     if others:
         kept = f"{name_ranks(others)} kept {'its' if len(others) == 1 else 'their'} names"
         lines.append(kept + ", but process groups made with new_group were closed.")

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-EACH_WAY = "each way"
-READ_AND_WRITE = "reads and writes together"
+EACH_WAY, READ_AND_WRITE = "each way", "reads and writes together"
 
 
 class Source(NamedTuple):

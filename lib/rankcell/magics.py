@@ -77,10 +77,8 @@ class RankMagics(Magics):
         options = source.parse_line(line)
         names = self.shell.user_ns
         if missing := [n for n in options.push or () if n not in names]:
-            raise errors.PushError(
-                f"{', '.join(missing)} cannot be pushed: the notebook has no such name. Define it in an ordinary "
-                f"cell first. No rank has run."
-            )
+            how = "Define it in an ordinary cell first. No rank has run."
+            raise errors.PushError(f"{', '.join(missing)} cannot be pushed: the notebook has no such name. {how}")
         text = self._translated(cell)
         number = len(names.get("In", ())) - 1  # execution_count is ahead by one in newer IPython
         live = _Live()
@@ -180,9 +178,8 @@ class RankMagics(Magics):
             sizes = ", ".join(_count(w.world_size) for w in alive) or "nothing: no world is alive"
             print(f"Started anew: {sizes}.")
         elif word[0].isdigit():
-            raise errors.OptionError(
-                f"`%ranks {line}` runs nothing. To run a cell on the ranks, begin it with `%%ranks {line}`."
-            )
+            how = f"To run a cell on the ranks, begin it with `%%ranks {line}`."
+            raise errors.OptionError(f"`%ranks {line}` runs nothing. {how}")
         else:
             known = ["stop", "restart", *extensions.words_of("%ranks")]
             raise errors.OptionError(errors.unknown_option(line, known, "%ranks"))
@@ -281,8 +278,7 @@ class _Live:
         if self._last == (html, doing):
             return
         self._last = (html, doing)
-        if self.shown:
-            clear_output(wait=True)
+        self.end()
         self.shown = True
         line = f'<div style="font-size:0.85em;opacity:0.75">{doing}{_ENDED * doing.startswith("running")}</div>'
         display({"text/html": html + line, "text/plain": f"{text}{doing}"}, raw=True)
@@ -295,9 +291,8 @@ class _Live:
 
 def _misplaced(line: str) -> None:
     """What IPython runs for a `%%ranks` that is not the first line of its cell."""
-    raise errors.OptionError(
-        f"`%%ranks {line}` must be the first line of its cell: put what stands above it into a cell of its own."
-    )
+    how = "put what stands above it into a cell of its own."
+    raise errors.OptionError(f"`%%ranks {line}` must be the first line of its cell: {how}")
 
 
 def load(shell: Any) -> RankMagics:

@@ -57,9 +57,8 @@ def find_races(
             if (key := (name_a, name_b, a.row, b.row)) not in found:
                 first, second = (f"{job.name} on {names[job.row]}" for job in (a, b))
                 happened, mend = _happened(times[a.number], times[b.number]), _mend(a, b, names)
-                text = (
-                    f"Race on {name_a}: {first} {x} it, {second} {y} it, and nothing orders the two. {happened} {mend}"
-                )
+                both = f"{first} {x} it, {second} {y} it"
+                text = f"Race on {name_a}: {both}, and nothing orders the two. {happened} {mend}"
                 if name_a != name_b:
                     text = (
                         f"Memory reused too early: {name_b} was given the memory of {name_a}, which was freed while "

@@ -66,13 +66,12 @@ def zero_bubble(n_ranks: int, n_microbatches: int) -> Schedule:
     """
     lists = []
     for rank in range(n_ranks):
-        actions, done = [], 0
+        actions = []
         for action in _one_f_one_b(rank, n_ranks, n_microbatches, "I"):
             actions.append(action)
             if action.kind == "I" and action.microbatch >= rank:
-                actions.append(Action(rank, "W", done))
-                done += 1
-        actions += [Action(rank, "W", j) for j in range(done, n_microbatches)]
+                actions.append(Action(rank, "W", action.microbatch - rank))
+        actions += [Action(rank, "W", j) for j in range(max(0, n_microbatches - rank), n_microbatches)]
         lists.append(actions)
     return schedule("zero bubble", lists)
 

@@ -175,15 +175,13 @@ class Device:
 
     def empty(self, buffer: str, nbytes: int = 0) -> None:
         """Give `buffer` memory of the current stream, as PyTorch does: a freed block of its size if there is one."""
-        owner, number = self._current._row, 0
-        for block in self._freed:
-            done = all(self._times[j][1] <= self.now for j in block.users)
-            if block.owner == owner and block.nbytes == nbytes and done:
-                self._freed.remove(block)
-                self._known |= self._closure(block.users)  # the allocator asked: they are done
-                number = block.number
-                break
-        self._blocks[buffer] = (number or next(self._numbers), owner, nbytes)
+        owner = self._current._row
+        fitting = (b for b in self._freed if (b.owner, b.nbytes) == (owner, nbytes))
+        block = next((b for b in fitting if all(self._times[j][1] <= self.now for j in b.users)), None)
+        if block is not None:
+            self._freed.remove(block)
+            self._known |= self._closure(block.users)  # the allocator asked: they are done
+        self._blocks[buffer] = (block.number if block else next(self._numbers), owner, nbytes)
         self._gone.discard(buffer)
         self._users[buffer] = []
 

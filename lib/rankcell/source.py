@@ -123,9 +123,8 @@ def option_strings() -> list[str]:
 def parser() -> argparse.ArgumentParser:
     """That of the words behind `%%ranks`."""
     made = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False)
-    made.add_argument(
-        "world_size", nargs="?", type=_whole("number of ranks", "`%%ranks 4`", 1), help="how many ranks: `%%%%ranks 4`"
-    )
+    number = _whole("number of ranks", "`%%ranks 4`", 1)
+    made.add_argument("world_size", nargs="?", type=number, help="how many ranks: `%%%%ranks 4`")
     for flags, how in OPTIONS:
         made.add_argument(*flags, **how)
     return made
@@ -147,10 +146,9 @@ def parse_line(line: str) -> argparse.Namespace:
     if more and more[0].startswith("-"):
         raise OptionError(unknown_option(more[0].partition("=")[0], option_strings(), "%%ranks"))
     if more:
-        raise OptionError(
-            f"{more[0]!r} is one word too many in the `%%ranks` line. Write `%%ranks N [options]`; names are "
-            f"separated by commas without spaces. `%%ranks?` explains the options."
-        )
+        how = "Write `%%ranks N [options]`; names are separated by commas without spaces."
+        said = f"{more[0]!r} is one word too many in the `%%ranks` line."
+        raise OptionError(f"{said} {how} `%%ranks?` explains the options.")
     if options.world_size is None:
         raise OptionError("how many ranks? Write for example `%%ranks 4`.")
     return options

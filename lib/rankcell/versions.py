@@ -17,10 +17,8 @@ def untried(version: str) -> str:
     if OLDEST <= number(version) <= NEWEST:
         return ""
     oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
-    return (
-        f"torch {version} is none of those on which the course was tried, {oldest} to {newest}. It goes on; should "
-        f"something look wrong, try `pip install torch=={newest}.*`."
-    )
+    how = f"It goes on; should something look wrong, try `pip install torch=={newest}.*`."
+    return f"torch {version} is none of those on which the course was tried, {oldest} to {newest}. {how}"
 
 
 def complete(dist: Any) -> None:

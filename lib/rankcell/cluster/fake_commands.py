@@ -72,11 +72,8 @@ def main(name: str, words: Sequence[str]) -> int:
     """Act as the command `name`. Returns its exit status."""
     if name == "uv":  # uv run COMMAND
         os.execvp(words[1], list(words[1:]))
-    if name == "hostname":
-        print(os.environ["SLURMD_NODENAME"])
-        return 0
-    if name == "scontrol":
-        print("node7", "node8", sep="\n")
+    if name in ("hostname", "scontrol"):
+        print(os.environ["SLURMD_NODENAME"] if name == "hostname" else "node7\nnode8")
         return 0
     return srun(words) if name == "srun" else program([name, *words])
 

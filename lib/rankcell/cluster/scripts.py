@@ -131,5 +131,4 @@ def _check_counts(**counts: int) -> None:
 
 def _code(text: str) -> str:
     """`text` as HTML, what stands between backticks as code."""
-    parts = html.escape(text).split("`")
-    return "".join(f"<code>{p}</code>" if k % 2 else p for k, p in enumerate(parts))
+    return "".join(f"<code>{p}</code>" if k % 2 else p for k, p in enumerate(html.escape(text).split("`")))

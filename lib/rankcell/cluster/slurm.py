@@ -92,8 +92,7 @@ class Slurm:
             found = file.read_text() if file.exists() else "no such file"
             if file.exists() and text in found:
                 return found
-            last = "\n".join(found.splitlines()[-15:])
-            late = f"{path} has no {text!r} after {seconds:g} s:\n{last}"
+            late = "\n".join([f"{path} has no {text!r} after {seconds:g} s:", *found.splitlines()[-15:]])
             self._pause(begin, seconds, f"waiting for {text.strip()!r} in {path}", late)
 
     def _pause(self, begin: float, seconds: float, awaited: str, late: str) -> None:

@@ -162,8 +162,7 @@ def lines(
     for name, values, log in (("x", xs, x_log), ("y", ys, y_log)):
         if log and min(values) <= 0:
             raise ValueError(f"A log axis has no place for {name} = {min(values):g}. Use {name}_log=False.")
-    x_range = _bounds(xs, x_log, 0.03)
-    y_range = _bounds([*ys, *y_ticks], y_log, 0.06)
+    x_range, y_range = _bounds(xs, x_log, 0.03), _bounds([*ys, *y_ticks], y_log, 0.06)
     x_ticks = (partial(_log_ticks, base=x_base) if x_log else parts.round_ticks)(*x_range, most=5)
     y_ticks = tuple(y_ticks) or (_log_ticks if y_log else parts.round_ticks)(*y_range, most=6)
     places = _places_in_key([s.name for s in series])

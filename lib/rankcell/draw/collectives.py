@@ -124,24 +124,20 @@ def _parts(event: Event, tensors: tuple[tuple[float, ...], ...]) -> list[tuple[f
 
 def _scene(events: Sequence[Event]) -> _Scene:
     first = events[0]
-    by_rank = {e.rank: e for e in events}
     groups = tuple(dict.fromkeys(e.ranks for e in events))
-    held: dict[int, _Held] = {}
-    moves: list[_Move] = []
-    for group in groups:
-        for i, rank in enumerate(group):
-            held[rank], came = _exchange(by_rank[rank], i)
-            moves += came
+    found = {e.rank: _exchange(e) for e in events}
+    held = {rank: of_rank for rank, (of_rank, _) in found.items()}
+    moves = [move for group in groups for rank in group for move in found[rank][1]]
     for m in moves if first.op == "all_to_all" else ():
         sent, got = held[m.source].before[m.part or 0].numbers, held[m.target].after[m.port].numbers
         if repr(sent) != repr(got):  # as texts, so that NaN is NaN
             where = f"Part {m.port} of rank {m.target}'s output is not part {m.part} of rank {m.source}'s input"
             raise ValueError(f"{where}: the parts are not equal. {_UNEQUAL}")
-    return _Scene(first.op, first.reduce_op, groups, first.peer, dict(sorted(held.items())), moves)
+    return _Scene(first.op, first.reduce_op, groups, first.peer, held, moves)
 
 
-def _exchange(e: Event, index: int) -> tuple[_Held, list[_Move]]:
-    """What the rank of this event holds, and the moves to it; `index` is its place in the group."""
+def _exchange(e: Event) -> tuple[_Held, list[_Move]]:
+    """What the rank of this event holds, and the moves to it."""
     op, group, root, values = e.op, e.ranks, e.peer, _values(e)
     gives = op not in _FROM_ROOT or e.rank == root
     gets = op not in _TO_ROOT or e.rank == root
@@ -159,7 +155,7 @@ def _exchange(e: Event, index: int) -> tuple[_Held, list[_Move]]:
         sources = [(s,) for s in group]
     empty = tuple(_Block((math.nan,) * len(piece) if op in _IN_PLACE else piece) for piece in old)
     after = tuple(_Block(piece, s) for piece, s in zip(new, sources, strict=True))
-    part = index if op in _SENDS_PARTS else None
+    part = group.index(e.rank) if op in _SENDS_PARTS else None
     return _Held(before, empty, after), [_Move(s, e.rank, part, j) for j, s in enumerate(senders) if gets]
 
 

@@ -79,13 +79,11 @@ def _states(found: Sequence[_Delivery]) -> list[dict[int, _Array]]:
     for step in range(1, found[-1].step + 1):
         old, new = states[-1], {}
         for rank in first:
-            own = calls[rank]
-            now = [event for event, m in own if m.step == step]
-            numbers = _watched(now[-1]).after if now else old[rank].numbers
+            now = [(event, m) for event, m in calls[rank] if m.step == step]
+            numbers = _watched(now[-1][0]).after if now else old[rank].numbers
             sources = list(old[rank].sources)
-            for event, m in own:
-                if m.step == step and event is m.came:
-                    _take_in(sources, old, m, numbers)
+            for m in [m for event, m in now if event is m.came]:
+                _take_in(sources, old, m, numbers)
             new[rank] = _Array(numbers, tuple(sources))
         states.append(new)
     return states
@@ -131,8 +129,7 @@ def _draw(states: Sequence[dict[int, _Array]], found: Sequence[_Delivery], step:
             marks.append(rect(x - 1, source - 3, width + 2, CELL + 6, stroke=colour, stroke_width=4))
         ends = left + length * cell + 6, source + CELL / 2, right - 8, target + CELL / 2
         marks.append(line(*ends, stroke=colour, width=3, arrow=True))
-    foot = _foot(states, found, step)
-    bottom = _TOP + len(ranks) * _PITCH
+    foot, bottom = _foot(states, found, step), _TOP + len(ranks) * _PITCH
     marks.append(label(MARGIN, bottom + 16, foot, fill=MUTED))
     held = (f"rank {r}: {' '.join(map(format_number, after[r].numbers))}" for r in ranks)
     return drawing(WIDE, bottom + 34, *marks, alt=f"{title}. {foot}. {'; '.join(held)}")

@@ -106,8 +106,7 @@ def shorten(text: str) -> str:
 
 def _heading(group: Sequence[RankResult]) -> str:
     names = dict.fromkeys(r.node for r in group if r.node)
-    where = f" on {', '.join(names)}" if names else ""
-    return name_ranks([r.rank for r in group]) + where
+    return name_ranks([r.rank for r in group]) + (f" on {', '.join(names)}" if names else "")
 
 
 def _state(result: RankResult) -> str:

@@ -79,8 +79,7 @@ def _draw(rows: Sequence[_Actions], title: str, in_units: bool, finding: str) ->
     y, tops = below_key + 4, []
     for i, row in enumerate(rows):
         tops.append(y)
-        last = i + 1 == len(rows) or rows[i + 1].rank != row.rank
-        y += row.height + (_GAP if last else 1)
+        y += row.height + (_GAP if i + 1 == len(rows) or rows[i + 1].rank != row.rank else 1)
     bottom = y - _GAP + 4
     unit = "time, in forwards of a rank's layers" if in_units else "time in ms"
     marks += time_axis(x, bottom - 2, bottom, unit, 1 if in_units else 1e3)
@@ -118,16 +117,11 @@ def _entries(rows: Sequence[_Actions]) -> list[tuple[str, Swatch | None]]:
         names["B"] = "backward, input gradient"
         kinds.discard("I")
     predicted = {row.predicted for row in rows}
-    entries: list[tuple[str, Swatch | None]] = []
-    for kind in filter(kinds.__contains__, names):
-        colour = _COLOURS[kind]
-        look = (pale(colour, 0.45), colour) if predicted == {True} else (colour, "none")
-        entries.append((names[kind], _swatch(*look)))
-    if len(predicted) == 2:
-        entries.append(("predicted", _swatch(PAPER, MUTED)))
-    if any(len(row.chunks) > 1 for row in rows):
-        entries.append(("later stage: paler", None))
-    return [*entries, ("idle", _swatch(_IDLE, "none"))]
+    looks = {kind: (pale(c, 0.45), c) if predicted == {True} else (c, "none") for kind, c in _COLOURS.items()}
+    entries = [(name, _swatch(*looks[kind])) for kind, name in names.items() if kind in kinds]
+    entries += [("predicted", _swatch(PAPER, MUTED))] if len(predicted) == 2 else []
+    later = [("later stage: paler", None)] if any(len(row.chunks) > 1 for row in rows) else []
+    return [*entries, *later, ("idle", _swatch(_IDLE, "none"))]
 
 
 def _swatch(fill: str, stroke: str) -> Swatch:

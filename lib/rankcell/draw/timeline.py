@@ -12,8 +12,7 @@ from .parts import WIDTH, Axis, Swatch, heading, pale, swatch, text_width, time_
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, format_bytes, format_seconds, label, line, rect
 
 _NAMES, _RIGHT, _BAR, _THIN, _LANE, _GAP = 82, 14, 32, 8, 11, 14
-_MAX_LANES = 3
-_MAX_ARROWS = 60
+_MAX_LANES, _MAX_ARROWS = 3, 60
 _ASYNC = {"isend", "irecv", "batch_isend_irecv"}  # the dispatcher does not mark these as asynchronous
 _WAITING = 0.3  # share of the operation's colour in a bar that waits
 _DARK = {"all_reduce", "barrier"}  # white text on these
@@ -172,12 +171,10 @@ def _arrow(send: Event, recv: Event, x: Axis, at: Mapping[int, float]) -> str:
     return f'<g opacity="0.7">{mark}</g>'
 
 
-def _entries(bars: Sequence[_Bar]) -> list[tuple[str, Swatch | None]]:
+def _entries(bars: Sequence[_Bar]) -> list[tuple[str, Swatch]]:
     found = {b.op for b in bars if b.kind == "comm"}
     ops = [op for op in COLOURS if op in found] + sorted(found - set(COLOURS))
-    entries: list[tuple[str, Swatch | None]] = []
-    if any(b.kind != "comm" for b in bars):
-        entries.append(("compute", swatch(COLOURS["compute"])))
+    entries = [("compute", swatch(COLOURS["compute"]))] if any(b.kind != "comm" for b in bars) else []
     names = {"send": "send, recv", "recv": ""} if {"send", "recv"} <= found else {}
     entries += [(name, swatch(COLOURS.get(op, COLOURS["barrier"]))) for op in ops if (name := names.get(op, op))]
     if any(b.waiting for b in bars):

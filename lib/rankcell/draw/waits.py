@@ -5,7 +5,7 @@ it waits for, in the colour of the operation that it stands in. Arrows that clos
 import math
 from collections.abc import Mapping, Sequence, Set
 
-from ..results import Run, Standing, name_ranks
+from ..results import Run, Standing, at_line, name_ranks
 from .parts import EDGE, SIZE, WIDTH, text_width
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, label, line
 
@@ -131,8 +131,7 @@ def _label(standing: Standing) -> list[str]:
     """What stands beside a rank: its operation and the line, or what became of it."""
     if standing.phase in _OVER:
         return [_OVER[standing.phase][0]]
-    at = [f"line {standing.line}"] if standing.line else []
-    return [standing.op or "computes", *at]
+    return [*filter(None, (standing.op or "computes", at_line(standing.line)))]
 
 
 def _words(x: float, y: float, standing: Standing) -> str:

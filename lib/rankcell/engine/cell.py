@@ -85,11 +85,9 @@ class Cell:
                 return errors.RanksInterrupted(self._where("the ranks were interrupted while they were here:"))
             if timeout is not None and now >= end:
                 self._look()
-                return errors.RankTimeout(
-                    self._where(f"the ranks did not all finish within {timeout:g} s.")
-                    + "\nNobody is known to wait for a rank that cannot answer, so this is slow rather than stuck: "
-                    "give it more time with `--timeout`, or less to do."
-                )
+                where = self._where(f"the ranks did not all finish within {timeout:g} s.")
+                slow = "Nobody is known to wait for a rank that cannot answer, so this is slow rather than stuck"
+                return errors.RankTimeout(f"{where}\n{slow}: give it more time with `--timeout`, or less to do.")
             if now >= next_poll:
                 self._look()
                 diagnosis = diagnose.diagnose(self._states)

@@ -107,8 +107,7 @@ class Channel:
     def _take(self) -> bytes | None:
         if len(self._buffer) < _HEADER.size:
             return None
-        (size,) = _HEADER.unpack_from(self._buffer)
-        end = _HEADER.size + size
+        end = _HEADER.size + _HEADER.unpack_from(self._buffer)[0]
         if len(self._buffer) < end:
             return None
         payload = bytes(memoryview(self._buffer)[_HEADER.size : end])

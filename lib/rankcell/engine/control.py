@@ -119,8 +119,7 @@ def _waits_for_a_thread(frame: Any) -> bool:
     inside = False
     while frame is not None and frame.f_code.co_filename.endswith(_WAITING):
         inside = True
-        limit = frame.f_locals.get("timeout")
-        if limit is not None and limit != -1:  # what `join()` passes on where there is none
+        if frame.f_locals.get("timeout") not in (None, -1):  # -1 is what `join()` passes on where there is none
             return False
         frame = frame.f_back
     return inside

@@ -67,10 +67,8 @@ def enter(config: StartRank) -> None:
 
 def _runs_already(what: str, function: Any, args: str = "...") -> SpawnError:
     name = getattr(function, "__qualname__", "main")
-    return SpawnError(
-        f"{what} starts processes of its own, with ranks of their own. This cell runs on several ranks already: call "
-        f"`{name}({args})` directly, without {what}."
-    )
+    own = "starts processes of its own, with ranks of their own. This cell runs on several ranks already"
+    return SpawnError(f"{what} {own}: call `{name}({args})` directly, without {what}.")
 
 
 def _name_of_a_cell(_: Any, value: Any) -> Any:
@@ -126,8 +124,7 @@ class Names:
     def __init__(self, config: StartRank, shell: Any) -> None:
         from IPython.display import display
 
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
         self.values: dict[str, Any] = module.__dict__
         self._fixed: dict[str, Any] = {"rank": config.rank, "world_size": config.world_size}
         lent = {"device": device_of(config), "torch": torch, "dist": dist, "__builtins__": builtins}
@@ -173,10 +170,8 @@ class Names:
                 continue
             before, self._imported[name] = self._imported.get(name, now), now
             if now[0] is before[0] and now[1] != before[1]:
-                found.append(
-                    f"{file.name} has changed since this rank loaded it: `importlib.reload({name})` in a rank cell, "
-                    "or `%ranks restart`."
-                )
+                how = f"`importlib.reload({name})` in a rank cell, or `%ranks restart`."
+                found.append(f"{file.name} has changed since this rank loaded it: {how}")
         return found
 
     def pull(self, name: str) -> bytes | str:

@@ -42,7 +42,7 @@ class GroupCalls:
 
     def __init__(self, recorder: Recorder, rank: int, world_size: int) -> None:
         self.recorder, self.rank, self.world_size = recorder, rank, world_size
-        self._new_group = dist.new_group
+        self._new_group, self._destroy = dist.new_group, dist.destroy_process_group
         # Whoever drops the last hold on a group of gloo's waits for its threads and keeps Python locked, and one that
         # has just done its part needs Python: torch 2.13 alone hangs so. These are held until that is long past.
         self.left: deque[Any] = deque(maxlen=32)
@@ -109,17 +109,20 @@ class GroupCalls:
         while not store.check([f"{r}" for r in members if r in range(self.world_size)]) and time.monotonic() < until:
             time.sleep(0.002)
 
-    def destroyed(self, group: Any, destroy: Callable[[Any], Any]) -> None:
-        """Call `destroy` for a group, None for all: where calls only enqueue, it waits until the others do so, too."""
+    def destroy(self, group: Any = None) -> None:
+        """`dist.destroy_process_group`: where calls only enqueue, it waits until the others call it, too."""
         default = group is None or group is dist.GroupMember.WORLD
         alive = list(dist.distributed_c10d._world.pg_map)
         self.left.extend(alive if default else [g for g in alive if g is group])
         if not (self.recorder.enqueues and dist.is_initialized()) or group is dist.GroupMember.NON_GROUP_MEMBER:
-            destroy(group)
-            return
-        ranks = tuple(range(self.world_size)) if default else tuple(dist.get_process_group_ranks(group))
-        label = LEAVES if default else f"{LEAVES} {group.group_name}"
-        self.waited_for(LEAVES, ranks, lambda: destroy(group), label=label, blocks=default)
+            self._destroy(group)
+        else:
+            ranks = tuple(range(self.world_size)) if default else tuple(dist.get_process_group_ranks(group))
+            label = LEAVES if default else f"{LEAVES} {group.group_name}"
+            self.waited_for(LEAVES, ranks, lambda: self._destroy(group), label=label, blocks=default)
+        if not dist.is_initialized():
+            forget_groups()
+            _forget_meshes()
 
     def _adopting(self) -> contextlib.AbstractContextManager[None]:
         """Around what opens connections."""
@@ -162,7 +165,6 @@ class Groups(GroupCalls):
         self._again = 0  # how often a program has set the default group up anew in this generation
         # of our own for the backend's connections: to count their bytes and to shut them down
         self.connections: list[socket.socket] = []
-        self._destroy = dist.destroy_process_group
         self._init = dist.init_process_group
 
     def install(self) -> None:
@@ -206,11 +208,8 @@ class Groups(GroupCalls):
         self.recorder.join(f"{generation}")
 
     def destroy(self, group: Any = None) -> None:
-        """`dist.destroy_process_group`, which also gives back our copies of the group's connections."""
-        self.destroyed(group, self._destroy)
-        if not dist.is_initialized():
-            forget_groups()
-            _forget_meshes()
+        """The same, which also gives back our copies of the group's connections."""
+        super().destroy(group)
         self.connections = system.still_used(self.connections)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
@@ -219,22 +218,18 @@ class Groups(GroupCalls):
         given = inspect.signature(self._init).bind(*args, **kwargs).arguments
         numbers = {name: given[name] for name in ("rank", "world_size") if name in given}
         if asked := [f"{name}={n}" for name, n in numbers.items() if n not in (-1, None, getattr(config, name))]:
-            raise GroupError(
-                f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}: a rank cell has "
-                "its ranks already, in a process group. Leave the call out: `rank`, `world_size` and `dist` are there."
-            )
+            where = f"init_process_group({', '.join(asked)}) on rank {config.rank} of {config.world_size}"
+            how = "Leave the call out: `rank`, `world_size` and `dist` are there."
+            raise GroupError(f"{where}: a rank cell has its ranks already, in a process group. {how}")
         backend, timeout = given.get("backend"), given.get("timeout")
         name = str(backend or config.backend).lower()
         if name not in (config.backend, f"cpu:{config.backend}", "cpu:gloo,cuda:nccl"):
-            raise GroupError(
-                f"init_process_group({name!r}): the ranks of this world talk over {config.backend} on "
-                f"{config.device}. Write `backend=None`, or start a world on the other device with `--device`."
-            )
+            why = f"the ranks of this world talk over {config.backend} on {config.device}"
+            how = "Write `backend=None`, or start a world on the other device with `--device`."
+            raise GroupError(f"init_process_group({name!r}): {why}. {how}")
         if dist.is_initialized():
-            self._say(
-                "init_process_group did nothing here: a rank cell runs on ranks that are in a process group "
-                "already. In a script of your own it is needed."
-            )
+            why = "a rank cell runs on ranks that are in a process group already"
+            self._say(f"init_process_group did nothing here: {why}. In a script of your own it is needed.")
             return
         self._again += 1
         generation = f"{self._generation}.{self._again}"

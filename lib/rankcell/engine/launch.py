@@ -69,15 +69,12 @@ def start(orders: Sequence[tuple[StartRank, Sequence[int]]], method: str) -> lis
         for process in started:
             end(process)
         if isinstance(error, ImportError):
-            raise errors.StartError(
-                f"ranks could not be started: torch cannot be imported ({error}). Does `import torch` work in a "
-                f"fresh Python of this environment?"
-            ) from None
+            why = f"torch cannot be imported ({error}). Does `import torch` work in a fresh Python of this environment?"
+            raise errors.StartError(f"ranks could not be started: {why}") from None
         if isinstance(error, (EOFError, ConnectionError, BlockingIOError, ChildProcessError)):
-            raise errors.StartError(
-                f"the system gave {len(started)} of {len(orders)} processes ({type(error).__name__}): the limit of "
-                f"processes is reached (`ulimit -u`), or memory is. Start fewer ranks, or end other processes."
-            ) from None
+            gave = f"the system gave {len(started)} of {len(orders)} processes ({type(error).__name__})"
+            why = "the limit of processes is reached (`ulimit -u`), or memory is"
+            raise errors.StartError(f"{gave}: {why}. Start fewer ranks, or end other processes.") from None
         raise
     return started
 

@@ -139,10 +139,8 @@ class Listener:
                 raise ValueError(f"{o.op} names rank {root}, and this group has the ranks {list(o.ranks)}.")
             o.peer = o.ranks[root]
             if self._is_message and o.peer == self.recorder.rank and not o.enqueued:
-                raise ValueError(
-                    f"{o.op} names this rank itself. Gloo connects a rank with others only: where sender and receiver "
-                    f"are the same rank, copy the tensor, `received.copy_(sent)`."
-                )
+                how = "where sender and receiver are the same rank, copy the tensor, `received.copy_(sent)`."
+                raise ValueError(f"{o.op} names this rank itself. Gloo connects a rank with others only: {how}")
         if self._at_tag is not None and not o.enqueued:  # nccl passes tags over
             o.tag = args[self._at_tag]
         if self._at_reduce_op is not None:
@@ -159,11 +157,9 @@ class Listener:
 
     def _compare(self, o: Operation, inputs: list[Any], outputs: list[Any]) -> None:
         """Publish what this rank calls, and raise if a peer's call under the same name does not match."""
-        ranks = o.ranks
-        if self._is_message:
-            if o.peer is None:
-                return
-            ranks = (o.peer,)
+        if self._is_message and o.peer is None:
+            return
+        ranks = (o.peer,) if self._is_message and o.peer is not None else o.ranks
         symmetric = o.op != "all_to_all"  # its pieces may be equal and not fit each other
         signature = signature_of(o, inputs, outputs)
         self.recorder.matcher.check(self.recorder.name_of(o), signature, o, ranks, symmetric=symmetric)

@@ -25,15 +25,12 @@ MOST = 512  # ranks: each holds a connection to every other one
 
 def room() -> tuple[int, str]:
     """How many ranks this machine can hold, and the sentence that says why."""
-    memory = system.available_memory()
-    files = system.open_file_limit()
-    by_memory = memory // MEMORY_PER_RANK
-    by_files = max(0, files - 200) // FILES_PER_RANK
+    memory, files = system.available_memory(), system.open_file_limit()
+    by_memory, by_files = memory // MEMORY_PER_RANK, max(0, files - 200) // FILES_PER_RANK
     most = min(by_memory, by_files, MOST)
-    why = (
-        f"a rank takes about {MEMORY_PER_RANK >> 20} MiB and {FILES_PER_RANK} open files; {memory / 2**30:.1f} GiB of "
-        f"memory are free, and {files:,} files may be open. It has room for {most} ranks."
-    )
+    need = f"a rank takes about {MEMORY_PER_RANK >> 20} MiB and {FILES_PER_RANK} open files"
+    have = f"{memory / 2**30:.1f} GiB of memory are free, and {files:,} files may be open"
+    why = f"{need}; {have}. It has room for {most} ranks."
     if by_files < by_memory:
         why += " `ulimit -n` in the shell that starts Jupyter allows more files."
     return most, why
@@ -133,10 +130,9 @@ class Local(Host):
             for member in members:
                 member.close()
             if isinstance(error, OSError):
-                raise errors.StartError(
-                    f"ranks could not be started: {error.strerror}. If files of this process are open by the "
-                    f"hundred, close some; `ulimit -n` in the shell that starts Jupyter allows more."
-                ) from None
+                how = "If files of this process are open by the hundred, close some"
+                more = "`ulimit -n` in the shell that starts Jupyter allows more."
+                raise errors.StartError(f"ranks could not be started: {error.strerror}. {how}; {more}") from None
             raise
         finally:
             for _, theirs, _ in asked:
@@ -267,10 +263,9 @@ def this_machine(world_size: int, device: str, method: str) -> Local:
 
 
 def _nothing_can_be_written(error: OSError) -> errors.StartError:
-    return errors.StartError(
-        f"ranks could not be started: no temporary file can be written ({error.strerror or error}). Make room in "
-        f"the folder of TMPDIR, or name another one there and restart the kernel."
-    )
+    why = f"no temporary file can be written ({error.strerror or error})"
+    how = "Make room in the folder of TMPDIR, or name another one there and restart the kernel."
+    return errors.StartError(f"ranks could not be started: {why}. {how}")
 
 
 def how_it_ended(exitcode: int | None) -> str:

@@ -197,9 +197,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def numbers(tensors: list[torch.Tensor]) -> tuple[tuple[float, ...], ...]:
     """The first numbers of each tensor; none of a sparse one."""
-    return tuple(
-        tuple(t.detach().flatten()[:MAX_VALUES].tolist()) if t.layout is torch.strided else () for t in tensors
-    )
+    lists = (t.detach().flatten()[:MAX_VALUES].tolist() if t.layout is torch.strided else () for t in tensors)
+    return tuple(map(tuple, lists))
 
 
 def part_of(array: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None:

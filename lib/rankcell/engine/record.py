@@ -47,8 +47,7 @@ class Recorder(Observer):
     def bind_rank(self, rank: int, table: SignatureTable | None, *, enqueues: frozenset[str]) -> None:
         """From now on this is the recorder of `rank`: it was installed before the ranks were started."""
         self.rank = self.matcher.rank = rank
-        self.enqueues = enqueues
-        self.matcher.table = table
+        self.enqueues, self.matcher.table = enqueues, table
 
     def begin(self, cell: str, *, began: float, values: bool) -> None:
         """Forget the last cell and record the one called `cell`, with times since `began`."""
@@ -87,8 +86,7 @@ class Recorder(Observer):
 
     def call(self, o: Operation, inputs: list[Any], outputs: list[Any]) -> None:
         """The rank calls `o` on these tensors: count and keep it."""
-        if self.array is not None:
-            self.look_at_array(o, inputs[0] if inputs else outputs[0] if outputs else None)
+        self.look_at_array(o, inputs[0] if inputs else outputs[0] if outputs else None)
         if self.keep_values:
             o.inputs, o.outputs = inputs, outputs
             o.before, o.before_out = numbers(inputs), numbers(outputs)
@@ -181,7 +179,6 @@ class Recorder(Observer):
         self.open.pop(id(o), None)
 
     def _close_oldest(self) -> None:
-        """Close the oldest operations that the device is through with."""
         while self.open:
             oldest = next(iter(self.open.values()))
             if oldest.passed is None or oldest.issued is None or not oldest.finished:

@@ -194,9 +194,7 @@ class _TooLarge(Exception):
 
 
 class _Limited(io.BytesIO):
-    def __init__(self, limit: int | None) -> None:
-        super().__init__()
-        self.limit = limit
+    limit: int | None = None  # bytes
 
     def write(self, data: Any) -> int:
         if self.limit is not None and self.tell() + memoryview(data).nbytes > self.limit:
@@ -223,7 +221,8 @@ def pack(value: Any, text: str, limit: int | None = MAX_VALUE_NBYTES) -> bytes |
     """`value` as a pickle of at most `limit` bytes, or why there is none; `text` stands for it then."""
     if isinstance(value, FakeTensor):
         return NotSent(text or repr(value), "a fake tensor has a shape and no numbers to send")
-    buffer = _Limited(limit)
+    buffer = _Limited()
+    buffer.limit = limit
     try:
         _ValuePickler(buffer).dump(value)
     except _TooLarge:

@@ -17,7 +17,6 @@ class RankShell(InteractiveShell):
     """The shell that `get_ipython()` returns on a rank."""
 
     recorder: Any = None  # of the rank
-
     system = InteractiveShell.system_raw  # stdout is a pipe that is read as it is, no terminal
 
     def init_sys_modules(self) -> None:
@@ -47,10 +46,8 @@ class Publisher(DisplayPublisher):
 
 def make() -> RankShell:
     """The shell; made once, before ranks are forked, so that they share its memory."""
-    config = Config()
-    config.HistoryManager.enabled = False  # no database, no thread
-    config.HistoryAccessor.enabled = False
-    config.InteractiveShell.colors = "nocolor"
+    off = {"enabled": False}  # no database, no thread
+    config = Config(HistoryManager=off, HistoryAccessor=off, InteractiveShell={"colors": "nocolor"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return RankShell.instance(config=config, display_pub_class=Publisher)

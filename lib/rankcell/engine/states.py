@@ -42,9 +42,8 @@ class State:
         if not mine and self.blocked_in_torch:
             mine = tuple(w for w in self.waits if w.thread == 0)
         others = grouped((w.thread, w) for w in self.waits if w.thread and w.waiting)
-        if self.phase == "running" and not mine and not self.joins:
-            return ()  # the main thread computes
-        if self.phase not in ("running", "finished", "error", "absent"):
+        computes = self.phase == "running" and not mine and not self.joins  # the main thread
+        if computes or self.phase not in ("running", "finished", "error", "absent"):
             return ()
         return tuple(filter(None, (mine if self.phase == "running" else (), *map(tuple, others.values()))))
 
@@ -81,17 +80,15 @@ def late(wait: Wait, states: Sequence[State], rank: int) -> tuple[list[State], s
 def doing(state: State, world_size: int, *, many: bool = False, twins: Collection[str] = ()) -> str:
     """What a rank is doing, in words, to follow its name, or the names of `many` that do the same."""
     s = "" if many else "s"
-    if state.phase == "error":
-        return f"failed: {state.why}"
-    if state.phase == "lost" or (state.phase == "absent" and state.why):
-        return state.why
-    if state.phase == "still":
-        return f"stand{s} {state.why}"
-    if state.phase == "absent":
-        return "do not run this cell" if many else "does not run this cell"
-    calls = state.calls
-    if state.phase == "finished":
-        return state.why or f"finished the {state.what} after {calls} {'call' if calls == 1 else 'calls'}"
+    over = {
+        "error": f"failed: {state.why}",
+        "lost": state.why,
+        "still": f"stand{s} {state.why}",
+        "absent": state.why or ("do not run this cell" if many else "does not run this cell"),
+        "finished": state.why or f"finished the {state.what} after {state.calls} call{'s' * (state.calls != 1)}",
+    }
+    if state.phase in over:
+        return over[state.phase]
     if not (blocking := state.blocking):
         begun = next((w for w in state.waits if w.thread == 0), None)
         unfinished = f", with {begun.text} of {at_line(begun.line, begun.file)} not over" if begun is not None else ""

@@ -179,14 +179,11 @@ def interface_problem(name: str | None) -> str:
         return ""
     have = ", ".join(found) or "none"
     if name is not None:
-        return (
-            f"GLOO_SOCKET_IFNAME is {name!r}, and this machine has no such network interface with an IPv4 address "
-            f"(it has: {have}). Remove it with `%env -u GLOO_SOCKET_IFNAME`, or name one of these."
-        )
-    return (
-        f"the loopback interface {LOOPBACK} is down or has no IPv4 address (interfaces with one: {have}). "
-        f"Bring it up with `ip link set {LOOPBACK} up`, or name another one in GLOO_SOCKET_IFNAME."
-    )
+        missing = f"this machine has no such network interface with an IPv4 address (it has: {have})"
+        how = "Remove it with `%env -u GLOO_SOCKET_IFNAME`, or name one of these."
+        return f"GLOO_SOCKET_IFNAME is {name!r}, and {missing}. {how}"
+    missing = f"the loopback interface {LOOPBACK} is down or has no IPv4 address (interfaces with one: {have})"
+    return f"{missing}. Bring it up with `ip link set {LOOPBACK} up`, or name another one in GLOO_SOCKET_IFNAME."
 
 
 def free_port() -> int:
@@ -229,13 +226,10 @@ def still_used(sockets: Iterable[socket.socket]) -> list[socket.socket]:
     """Those of our own sockets for whose connection this process has another descriptor; the others are closed."""
     ours = {s.fileno(): s for s in sockets}
     used = {number for number, fd in _sockets() if fd not in ours}
-    kept = []
-    for fd, s in ours.items():
-        if os.fstat(fd).st_ino in used:
-            kept.append(s)
-        else:
-            s.close()
-    return kept
+    gone = [s for fd, s in ours.items() if os.fstat(fd).st_ino not in used]
+    for s in gone:
+        s.close()
+    return [s for s in ours.values() if s not in gone]
 
 
 def shut_down(sockets: Iterable[socket.socket]) -> None:

@@ -55,13 +55,9 @@ class Rank:
     """One rank: its names, its process groups, its two channels."""
 
     def __init__(self, config: StartRank, work: Channel, control_fd: int, stdio: Stdio, table_fd: int) -> None:
-        self.config = config
-        self.work = work
-        self.stdio = stdio
-        self.running = False
-        self.phase = "starting"
-        self.main_thread = threading.get_ident()
-        self._pid = os.getpid()
+        self.config, self.work, self.stdio = config, work, stdio
+        self.running, self.phase = False, "starting"
+        self.main_thread, self._pid = threading.get_ident(), os.getpid()
         self._notes: list[str] = []
         self._exit = ""  # what ended the cell early, without an error
         self._given: dict[str, Any] = {}  # what was pushed for the cell, and its `marks` then
@@ -147,9 +143,8 @@ class Rank:
         self._process.restore(self._on_interrupt)
         self._notes += self._names.restore()
         if late := name_some(self.stdio.late):
-            self._notes.append(
-                f"a thread of an earlier cell (`{late}`) has printed, too: its lines stand under this cell."
-            )
+            said = f"a thread of an earlier cell (`{late}`) has printed, too"
+            self._notes.append(f"{said}: its lines stand under this cell.")
         self.stdio.flush()
         self.phase = "error" if failed else "finished"
         recorder = self.recorder
@@ -240,10 +235,9 @@ def _read(push: bytes, names: Sequence[str]) -> dict[str, Any]:
     try:
         return cloudpickle.loads(push)
     except Exception as error:
-        error.add_note(
-            f"{', '.join(names)} came and could not be read here. Does this rank lack something that it is made of? "
-            "Run in a rank cell, too, what has made that in the notebook."
-        )
+        lacks = "Does this rank lack something that it is made of?"
+        how = "Run in a rank cell, too, what has made that in the notebook."
+        error.add_note(f"{', '.join(names)} came and could not be read here. {lacks} {how}")
         raise
 
 

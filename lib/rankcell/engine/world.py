@@ -55,9 +55,7 @@ class Ranks:
         self.alive = True  # whether the world can run cells
         self.names: tuple[str, ...] = ()
         self.changed: tuple[str, ...] = ()  # names that the last cell was given, and has changed in place
-        self._cells = 0
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._cells, self._pid, self._lock = 0, os.getpid(), threading.RLock()
         self.notes: list[str] = []  # what the learner should know about the ranks
         make: Callable[..., Host] = this_machine if nodes is None else extensions.find("--nodes")
         self._host = make(world_size, device, start) if nodes is None else make(world_size, nodes, device)
@@ -183,10 +181,8 @@ class Ranks:
         try:
             self._replace_dead()
             if not self.alive:
-                raise errors.StartError(
-                    "a node of this world is gone, and its ranks with it. The next cell starts new ones, as far as the "
-                    "allocation still has the nodes."
-                )
+                how = "The next cell starts new ones, as far as the allocation still has the nodes."
+                raise errors.StartError(f"a node of this world is gone, and its ranks with it. {how}")
             # an interrupt that comes while ranks are being replaced ends nothing
             with deferred_interrupt() as interrupted:
                 ending = cell.run(interrupted)
@@ -200,11 +196,9 @@ class Ranks:
             self.notes.append(f"All {self.world_size} ranks had to be started anew: their names are gone.")
             if isinstance(error, KeyboardInterrupt):
                 raise
-            raise errors.EngineError(
-                f"something unforeseen happened while the cell ran ({type(error).__name__}: {error}). All "
-                f"{self.world_size} ranks were started anew: names defined there are gone. Run the cells that "
-                f"define them again."
-            ) from error
+            said = f"something unforeseen happened while the cell ran ({type(error).__name__}: {error})."
+            gone = f"All {self.world_size} ranks were started anew: names defined there are gone."
+            raise errors.EngineError(f"{said} {gone} Run the cells that define them again.") from error
         return ending
 
     def complete(self, text: str, timeout: float = 0.2) -> list[str]:
@@ -248,10 +242,8 @@ class Ranks:
         """Replace ranks that ended between two cells."""
         self._workers.pump(0.0)
         if lost := [rank for rank, received in self._workers.received.items() if received.lost]:
-            self.notes.append(
-                f"{name_ranks(lost)} ended between two cells and {'was' if len(lost) == 1 else 'were'} replaced: "
-                f"names defined there are gone."
-            )
+            replaced = f"{'was' if len(lost) == 1 else 'were'} replaced: names defined there are gone."
+            self.notes.append(f"{name_ranks(lost)} ended between two cells and {replaced}")
             self._repair(lost)
 
 
@@ -260,10 +252,8 @@ def _chosen(ranks: Sequence[int], only: Sequence[int] | None) -> list[int]:
         return list(ranks)
     wrong = [r for r in only if r not in ranks]
     if wrong or not only:
-        raise errors.OptionError(
-            f"{name_ranks(wrong) if wrong else 'an empty list of ranks'} cannot run the cell: this world has "
-            f"{name_ranks(list(ranks))}."
-        )
+        who = name_ranks(wrong) if wrong else "an empty list of ranks"
+        raise errors.OptionError(f"{who} cannot run the cell: this world has {name_ranks(list(ranks))}.")
     return sorted(set(only))
 
 
@@ -274,10 +264,8 @@ def _notes(ending: Ending) -> list[str]:
     notes = grouped((note, rank) for rank, notes in said.items() for note in notes)
     found = [f"On {name_ranks(ranks)}: {note}" for note, ranks in notes.items() if note]
     if ending.left:
-        found.append(
-            f"The cell destroyed the process group on {name_ranks(ending.left)}: all ranks have joined a new one, "
-            f"as a notebook's ranks live on. Groups made with new_group are closed."
-        )
+        new = "all ranks have joined a new one, as a notebook's ranks live on. Groups made with new_group are closed."
+        found.append(f"The cell destroyed the process group on {name_ranks(ending.left)}: {new}")
     return found
 
 
@@ -328,10 +316,9 @@ def _pickle(what: str, value: Any) -> bytes:
     except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything, and it is raised on
         part = _odd_part(what, value)
         because = f", because of {part}" if part != what else ""
-        raise errors.PushError(
-            f"{what} cannot be sent to the ranks{because}: {type(error).__name__}: {error}. Push plain data, tensors, "
-            f"functions or classes, and make anything else on the ranks. No rank has run."
-        ) from None
+        said = f"{what} cannot be sent to the ranks{because}: {type(error).__name__}: {error}."
+        how = "Push plain data, tensors, functions or classes, and make anything else on the ranks."
+        raise errors.PushError(f"{said} {how} No rank has run.") from None
 
 
 def _odd_part(name: str, value: Any, depth: int = 4) -> str:

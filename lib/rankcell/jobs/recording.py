@@ -20,7 +20,6 @@ from ..engine import control, listen, states, streams
 from ..engine.groups import GroupCalls, replace_in_torch
 from ..engine.match import SignatureStore, SignatureTable
 from ..engine.messages import Status
-from ..engine.operation import clock, forget_groups
 from ..engine.record import Recorder
 from ..results import Event
 from .records import RankRecord
@@ -57,13 +56,11 @@ class Recording:
         listen.install(self.recorder)
         self._board_path = Path("/dev/shm") / f"rankcell-{token}"
         self.recorder.bind_rank(rank, _shared_board(self._board_path, rank, world_size), enqueues=frozenset())
-        self.recorder.begin("", began=clock(), values=False)
         self.recorder.join("job")
         self._epoch = self.recorder.began - time.time()  # by the clock of its operations
         self._before: Status | None = None
-        self._groups = _PatientGroups(self.recorder, rank, world_size)
-        self._destroy = dist.destroy_process_group
-        replace_in_torch((dist.new_group, self._groups.new_group), (self._destroy, self.destroy))
+        self._groups = groups = _PatientGroups(self.recorder, rank, world_size)
+        replace_in_torch((dist.new_group, groups.new_group), (dist.destroy_process_group, groups.destroy))
 
     def init(self, original: Callable[[], Any], near: Callable[[], tuple[int, ...] | None]) -> Any:
         """`init_process_group`, in which this rank waits for all others."""
@@ -78,11 +75,6 @@ class Recording:
         if here and self.rank == min(here):
             self._board_path.unlink(missing_ok=True)  # everybody has it: all have come through
         return found
-
-    def destroy(self, group: Any = None) -> None:
-        self._groups.destroyed(group, self._destroy)
-        if not dist.is_initialized():
-            forget_groups()
 
     def look(self, record: RankRecord, main_thread: int, ours: int | None) -> RankRecord:
         """`record` with what its main thread does now; a thread of ours does not count."""

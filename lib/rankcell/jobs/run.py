@@ -65,11 +65,9 @@ class Runner:
         if self._report and job.ranks and not self.verdicts:
             self._keep(verdict.finished(job.records()), job.records())
         if not job.ranks and process.returncode == 0:
-            print(
-                "rankcell run: no rank has reported. Ranks are found by RANK and WORLD_SIZE, or when they call "
-                "init_process_group; a Python started with -E, -I or -S does not listen to us.",
-                file=sys.stderr,
-            )
+            how = "Ranks are found by RANK and WORLD_SIZE, or when they call init_process_group"
+            deaf = "a Python started with -E, -I or -S does not listen to us."
+            print(f"rankcell run: no rank has reported. {how}; {deaf}", file=sys.stderr)
         code = process.returncode
         return (128 - code if code < 0 else code) or int(bool(self.verdicts))
 
@@ -204,12 +202,11 @@ def _may_have_finished(found: verdict.JobVerdict, reports: Sequence[RankRecord])
 def environment(path: Path) -> dict[str, str]:
     """What a command finds in its environment so that its ranks find us."""
     hook = Path(__file__).parent / "hook"
-    before = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ,
         # where no environment is active, torchrun stands beside this Python
         "PATH": f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}",
-        "PYTHONPATH": f"{hook}{os.pathsep}{before}" if before else str(hook),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH")))),
         "RANKCELL_JOB": str(path),
         "RANKCELL_LIB": str(Path(__file__).parents[2]),
     }
@@ -235,8 +232,7 @@ def explain(options: Any) -> int:
         judged = verdict.finished(found) if all(r.phase == "finished" for r in found) else verdict.judge(found)
         # records prove nothing where nothing moved: for how long that was, only the runner knew
         print(verdict.text(judged, found) if judged else (folder / VERDICT).read_text().rstrip("\n"))
+        return 0
     except (ValueError, FileNotFoundError) as error:
         print(f"rankcell explain: {error}", file=sys.stderr)
-    else:
-        return 0
-    return 1
+        return 1

@@ -63,9 +63,8 @@ class Agent:
             if self.ranks is not None and self.ranks in readable:
                 for event in self.ranks.pump(0.0):
                     talk.post(event)
-            if talk in readable:
-                for order in talk.poll():
-                    self._do(order)
+            for order in talk.poll() if talk in readable else ():
+                self._do(order)
 
     def _do(self, order: Order) -> None:
         if order.what == "clock":

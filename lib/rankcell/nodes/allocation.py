@@ -128,9 +128,8 @@ class Nodes(Host):
                         self._take(node, message, found)
                 except (EOFError, OSError):
                     self._lose(node)
-        found += self._lost
-        self._lost = []
-        return found
+        lost, self._lost = self._lost, []
+        return found + lost
 
     def _take(self, node: _Node, message: Any, found: list[HostEvent]) -> None:
         if not isinstance(message, Did):

@@ -44,10 +44,8 @@ class Meter:
             elif isinstance(owner, Tensor):
                 self._tensors.append(owner)
             elif owner is not None:
-                raise TypeError(
-                    f"rankcell.memory cannot tell what a {type(owner).__name__} holds. Name modules, optimizers "
-                    f"and tensors."
-                )
+                what = f"what a {type(owner).__name__} holds"
+                raise TypeError(f"rankcell.memory cannot tell {what}. Name modules, optimizers and tensors.")
         self.began = began
         self.phase = ""  # the part of the program that the next samples belong to
         # address of a storage: reference, number. The reference does not keep it, and tells when it is gone.
@@ -80,21 +78,18 @@ class Meter:
     @property
     def samples(self) -> tuple[Memory, ...]:
         """What was held after each operation that changed it, in order of time."""
-        return tuple(self._replayed())
+        held, sizes, found = dict.fromkeys(KINDS, 0), dict[int, int](), list[Memory]()
+        for at, phase, changes in self._log:
+            for number, size in changes.items():
+                held[self._kinds.get(number, "rest")] += size - sizes.get(number, 0)
+                sizes[number] = size
+            found.append(Memory(at=at - (self.began or 0.0), phase=phase, **held))
+        return tuple(found)
 
     @property
     def peak(self) -> Memory:
         """The sample in which most was held."""
         return max(self.samples, key=lambda sample: sample.total)
-
-    def _replayed(self) -> Iterator[Memory]:
-        """The samples, from what changed from one to the next."""
-        held, sizes = dict.fromkeys(KINDS, 0), dict[int, int]()
-        for at, phase, changes in self._log:
-            for number, size in changes.items():
-                held[self._kinds.get(number, "rest")] += size - sizes.get(number, 0)
-                sizes[number] = size
-            yield Memory(at=at - (self.began or 0.0), phase=phase, **held)
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Autograd keeps this one for backward."""
@@ -194,7 +189,7 @@ class Meter:
 
     def _thin(self) -> None:
         """Forget every second sample, but not the highest: what changed in it is told by the next."""
-        totals = [sample.total for sample in self._replayed()]
+        totals = [sample.total for sample in self.samples]
         highest = totals.index(max(totals))
         log, self._log, missed = self._log, [], dict[int, int]()
         for i, (at, phase, changes) in enumerate(log):

@@ -106,8 +106,7 @@ def data(job: Job, layout: Layout) -> Traffic:
 def pipeline(job: Job, layout: Layout) -> Traffic:
     """Activations of a micro-batch to the next stage and their gradients back, once per chunk. 2 bytes each."""
     nbytes = 2 * layout.tokens(job) * job.shape.hidden / layout.shard()
-    stride = job.n_gpus / layout.pp
-    crosses = np.logical_and(stride * layout.pp > job.chip.node, np.asarray(layout.pp) > 1)
+    crosses = np.logical_and(job.n_gpus > job.chip.node, np.asarray(layout.pp) > 1)
     bandwidth = np.where(crosses, PORT * job.chip.network, job.chip.ring)
     times = 2 * layout.chunks * layout.microbatches(job) * (np.asarray(layout.pp) > 1)
     seconds = times * (nbytes / bandwidth + np.where(crosses, job.chip.alpha_across, job.chip.alpha))

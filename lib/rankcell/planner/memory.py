@@ -118,8 +118,7 @@ def on_stage(job: Job, layout: Layout, stage: Any) -> StageMemory:
 
     whole = layers_on(job, layout, stage)
     gathered = np.where(z >= 3, 2 * (dense + experts) * np.minimum(1, 3 / np.maximum(1, whole)), 0)
-    master = np.where(z >= 3, 0, stack.weight_bytes)
-    weights = master * (dense + experts) + gathered
+    weights = np.where(z >= 3, 0, stack.weight_bytes) * (dense + experts) + gathered
     optimizer = spread(stack.optimizer_bytes, 1)
     gradients = spread(np.where(z >= 3, 4, stack.gradient_bytes), 2)
     tokens, held = layout.tokens(job), in_flight(job, layout, stage)

@@ -118,8 +118,7 @@ class Lesson:
     """The lesson at `path`: its cells and its exercises. Raises ExerciseError where it is no notebook."""
 
     def __init__(self, path: Path) -> None:
-        self.name = path.stem
-        self.cells = read(path)
+        self.name, self.cells = path.stem, read(path)
         self.exercises: list[Exercise] = []
         for index, cell in enumerate(self.cells):
             if (text := exercise_text(cell) if is_exercise(cell) else None) is not None:
