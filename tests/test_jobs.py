@@ -325,6 +325,15 @@ def test_where_all_stand_still_outside_torch_no_transfer_is_suspected():
     assert "transfer" in str(verdict.stalled([waiting(rank) for rank in WORLD], 60.0))
 
 
+def test_where_all_wait_for_others_to_join_it_is_told_as_whom_nobody_has():
+    join = [waiting(rank, op="init_process_group") for rank in WORLD]
+    (wait,) = join[2].waits
+    join[2] = replace(join[2], waits=(replace(wait, text="init_process_group(rank=0)"),))
+    said = str(verdict.stalled(join, 60.0))
+    assert "rank 2      waits in init_process_group(rank=0)" in said and "transfer" not in said
+    assert "Nobody calls it as rank 2. Does each call it by a number of its own" in said
+
+
 def test_a_backward_that_a_rank_has_not_done_names_parameters_without_a_gradient():
     step = [{"line": 12, "via": "backward"}, {"line": 14, "via": ""}] * 3
     ran = [tuple(event(r, seq=n, **e) for n, e in enumerate(step[:5], 1)) for r in range(2)]

@@ -289,6 +289,14 @@ def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
         shell.run_cell("%%ranks 4 --push trainer\n1").raise_error()
 
 
+def test_a_function_with_a_cache_can_be_pushed(shell):
+    """By its name alone, as pickle would send it, no rank knows it; it may call itself."""
+    source = "@lru_cache(maxsize=None)\ndef steps(n):\n    return n if n < 2 else steps(n - 1) + steps(n - 2)"
+    shell.run_cell(f"from functools import lru_cache\n{source}").raise_error()
+    run = shell.run_cell("%%ranks 4 --push steps\nsteps(20 + rank), steps.cache_info().maxsize").result
+    assert run.values == [(6765, None), (10946, None), (17711, None), (28657, None)]
+
+
 def test_what_cannot_be_read_on_the_ranks_is_named(shell, monkeypatch):
     """A class that was made at run time inside a module, as deap does: the module of the ranks lacks it."""
     made = type("Individual", (list,), {"__module__": "textwrap"})

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -100,7 +100,7 @@ class RankMagics(Magics):
             _tell(ranks)
             if any(r.stdout or r.stderr or r.displays or r.data for r in error.run.ran):
                 display(error.run)  # what the ranks printed before it went wrong
-            for hint in _hints(error.run, names):
+            for hint in _hints(error.run, names, options.push or ()):
                 error.add(hint)
             raise
         finally:  # a figure that came from a rank stands under its rank; matplotlib would show it again
@@ -244,7 +244,7 @@ def _tell(ranks: world.Ranks) -> None:
         print(ranks.notes.pop(0))
 
 
-def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
+def _hints(run: Run, notebook: dict[str, Any], pushed: Sequence[str]) -> list[str]:
     """What to do where a rank failed for want of something that the notebook has."""
     failures = [r.error for r in run.failed if r.error is not None]
     hints: list[str] = []
@@ -256,7 +256,7 @@ def _hints(run: Run, notebook: dict[str, Any]) -> list[str]:
     for name in (n for n in errors.missing_names(run) if n in notebook):
         if isinstance(notebook[name], types.ModuleType):
             hints.append(f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too.")
-        else:
+        elif name not in pushed:
             hints.append(f"The notebook has {name}: `--push {name}` in the `%%ranks` line copies it to the ranks.")
     return hints
 

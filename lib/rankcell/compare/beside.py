@@ -1,8 +1,8 @@
-"""What stands beside the tensors of a step: a model's buffers, and what its optimizer goes by. It says why an output or
-an update is wrong, and finds a buffer that went wrong where all else is right.
+"""What stands beside the tensors of a step: a model's buffers, what its optimizer goes by, and when it steps. It says
+why an output or an update is wrong, and finds a buffer that went wrong where all else is right.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,12 @@ import numpy as np
 from ..results import name_ranks
 from .comparison import Row
 from .reference import Fit, Traced, matrix_of, typical
-from .wording import NO_GRADIENT
+from .wording import BEFORE, GONE, NO_GRADIENT
 
 OF_ALL = "its settings and state are those of one process: does the step need the whole tensor, or that of all ranks?"
+SMALL = 0.1  # times a typical number: such signs do not count
+ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
+ANOTHER = "and not made of `.grad`: is what it is made of, and clipped by, that of all ranks and every micro-batch?"
 _Blamed = tuple[Row, bool] | None
 _Holders = Mapping[str, Mapping[int, Fit | None]]
 
@@ -83,7 +86,8 @@ class Beside:
         if begun := [r for r, names in early.items() if names and have[r].dtype == one.dtype]:
             name, who = early[begun[0]][0], name_ranks(begun)
             return f"its optimizer begins with `{name}` on {who}, and in one process without: was it stepped before?"
-        return OF_ALL if key[2] == 0 else ""  # later its state is not kept
+        known = key[2] == 0 and {e.dtype for e in have.values()} == {one.dtype}  # later its state is not kept
+        return OF_ALL if known else ""
 
     def _lies_in(self, part: np.ndarray, whole: np.ndarray, fit: Fit | None) -> bool:
         """Whether a setting or a state is that of one process, or lies in it as its parameter does."""
@@ -102,3 +106,61 @@ class Beside:
 def _sorted(value: np.ndarray) -> np.ndarray:
     rows = value.reshape(len(value), -1) if value.ndim else value.reshape(1, 1)
     return rows[np.lexsort(rows.T)]
+
+
+def set_aside(judge: Any, rows: Sequence[Row]) -> list[Row]:
+    """The rows, without gradients that no optimizer steps on: their signs are not those of one process, and those of
+    the update are; or none is left, and weights change. Optimizers that shard their states leave such behind.
+    """
+    grads = [r for r in rows if r.kind == "grad"]
+    lost, left = [r for r in grads if r.status == "none"], {r.step for r in grads if r.layout != GONE}
+    updates = {(r.name, r.step - 1): r for r in rows if r.kind == "parameter"}
+    votes: dict[int, list[bool]] = {}
+    for r in lost:
+        votes.setdefault(r.step, []).extend(_as_in_one(judge, r))
+    changed = {}
+    for r in (*lost, *(r for r in grads if r.step not in left)):
+        update = updates.get((r.name, r.step))
+        if update is None or (r in lost and (len(votes[r.step]) < ENOUGH or np.mean(votes[r.step]) < SURE)):
+            continue
+        if update.status not in ("fits", "skipped"):
+            if r.step or update.status == "missing" or update.layout == BEFORE:
+                continue
+            says = f"{name_ranks(update.ranks)}: the update is not right ({update.layout}), {ANOTHER}"
+            changed[update.key] = replace(update, says=says)
+        changed[r.key] = r.found("skipped", "not what is stepped on")
+    return [changed.get(r.key, r) for r in rows]
+
+
+def _as_in_one(judge: Any, row: Row) -> list[bool]:
+    """Of numbers of a gradient whose sign is another than in one process: whether their update goes as there."""
+    keys = [("grad", row.name, row.step, 0), *(("parameter", row.name, row.step + n, 0) for n in (0, 1))]
+    if any(key not in judge.dense or key not in judge.ranks for key in keys):
+        return []
+    whole, before, after = (matrix_of(judge.dense[key][0]) for key in keys)
+    wanted = after - before if row.step else -whole  # later steps have a memory
+    ours = [{rank: matrix_of(e) for rank, e in judge.ranks[key]} for key in keys]
+    found: list[bool] = []
+    for own, before, after in ([of.get(rank, whole[:0]) for of in ours] for rank in row.ranks):
+        if own.shape == before.shape == after.shape == whole.shape:
+            size = np.minimum(*(np.abs(g) / max(typical(g), 1e-30) for g in (own, whole)))
+            odd = (own * whole < 0) & (size > SMALL) & (after != before)
+            found += [*((after - before) * wanted > 0)[odd]]
+    return found
+
+
+def steps_elsewhere(judge: Any, rows: Sequence[Row]) -> Row | None:
+    """Where ranks update their weights after another number of calls of a module than one process, of as many."""
+    for row in (r for r in rows if r.kind == "output"):
+        keys = [("output", row.name, step, 0) for step in range(1 + max(key[2] for key in judge.ranks))]
+        one = [len(judge.dense.get(key, ())) for key in keys]
+        here = {rank: [sum(r == rank for r, _ in judge.ranks.get(key, ())) for key in keys] for rank in row.ranks}
+        odd = {rank: n for rank, n in here.items() if n != one and sum(n) == sum(one)}
+        at = [next(s for s, (a, b) in enumerate(zip(n, one, strict=True)) if a != b) for n in odd.values()]
+        if odd and row.step == min(at):
+            rank, of_rank = next((rank, n[row.step]) for rank, n in odd.items() if n[row.step] != one[row.step])
+            where = f"before the update of step {row.step + 1} its calls are {of_rank} on rank {rank}"
+            says = f"{where}, and {one[row.step]} in one process: is a step skipped in one of them, for an overflow on "
+            says += "its own part, or made too often?"
+            return row.found("none", "other calls before the update", ranks=tuple(odd), says=says)
+    return None

@@ -127,9 +127,8 @@ def added_up(row: Row, rows: Sequence[Row]) -> str:
     if row.kind != "grad" or len(wrong) < 2 or back != {"fits"}:
         return ""
     who = name_ranks(sorted({rank for r in wrong for rank in r.ranks}))
-    return (
-        f"{len(wrong)} of {len(grads)} are wrong, on {who}, and what travels back is right: how are they added up then?"
-    )
+    asks = "is each micro-batch added up once, and over the right ranks?"
+    return f"{len(wrong)} of {len(grads)} are wrong, on {who}, and what travels back is right: {asks}"
 
 
 def lacks_rows(row: Row, rows: Sequence[Row]) -> str:

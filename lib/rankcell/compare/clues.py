@@ -14,12 +14,10 @@ from .blame import CLOSE, before
 from .comparison import Row
 from .layouts import SeenPlaces
 from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
-from .wording import BEFORE, GONE, LEFT_OUT, times_words
+from .wording import ALIKE, BEFORE, LEFT_OUT, times_words
 
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
-ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
 LONG = 400  # letters of a list that is too long to read
-ANOTHER = "and not made of `.grad`: is what it is made of, and clipped by, that of all ranks and every micro-batch?"
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,9 @@ def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
         says += f"{'' if says[-1] == '?' else '.'} {rest}" if says and rest else rest
         if says and LEFT_OUT not in row.layout:
             return f"the forward is right, and {says}", ""
-        return "", says or _of_rows(row.kind, held, None) or uneven
+        alike = "all ranks have the same: does a way back to it count twice, or not at all?"
+        other = _of_another_call(held) or (alike if row.layout.endswith(ALIKE) else "")
+        return "", says or other or _of_rows(row.kind, held, None) or uneven
     biases = judge.dense.get(("parameter", f"{row.name}.bias", row.step, 0))
     bias = matrix_of(biases[0]).T if biases else None
     others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
@@ -216,7 +216,18 @@ def _of_columns(lost: Sequence[Held]) -> str:
         f"{_named('column', columns)} on {name_ranks(ranks)}"
         for columns, ranks in grouped((tuple(sorted(c)), r) for r, c in few.items()).items()
     ]
-    return f"only {', '.join(each)} are {word}" if right and 0 < len(each) < 4 else ""
+    return f"only {', '.join(each)} are {word}" if right and any(wrong.values()) and 0 < len(each) < 4 else ""
+
+
+def _of_another_call(held: Sequence[Held]) -> str:
+    """Where what comes back for one call of a module belongs to another, which has been found."""
+    for h in held:
+        for other in held if not h.factor else ():
+            mine, theirs = h.piece, other.piece
+            if other.factor and np.array_equal(h.rows, other.rows) and np.array_equal(mine.matrix, theirs.matrix):
+                who = f"on rank {mine.rank} what comes back in call {mine.call + 1} belongs to call {theirs.call + 1}"
+                return f"{who}{f' of rank {theirs.rank}' if theirs.rank != mine.rank else ''}: who keeps, or sends, it?"
+    return ""
 
 
 def _of_targets(held: Sequence[Held]) -> str:
@@ -363,64 +374,6 @@ def _loaded(tried: Tried, reference: Reference) -> str:
         return ""
     word = "rows" if dim == 0 else "columns" if len(shape) == 2 else f"places on dim {dim}"
     return f"of the {word} of one process {said}; the rest is none of them: was it loaded?"
-
-
-def set_aside(judge: Any, rows: Sequence[Row]) -> list[Row]:
-    """The rows, without gradients that no optimizer steps on: their signs are not those of one process, and those of
-    the update are; or none is left, and weights change. Optimizers that shard their states leave such behind.
-    """
-    grads = [r for r in rows if r.kind == "grad"]
-    lost, left = [r for r in grads if r.status == "none"], {r.step for r in grads if r.layout != GONE}
-    updates = {(r.name, r.step - 1): r for r in rows if r.kind == "parameter"}
-    votes: dict[int, list[bool]] = {}
-    for r in lost:
-        votes.setdefault(r.step, []).extend(_as_in_one(judge, r))
-    changed = {}
-    for r in (*lost, *(r for r in grads if r.step not in left)):
-        update = updates.get((r.name, r.step))
-        if update is None or (r in lost and (len(votes[r.step]) < ENOUGH or np.mean(votes[r.step]) < SURE)):
-            continue
-        if update.status not in ("fits", "skipped"):
-            if r.step or update.status == "missing" or update.layout == BEFORE:
-                continue
-            says = f"{name_ranks(update.ranks)}: the update is not right ({update.layout}), {ANOTHER}"
-            changed[update.key] = replace(update, says=says)
-        changed[r.key] = r.found("skipped", "not what is stepped on")
-    return [changed.get(r.key, r) for r in rows]
-
-
-def _as_in_one(judge: Any, row: Row) -> list[bool]:
-    """Of numbers of a gradient whose sign is another than in one process: whether their update goes as there."""
-    keys = [("grad", row.name, row.step, 0), *(("parameter", row.name, row.step + n, 0) for n in (0, 1))]
-    if any(key not in judge.dense or key not in judge.ranks for key in keys):
-        return []
-    whole, before, after = (matrix_of(judge.dense[key][0]) for key in keys)
-    wanted = after - before if row.step else -whole  # later steps have a memory
-    ours = [{rank: matrix_of(e) for rank, e in judge.ranks[key]} for key in keys]
-    found: list[bool] = []
-    for own, before, after in ([of.get(rank, whole[:0]) for of in ours] for rank in row.ranks):
-        if own.shape == before.shape == after.shape == whole.shape:
-            size = np.minimum(*(np.abs(g) / max(typical(g), 1e-30) for g in (own, whole)))
-            odd = (own * whole < 0) & (size > ROUNDED) & (after != before)
-            found += [*((after - before) * wanted > 0)[odd]]
-    return found
-
-
-def steps_elsewhere(judge: Any, rows: Sequence[Row]) -> Row | None:
-    """Where ranks update their weights after another number of calls of a module than one process, of as many."""
-    for row in (r for r in rows if r.kind == "output"):
-        keys = [("output", row.name, step, 0) for step in range(1 + max(key[2] for key in judge.ranks))]
-        one = [len(judge.dense.get(key, ())) for key in keys]
-        here = {rank: [sum(r == rank for r, _ in judge.ranks.get(key, ())) for key in keys] for rank in row.ranks}
-        odd = {rank: n for rank, n in here.items() if n != one and sum(n) == sum(one)}
-        at = [next(s for s, (a, b) in enumerate(zip(n, one, strict=True)) if a != b) for n in odd.values()]
-        if odd and row.step == min(at):
-            rank, of_rank = next((rank, n[row.step]) for rank, n in odd.items() if n[row.step] != one[row.step])
-            where = f"before the update of step {row.step + 1} its calls are {of_rank} on rank {rank}"
-            says = f"{where}, and {one[row.step]} in one process: is a step skipped in one of them, for an overflow on "
-            says += "its own part, or made too often?"
-            return row.found("none", "other calls before the update", ranks=tuple(odd), says=says)
-    return None
 
 
 def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:

@@ -87,11 +87,12 @@ class Comparison:
 
     @property
     def _others(self) -> str:
-        """What is not shown."""
-        left = [row for row in self.rows if row not in self._shown() and row.status != "skipped"]
-        wrong = [row.title for row in left if row.status not in ("fits", "batch")]
-        some = f", and these are not: {name_some(wrong, 4)}" if wrong else ""
-        return f"{len(self.rows)} tensors in all: .rows. Of those not shown {len(left) - len(wrong)} are right{some}."
+        """How many tensors there are, and what is wrong among those that are not shown."""
+        left = [r for r in self.rows if r.kind in FINAL and r not in self._shown() and r.status != "skipped"]
+        wrong = [r.title for r in left if r.status not in ("fits", "batch")]
+        some = f"{len(left) - len(wrong)} right, {len(wrong)} wrong{f' ({name_some(wrong, 4)})' if wrong else ''}"
+        more = "" if self.ok or not left else f". Gradients and weights that are not shown: {some}"
+        return f"{len(self.rows)} tensors in all: .rows{more}"
 
     def _is_first(self, row: Row) -> bool:
         return self.first is not None and row.key == self.first.key

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import UserFacingError
 from ..results import Run, grouped, name_ranks, name_some
 from . import clues, layouts
-from .beside import Beside
+from .beside import Beside, set_aside, steps_elsewhere
 from .blame import before, first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
@@ -51,7 +51,7 @@ def compare(
     if mesh is not None and (places := int(np.prod(list(mesh.values())))) != run.world_size:
         raise NothingToCompare(f"The mesh {dict(mesh)} has {places} places, and the Run has {run.world_size} ranks.")
     judge = Judge(dense, ranks, mesh)
-    rows = clues.set_aside(judge, judge.rows())
+    rows = set_aside(judge, judge.rows())
     if not rows:
         some = sorted({name for _, name, *_ in ranks})[:4]
         raise NothingToCompare(
@@ -59,7 +59,7 @@ def compare(
             f"which is which with names={{'the ranks' name': 'the dense name'}}."
         )
     first, blamed = None, first_wrong(rows)
-    if blamed is not None and (odd := clues.steps_elsewhere(judge, rows)):
+    if blamed is not None and (odd := steps_elsewhere(judge, rows)):
         rows, blamed = [odd if r.key == odd.key else r for r in rows], (odd, False)
     beside = Beside(() if judge.has_dropout else getattr(one, "beside", ()), ranks, SLACK * judge.tolerance)
     rows, blamed = beside.told(rows, blamed, judge.holders)
@@ -328,11 +328,11 @@ class Judge:
         placed = [(p, fit) for p, fit in tried if fit is not None]
         if lost:
             pieces = [p for p, _ in tried]
-            if row.kind != "parameter" and (total := layouts.sums(pieces, reference, self.seen, self.mesh)):
+            total = None if row.kind == "parameter" else layouts.sums(pieces, reference, self.seen, self.mesh)
+            if total is not None:
                 return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
-            return row.found(
-                "none", _nowhere(row, reference, lost, self.seen), ranks=tuple(sorted({p.rank for p in lost}))
-            )
+            who, says = {p.rank for p in lost}, _nowhere(row, reference, lost, self.seen)
+            return row.found("none", says, ranks=tuple(sorted(who)))
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = [fit.factor for _, fit in placed]
@@ -441,6 +441,8 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece], seen: layout
     if not parts or (share < ROUNDED and piece.matrix.shape != reference.matrix.shape):
         return "other numbers"
     if share >= ROUNDED:
-        return f"other numbers ({share:.0%} off){same}"
+        sizes = [typical(p.matrix) / max(typical(parts[0]), 1e-30) for p in lost]
+        grown = f", {min(sizes):.2g} to {max(sizes):.2g} times as large" if row.kind == "grad" else ""
+        return f"other numbers ({share:.0%} off{grown}){same}"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
     return f"{off_by}{same}" if row.kind == "parameter" else f"{off_by}, as if rounded"

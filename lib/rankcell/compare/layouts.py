@@ -170,7 +170,8 @@ def partial(
             if _is_among(rows, seen.rows(p, reference)) and _is_among(columns, seen.columns(p, reference))
         ]
         best: Sum | None = None
-        for group, axes in _groups(same, mesh) if len(same) > 1 else ():
+        several = len({p.rank for p in same}) > 1 or (rows is None and len(same) > 1)  # ranks, or calls for all rows
+        for group, axes in _groups(same, mesh) if several else ():
             total = np.sum([p.matrix for p in group], axis=0)
             k = reference.factor(total, rows, columns)
             if k is None and not reference.space and reference.is_but_for_a_bias(total, rows, columns):

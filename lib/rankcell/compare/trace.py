@@ -56,6 +56,7 @@ class Trace:
         self._calls: Counter[int] = Counter()
         self._steps: Counter[int] = Counter()  # by optimizer
         self._inside = 0  # optimizers whose step runs: one may call another
+        self._step = 0  # of the outermost
         self._nbytes = 0
         self._order = 0
         # the last tensor, its version, and what was kept of it
@@ -138,7 +139,10 @@ class Trace:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._inside += 1
         if self._inside == 1:
-            self._gradients(self._steps[id(optimizer)], self._optimized(optimizer))
+            self._step = self._steps[id(optimizer)]
+            self._gradients(self._step, self._optimized(optimizer))
+        else:
+            self._optimized(optimizer)  # what it goes by counts, and not what is around it
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._inside -= 1
@@ -171,7 +175,7 @@ class Trace:
             if all(_is_copy(p, other) for (_, p), other in pairs):
                 stepped = {id(p): other for (_, p), other in pairs}
                 ours = {id(other): named for named, other in pairs}
-        step = self._steps[id(optimizer)]
+        step = self._step
         for group in optimizer.param_groups:
             for p in (p for p in group["params"] if id(p) in ours):
                 values = {key: _value(v) for key, v in (group | (optimizer.state.get(p) or {})).items()}

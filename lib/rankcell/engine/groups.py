@@ -82,6 +82,7 @@ class GroupCalls:
         make: Callable[[], Any],
         *,
         label: str = "",
+        text: str = "",
         signature: Signature | None = None,
         members: tuple[int, ...] = (),
         blocks: bool = True,
@@ -91,6 +92,7 @@ class GroupCalls:
         o = Operation(op)
         o.group, o.ranks = label or op, ranks
         o.line, o.via, o.file, o.outer = caller(2)
+        o.text = text
         with recorder.call_by_hand(o, blocks=blocks):
             if signature is not None:
                 o.text = signature.text

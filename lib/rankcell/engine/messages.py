@@ -4,8 +4,9 @@ A reader can follow a cell from one side to the other by these names: `Task` goe
 `Done` ends it. Values and pulled names travel inside as pickles of their own: one that fails spoils nothing else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ..results import Display, Frame, RankResult
@@ -13,6 +14,12 @@ from ..results import Display, Frame, RankResult
 # in its environment the fork server finds what to remove when the notebook is gone
 FOLDER = "RANKCELL_FOLDER"
 LEAVES = "destroy_process_group"  # what a rank stands in that has called it, where it waits for the others
+
+
+def with_cache(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function with a cache, made anew where it has come to."""
+    return lru_cache(**parameters)(function)
+
 
 # --- to a rank's main thread ---
 

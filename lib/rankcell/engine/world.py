@@ -6,6 +6,8 @@ A world is a set of processes that live on from cell to cell, on this machine or
 
 import ast
 import atexit
+import functools
+import io
 import linecache
 import os
 import threading
@@ -21,7 +23,7 @@ from . import launch, settings
 from .cell import Cell, Ending, OnUpdate, deferred_interrupt
 from .host import Host
 from .local import this_machine
-from .messages import Task
+from .messages import Task, with_cache
 from .workers import Workers
 
 STOP_PATIENCE = 2.0  # seconds that `stop` waits for a cell in another thread
@@ -301,9 +303,23 @@ def _work(
     raise TypeError(f"expected source text or a function, got {repr(work)[:60]}.")
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Sends a function of the notebook with a cache as the function: its wrapper knows no more than its name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == "__main__":
+            return with_cache, (value.__wrapped__, value.cache_parameters())
+        return super().reducer_override(value)
+
+
+def _dumps(value: Any) -> bytes:
+    _Pickler(written := io.BytesIO()).dump(value)
+    return written.getvalue()
+
+
 def _pushed(names: Mapping[str, Any]) -> bytes:
     try:
-        return cloudpickle.dumps(dict(names)) if names else b""
+        return _dumps(dict(names)) if names else b""
     except Exception:  # noqa: BLE001 - a __reduce__ may raise anything: which name is it?
         for name, value in names.items():
             _pickle(name, value)
@@ -312,7 +328,7 @@ def _pushed(names: Mapping[str, Any]) -> bytes:
 
 def _pickle(what: str, value: Any) -> bytes:
     try:
-        return cloudpickle.dumps(value)
+        return _dumps(value)
     except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything, and it is raised on
         part = _odd_part(what, value)
         because = f", because of {part}" if part != what else ""
@@ -325,7 +341,7 @@ def _odd_part(name: str, value: Any, depth: int = 4) -> str:
     """Which attribute of an attribute it is that cannot be pickled: "trainer.loader.file"."""
     for part, inner in getattr(value, "__dict__", {}).items() if depth and not isinstance(value, type) else ():
         try:
-            cloudpickle.dumps(inner)
+            _dumps(inner)
         except Exception:  # noqa: BLE001 - as above
             return _odd_part(f"{name}.{part}", inner, depth - 1)
     return name

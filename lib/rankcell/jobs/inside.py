@@ -227,4 +227,4 @@ def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwar
 
         inside.world_size = max(inside.world_size, size)  # a program may wait for more than were started
         inside.recording = Recording(inside.rank, inside.world_size, inside.token)
-    return inside.recording.init(lambda: original(*args, **kwargs), inside.wait_for_near)
+    return inside.recording.init(lambda: original(*args, **kwargs), inside.wait_for_near, rank)

@@ -208,7 +208,7 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
             places = [(divergence.call.file, divergence.call.line)]
             advice = (
                 "Every rank of a group must call the same operations in the same order: look at what this rank skips, "
-                "or calls in addition, before that line. What decides about it must be the same on all ranks."
+                "calls in addition or in another order before that line. What decides about it must be the same on all."
             )
     elif all(records[r].phase == "running" and records[r].events for r in proof.suspects):
         culprits = proof.suspects or culprits  # what they called before does not tell: both sides are named
@@ -375,7 +375,14 @@ def unclear(records: Sequence[RankRecord], headline: str, advice: str = "") -> J
 def stalled(records: Sequence[RankRecord], limit: float) -> JobVerdict:
     """Where nothing has moved for `limit` seconds, and nobody waits for another rank."""
     head = f"nothing has moved for {limit:.0f} s"
-    if any(map(waits_for, records)):
+    waits = [*filter(None, map(waits_for, records))]
+    if waits and all(wait.op == "init_process_group" for wait in waits):
+        names = [re.search(r"rank=(\d+)", w.text) or (0, r.rank) for r in records for w in [waits_for(r)] if w]
+        lost = sorted({*range(_size(records))}.difference(int(n[1]) for n in names))
+        asks = f"Nobody calls it as {name_ranks(lost)}. " if lost else ""
+        asks += "Does each call it by a number of its own (rank=0, 1, ...), with the same world_size= and address?"
+        return unclear(records, f"{head}: the ranks wait in init_process_group for others to join.", asks)
+    if waits:
         advice = "Everybody has come to the operation that it stands in: what does not end is the transfer itself."
         return unclear(records, f"{head}.", f"{advice} Look at the network and at what the backend logs.")
     advice = _of_loader(records) or "Look at what they wait for: a file, a lock, input, another process?"
