@@ -129,11 +129,9 @@ class Judge:
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
         self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
         self.rows_of: dict[tuple[str, str, int], dict[int, Any]] = {}  # by the key of a Row: rank -> a Map or None
-        self.has_dropout = any(
-            e.mask and e.mask not in {d.mask for d in dense.get(key, ())}
-            for key, pairs in ranks.items()
-            for _, e in pairs
-        )  # one that drops what one process drops is no matter of chance
+        drops = [(key, e) for key, pairs in ranks.items() for _, e in pairs if e.mask]
+        # one that drops what one process drops is no matter of chance
+        self.has_dropout = any(e.mask not in {d.mask for d in dense.get(key, ())} for key, e in drops)
         entries = [*(e for es in dense.values() for e in es), *(e for ps in ranks.values() for _, e in ps)]
         worst = max(TOLERANCE.get(e.dtype, 0.0) for e in entries) or 1e-4
         self.world_size = float(len({rank for ps in ranks.values() for rank, _ in ps}))
