@@ -8,7 +8,7 @@ import pytest
 from rankcell.engine.messages import Wait
 from rankcell.jobs import verdict
 from rankcell.jobs.records import RankRecord
-from rankcell.results import Event
+from rankcell.results import Event, Frame
 
 TRAIN = "/home/me/train.py"
 WORLD, LOW, HIGH = ("0", (0, 1, 2, 3)), ("1", (0, 1)), ("2", (2, 3))
@@ -176,4 +176,21 @@ def test_a_call_that_may_come_before_a_message_that_is_due_is_asked_for():
     assert found.culprits == (0, 1) and found.advice == (
         "Rank 0 has come to line 37 of train.py for the first time, and sent to rank 1 before: does its barrier come "
         "too early, before the next send, or has rank 1 gone a round further than rank 0?"
+    )
+
+
+def test_of_two_that_stand_in_one_function_the_later_one_may_have_left_out_the_part():
+    both, pair, key = (0, 1), ("0", (0, 1), 1, 0), ("0", (0, 1))
+    recv = Wait("recv", "recv(float32[8])", "0", both, pair, 1, 1, peer=1, line=42, file=TRAIN)
+    total = Wait("all_reduce", "all_reduce(float32[1])", "0", both, key, 1, 1, line=50, file=TRAIN)
+    records = []
+    for rank, wait, line in ((0, recv, 49), (1, total, 50)):
+        event = Event(rank, wait.op, 0, 1, "comm", "0", both, 1, (8,), "float32", line=wait.line, file=TRAIN)
+        stack = Frame(TRAIN, 80, "main"), Frame(TRAIN, line, "compute")
+        more = {"events": (event,), "counts": {wait.key: 1}, "calls": 1, "stack": stack}
+        records.append(RankRecord(rank, 2, waits=(wait,), **more))
+    found = verdict.judge(records)
+    assert found.culprits == (1,) and found.advice == (
+        "In compute rank 0 stands at line 49 and rank 1 at line 50: has rank 1 passed the first of them without the "
+        "send for which rank 0 waits?"
     )

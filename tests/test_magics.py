@@ -289,6 +289,19 @@ def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
         shell.run_cell("%%ranks 4 --push trainer\n1").raise_error()
 
 
+def test_an_object_that_asks_itself_for_ever_while_it_is_read_is_told_in_a_few_lines(shell):
+    source = "class Wraps:\n    def __init__(self, inner):\n        self._inner = inner\n"
+    source += (
+        "    def __getattr__(self, name):\n        return getattr(self._inner, name)\nstore = Wraps([1])"
+    )
+    shell.run_cell(source).raise_error()
+    with pytest.raises(RankError, match="RecursionError") as caught:
+        shell.run_cell("%%ranks 4 --push store\nstore").raise_error()
+    said = str(caught.value)
+    assert "let it raise AttributeError" in said and "times" in said and len(said.splitlines()) < 20
+    assert shell.run_cell("%%ranks 4\nrank").result.values == [0, 1, 2, 3]
+
+
 def test_a_function_with_a_cache_can_be_pushed(shell):
     """By its name alone, as pickle would send it, no rank knows it; it may call itself."""
     source = "@lru_cache(maxsize=None)\ndef steps(n):\n    return n if n < 2 else steps(n - 1) + steps(n - 2)"

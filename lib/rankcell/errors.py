@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from .results import Call, Mismatch, RankFailure, RankResult, Run, grouped, name_ranks, placed
@@ -217,9 +218,10 @@ def unknown_option(word: str, known: Sequence[str], magic: str) -> str:
 def describe_frames(failure: RankFailure) -> str:
     """The learner's part of a traceback: where in the cell it happened, with the lines themselves."""
     parts = []
-    for frame in failure.frames:
+    for frame, times in ((frame, len([*same])) for frame, same in groupby(failure.frames)):
         where = f"{_where(frame.filename, frame.lineno)}, in {frame.name}" if frame.filename else frame.name
         source = frame.source or linecache.getline(frame.filename, frame.lineno).strip()
+        where += f", {times} times" if times > 1 else ""
         parts.append(f"  {where}\n    {source}" if source and frame.filename else f"  {where}")
     return "\n".join(parts)
 

@@ -4,6 +4,7 @@ source: https://github.com/verl-project/verl/pull/3332
 mesh: dp 4
 first: head.weight grad
 side: backward
+says: by what is it divided? Each rank has 2 micro-batches.
 """
 
 # %% ranks

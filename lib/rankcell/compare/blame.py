@@ -89,8 +89,10 @@ def given(row: Row, rows: Sequence[Row]) -> str:
     return f"is what its module is given whole? `{past[-1].title}`, computed just before, is {past[-1].layout}"
 
 
-def where_scaled(row: Row, rows: Sequence[Row], sizes: Sequence[float]) -> str:
-    """Whether what travels back has the factor of a gradient, and from where on; ranks of these `sizes` may average."""
+def where_scaled(row: Row, rows: Sequence[Row], sizes: Sequence[float], calls: int) -> str:
+    """Whether what travels back has the factor of a gradient, and from where on; ranks of these `sizes` may average.
+    `calls` are the least that a module has on a rank.
+    """
     way = [r for r in rows if (r.kind, r.step) == ("grad_output", row.step) and r.status in ("fits", "scaled")]
     if row.factor == 0.0 or not way:
         return ""
@@ -98,10 +100,12 @@ def where_scaled(row: Row, rows: Sequence[Row], sizes: Sequence[float]) -> str:
         if abs(a.factor - 1) < CLOSE and abs(b.factor / row.factor - 1) < CLOSE:
             return f"it comes back to `{b.title}` like that already, and to `{a.title}` right: look between the two"
     usual, averaged = (any(abs(k / n - 1) < CLOSE for n in sizes) for k in (way[0].factor, way[0].factor / row.factor))
+    averaged |= not usual and abs(way[0].factor / row.factor - 1) < CLOSE
     if np.ptp([r.factor for r in way]) > CLOSE or way[0].factor == 1.0 or usual == averaged:
         return ""
     if averaged:
-        return f"what comes back from the loss is {times_words(way[0].factor)} it already: by what is it divided?"
+        many = f" Each rank has {calls} micro-batches." if calls > 1 else ""
+        return f"what comes back from the loss is {times_words(way[0].factor)} it already: by what is it divided?{many}"
     return "what comes back from the loss is right: look at what is done with the gradients after that"
 
 

@@ -13,7 +13,7 @@ from . import blame
 from .blame import CLOSE, before
 from .comparison import Row
 from .layouts import SeenPlaces
-from .reference import Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
+from .reference import Fit, Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
 from .wording import ALIKE, BEFORE, LEFT_OUT, times_words
 
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
@@ -59,7 +59,9 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
         return replace(row, says=says), used_as_whole
     if row.kind == "grad" and row.status == "scaled":
         sizes = judge.world_size, *(judge.mesh or {}).values()
-        return replace(row, clue=blame.where_scaled(row, rows, sizes)), used_as_whole
+        backs = [pairs for key, pairs in judge.ranks.items() if key[0] == "grad_output" and key[2] == row.step]
+        calls = 1 + min((max(e.call for _, e in pairs) for pairs in backs), default=0)
+        return replace(row, clue=blame.where_scaled(row, rows, sizes, calls)), used_as_whole
     at = next(i for i, r in enumerate(rows) if r.key == row.key)
     behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
     wrong = next(behind, row) if used_as_whole else row
@@ -392,3 +394,20 @@ def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
             says += ", though all were given the same: the ranks part"
             return row.found("none", "masks differ", ranks=tuple(few), says=says)
     return row.found("skipped", "dropout")
+
+
+def still_alike(
+    row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, Fit | None], tolerance: float
+) -> Row:
+    """After a step with dropout: ranks that began with the same part of a parameter still have the same."""
+    firsts: dict[tuple, tuple[int, Traced]] = {}
+    for rank, e in pairs:
+        if (fit := holders.get(rank)) is None:
+            continue
+        place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
+        other, first = firsts.setdefault(place, (rank, e))
+        size = typical(matrix_of(first))
+        if first.shape != e.shape or np.abs(first.value - e.value).max(initial=0.0) > tolerance * size:
+            says = f"ranks {other} and {rank} hold the same part of it, and after the step other numbers"
+            return row.found("none", "ranks differ", ranks=(other, rank), says=says)
+    return row.found("skipped", "not compared: a dropout is on")

@@ -6,32 +6,21 @@ finds the first tensor that explains what is wrong with them. `check.against` is
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ..errors import UserFacingError
 from ..results import Run, grouped, name_ranks, name_some
-from . import clues, layouts
+from . import clues, layouts, wording
 from .beside import Beside, set_aside, steps_elsewhere
 from .blame import before, first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
-from .wording import (
-    ALIKE,
-    APART,
-    BEFORE,
-    GONE,
-    LEFT_OUT,
-    NO_GRADIENT,
-    UNEVEN,
-    others_words,
-    partial_words,
-    said,
-    times_words,
-)
+from .wording import ALIKE, APART, BEFORE, CUT, EACH, GONE, LEFT_OUT, NO_GRADIENT, UNEVEN
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -71,7 +60,9 @@ def compare(
         holders |= right_elsewhere(row, rows)
         all_ranks = {rank for pairs in ranks.values() for rank, _ in pairs}
         past = before(row, rows)
-        first = said(row, used_as_whole=used_as_whole, past=past, holders=holders, mesh=mesh or {}, ranks=all_ranks)
+        first = wording.said(
+            row, used_as_whole=used_as_whole, past=past, holders=holders, mesh=mesh or {}, ranks=all_ranks
+        )
     known = {name for kind, name, *_ in dense if kind == "parameter"}
     strangers = sorted({k[1] for k in ranks if k[0] == "parameter" and k[1] not in known})
     have = "has" if len(strangers) == 1 else "have"
@@ -129,12 +120,11 @@ class Judge:
         self.holders: dict[str, dict[int, Fit | None]] = {}  # parameter -> rank -> where it lies
         self.forward: dict[tuple[str, int, int, int, int], tuple[Piece, Reference]] = {}  # outputs that fit
         self.rows_of: dict[tuple[str, str, int], dict[int, Any]] = {}  # by the key of a Row: rank -> a Map or None
-        drops = [(key, e) for key, pairs in ranks.items() for _, e in pairs if e.mask]
+        theirs = [(key, rank, e) for key, pairs in ranks.items() for rank, e in pairs]
         # one that drops what one process drops is no matter of chance
-        self.has_dropout = any(e.mask not in {d.mask for d in dense.get(key, ())} for key, e in drops)
-        entries = [*(e for es in dense.values() for e in es), *(e for ps in ranks.values() for _, e in ps)]
-        worst = max(TOLERANCE.get(e.dtype, 0.0) for e in entries) or 1e-4
-        self.world_size = float(len({rank for ps in ranks.values() for rank, _ in ps}))
+        self.has_dropout = any(e.mask and e.mask not in {d.mask for d in dense.get(k, ())} for k, _, e in theirs)
+        worst = max(TOLERANCE.get(e.dtype, 0.0) for e in chain(*dense.values(), (e for *_, e in theirs))) or 1e-4
+        self.world_size = float(len({rank for _, rank, _ in theirs}))
         depth = len({name for kind, name, *_ in dense if kind == "output"})
         self.in_16_bits = worst >= TOLERANCE["float16"]
         self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
@@ -182,7 +172,7 @@ class Judge:
         if lacking and kind == "parameter":
             return row.found("none", BEFORE, ranks=tuple(lacking))
         if self.has_dropout and step:
-            return _alike(row, pairs, self.holders.get(name, {}), self.tolerance)
+            return clues.still_alike(row, pairs, self.holders.get(name, {}), self.tolerance)
         if kind == "parameter" and step and self._is_noise(name, step - 1):
             return row.found("skipped", "not compared: its gradient is noise")
         reference, pieces = self._pieces(key)
@@ -328,23 +318,25 @@ class Judge:
             pieces = [p for p, _ in tried]
             total = None if row.kind == "parameter" else layouts.sums(pieces, reference, self.seen, self.mesh)
             if total is not None:
-                return row.found("partial", partial_words(total), axes=total.axes, factor=total.factor)
+                return row.found("partial", wording.partial_words(total), axes=total.axes, factor=total.factor)
             who, says = {p.rank for p in lost}, _nowhere(row, reference, lost, self.seen)
             return row.found("none", says, ranks=tuple(sorted(who)))
         if not placed:
             return row.found("skipped", "of a stage: not compared")
-        factors = [fit.factor for _, fit in placed]
-        worst = max(factors, key=lambda k: abs(k - 1))
+        factors = {p.rank: fit.factor for p, fit in placed}
+        worst = max((fit.factor for _, fit in placed), key=lambda k: abs(k - 1))
         if worst == 1.0:
             self.rows_of[row.key] = {p.rank: fit.rows for p, fit in placed if fit.sure}
             return moved(covered(row, reference, shape, placed), self.rows_of)
         wrong = tuple(sorted({p.rank for p, fit in placed if fit.factor != 1.0}))
-        if row.kind != "grad_output":  # there the losses of all ranks count together
-            factors = [factor for factor in factors if factor != 1.0]
-        elif found := _calls_apart(row, placed):
+        if row.kind == "grad_output" and (found := _calls_apart(row, placed)):
             return found
-        same = max(factors) - min(factors) <= FACTORS * self.tolerance * abs(worst)
-        layout = f"{times_words(worst)} it" if same else others_words({p.rank: fit.factor for p, fit in placed})
+        # of gradients that travel back the losses of all ranks count together
+        odd = [fit.factor for _, fit in placed if fit.factor != 1.0 or row.kind == "grad_output"]
+        same = max(odd) - min(odd) <= FACTORS * self.tolerance * abs(worst)
+        if not same and all(p.matrix.size == 1 for p, _ in placed):  # any number is a multiple of another
+            return row.found("none", _nowhere(row, reference, [p for p, _ in placed], self.seen), ranks=wrong)
+        layout = f"{wording.times_words(worst)} it" if same else wording.others_words(factors)
         return row.found("scaled", layout, ranks=wrong, factor=worst if same else 0.0)
 
     def _is_of_a_stage(self, piece: Piece, key: _Key) -> bool:
@@ -373,25 +365,10 @@ def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:
     near = 1e-3 * max(map(abs, calls.values()))
     if np.ptp([*calls.values()]) <= near or any(abs(fit.factor - calls[p.call]) > near for p, fit in placed):
         return None
-    each = ["as it is" if k == 1.0 else f"{times_words(k)} it" for _, k in sorted(calls.items())]
+    each = ["as it is" if k == 1.0 else f"{wording.times_words(k)} it" for _, k in sorted(calls.items())]
     layout = ", ".join(f"call {n}: {words}" for n, words in enumerate(each, 1))
     says = f"its calls do not count alike ({layout}): is each loss divided by the same number?"
     return row.found("scaled", layout, factor=0.0, says=says)
-
-
-def _alike(row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, Fit | None], tolerance: float) -> Row:
-    """After a step with dropout: ranks that began with the same part of a parameter still have the same."""
-    firsts: dict[tuple, tuple[int, Traced]] = {}
-    for rank, e in pairs:
-        if (fit := holders.get(rank)) is None:
-            continue
-        place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
-        other, first = firsts.setdefault(place, (rank, e))
-        size = typical(matrix_of(first))
-        if first.shape != e.shape or np.abs(first.value - e.value).max(initial=0.0) > tolerance * size:
-            says = f"ranks {other} and {rank} hold the same part of it, and after the step other numbers"
-            return row.found("none", "ranks differ", ranks=(other, rank), says=says)
-    return row.found("skipped", "not compared: a dropout is on")
 
 
 def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Mapping[Any, tuple[Piece, Any]]) -> Row:
@@ -403,12 +380,12 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Ma
         return row.found("fits", "the same on all")
     for n, layout in ((1, "parts of a sum"), (len(values), "the mean of the ranks'")):
         if abs(sum(values) / n - wanted) <= limit:
-            words = partial_words(layouts.Sum(row.ranks, n)) if row.kind == "grad" else layout
+            words = wording.partial_words(layouts.Sum(row.ranks, n)) if row.kind == "grad" else layout
             return row.found("partial" if row.kind == "grad" else "batch", words, factor=n)
     if wanted and (row.kind == "grad" or (row.kind == "parameter" and row.step)):  # any number is a multiple of it
         k = values[0] / wanted if max(values) - min(values) <= limit else 0.0
-        each = others_words({p.rank: v / wanted for p, v in zip(pieces, values, strict=True)})
-        return row.found("scaled", f"{times_words(k)} it" if k else each, factor=k)
+        each = wording.others_words({p.rank: v / wanted for p, v in zip(pieces, values, strict=True)})
+        return row.found("scaled", f"{wording.times_words(k)} it" if k else each, factor=k)
     rows = {place[3]: p.n for place, (p, _) in forward.items() if place[1] == row.step}  # of a rank, last seen
     shares = [rows.get(p.rank, 0) for p in pieces]
     if any(shares) and abs(np.average(values, weights=shares) - wanted) <= limit:
@@ -432,15 +409,17 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece], seen: layout
             at = f" ({which} of a rank's {length})" if 2 * len(places) <= length else ""
             return f"{empty} of {rows} {LEFT_OUT}{at}"
     same = ""
-    if len(lost) == len(row.ranks) > 1 and all(p.matrix.shape == reference.matrix.shape for p in lost):
-        same = ALIKE if all(np.array_equal(p.matrix, piece.matrix) for p in lost) else APART * (row.kind == "grad")
+    if len(lost) == len(row.ranks) > 1:
+        kinds, is_cut = len({p.matrix.tobytes() for p in lost}), piece.matrix.shape != reference.matrix.shape
+        same = (CUT if is_cut else ALIKE) if kinds == 1 else APART * (row.kind == "grad" and not is_cut)
+        same = EACH if is_cut and row.kind == "output" and kinds == len(lost) else same
     parts = [reference.part(*where)[0] for where in seen.both(piece, reference)]
     share = min((typical(piece.matrix - part) / max(typical(part), 1e-30) for part in parts), default=0.0)
     if not parts or (share < ROUNDED and piece.matrix.shape != reference.matrix.shape):
-        return "other numbers"
+        return f"other numbers{same}"
     if share >= ROUNDED:
-        sizes = [typical(p.matrix) / max(typical(parts[0]), 1e-30) for p in lost]
-        grown = f", {min(sizes):.2g} to {max(sizes):.2g} times as large" if row.kind == "grad" else ""
+        sizes = sorted({f"{typical(p.matrix) / max(typical(parts[0]), 1e-30):.2g}" for p in lost}, key=float)
+        grown = f", {' to '.join(sizes[:: max(1, len(sizes) - 1)])} times as large" if row.kind == "grad" else ""
         return f"other numbers ({share:.0%} off{grown}){same}"
     off_by = f"{share:.1%} off" if share >= 1e-3 else f"{share:.1e} off"
     return f"{off_by}{same}" if row.kind == "parameter" else f"{off_by}, as if rounded"

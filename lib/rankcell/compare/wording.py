@@ -15,6 +15,8 @@ UNEVEN = "each rank has a mean over its own samples, and not equally many: add u
 LEFT_OUT = "rows get no gradient: does the loss leave them out?"
 ALIKE = ", the same on all"
 APART = ", not the same on all"
+EACH = ", no two ranks have the same"
+CUT = f"{ALIKE}, where each has a part of its own"
 REORDERED = ", in another order"
 ALL_BUT = "all before it does but"
 
@@ -70,13 +72,14 @@ def _sentence(
     if row.kind == "grad" and row.layout.endswith("rounded"):
         return f"{who}: {row.layout}: is it sent or added up in 16 bits?"
     if row.kind == "grad":
-        asks = f": {row.clue}" if row.clue else ""
+        clue = row.clue or ("is it reduced once more after it was cut?" if row.layout.endswith(CUT) else "")
+        asks = f": {clue}" if clue else ""
         return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout}){asks}"
     came = [r.title for r in past if row.kind == "grad_output" and not r.name.startswith(f"{row.name}.")]
     at = f"of what uses it, from `{came[-1]}` to here" if came else "here"
     look = f"and all before it does, weights too: look at the {side} {at}"
     if row.kind == "output" and not past:
-        look += ", or at what it is given: nothing is computed before it, and its weights are right"
+        look += ", or at what it is given (is it the part of this rank?): nothing is computed before it"
     elif not past:
         look = "and the forward is right: look at the loss, this gradient is the first that comes back from it. Are its"
         look += " targets right, is a sum in it summed again on the way back, does what it gathers send gradients back?"

@@ -237,6 +237,9 @@ def _read(push: bytes, names: Sequence[str]) -> dict[str, Any]:
     except Exception as error:
         lacks = "Does this rank lack something that it is made of?"
         how = "Run in a rank cell, too, what has made that in the notebook."
+        if isinstance(error, RecursionError):
+            lacks = "Its `__getattr__` is asked before it has any attribute:"
+            how = "let it raise AttributeError for names that begin with an underscore."
         error.add_note(f"{', '.join(names)} came and could not be read here. {lacks} {how}")
         raise
 

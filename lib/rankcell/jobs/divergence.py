@@ -9,8 +9,10 @@ same so far went on in another way. It names nobody where ranks lawfully do diff
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..engine import stacks
+from ..engine.messages import Wait
 from ..errors import PAIRED
-from ..results import Event, grouped
+from ..results import Event, at_line, grouped
 from .records import RankRecord
 
 _BEGIN, _END = "begin", "end"  # of a program, among its calls
@@ -93,6 +95,43 @@ def _by_majority(
     ((rank, (at, others)),) = found.items()
     own, theirs = (1 + start - first[r] + at for r in (rank, others[0]))
     return Divergence(rank, _event(events[rank], own), _event(events[others[0]], theirs), others)
+
+
+def came_again(
+    records: Mapping[int, RankRecord], waits: Mapping[int, Wait], pair: Sequence[int]
+) -> tuple[tuple[int, ...], str] | None:
+    """The one that is a round ahead, of two ranks that wait for each other, one for a message; and what to ask."""
+    known = all(records[r].calls == len(records[r].events) for r in pair)  # none of their calls is forgotten
+    ends = [(r, w) for r in pair if (w := waits.get(r)) and w.line]
+    if len(ends) != 2 or len(pair) != 2 or not known or not any(w.op in PAIRED for _, w in ends):
+        return None
+    times = {r: sum((e.op, e.file, e.line) == (w.op, w.file, w.line) for e in records[r].events) for r, w in ends}
+    (behind, wait), (ahead, there) = sorted(ends, key=lambda end: times[end[0]])
+    other = {"send": "recv", "recv": "send"}
+    part, due = other.get(wait.op, wait.via or wait.op), other.get(there.op, "")
+    here, first = at_line(there.line, there.file), at_line(wait.line, wait.file)
+    if (times[behind], times[ahead]) == (1, 2):
+        return (ahead,), (
+            f"Rank {ahead} has come to {here} again, and rank {behind} to {first} for the first time: has rank {ahead} "
+            f"left out the {part} for which rank {behind} waits?"
+        )
+    done = [e for e in records[behind].events if (e.op, e.peer) == (due, ahead)]
+    if times[behind] == 1 and wait.op not in PAIRED and done:
+        return (behind, ahead), (
+            f"Rank {behind} has come to {first} for the first time, and {'sent to' if due == 'send' else 'heard of'} "
+            f"rank {ahead} before: does its {part} come too early, before the next {due}, or has rank {ahead} gone a "
+            f"round further than rank {behind}?"
+        )
+    ours, theirs = (stacks.own(records[r].stack) for r, _ in ends)
+    for a, b in zip(ours, theirs, strict=False):
+        if a.lineno != b.lineno and (a.filename, a.name) == (b.filename, b.name):
+            (early, (r, wait)), (late, (past, _)) = sorted(((a, ends[0]), (b, ends[1])), key=lambda at: at[0].lineno)
+            part = other.get(wait.op, wait.via or wait.op)
+            return (past,), (
+                f"In {a.name} rank {r} stands at line {early.lineno} and rank {past} at line {late.lineno}: has rank "
+                f"{past} passed the first of them without the {part} for which rank {r} waits?"
+            )
+    return None
 
 
 def _path(record: RankRecord) -> list[Hashable]:

@@ -16,7 +16,7 @@ from ..engine import diagnose, stacks
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
 from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks, name_some, placed
-from .divergence import Divergence, find_divergent_rank, what
+from .divergence import Divergence, came_again, find_divergent_rank, what
 from .records import RankRecord
 
 SHOWN = 4  # last operations of a rank that are printed
@@ -214,7 +214,7 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
         culprits = proof.suspects or culprits  # what they called before does not tell: both sides are named
     waits = {s.rank: s.blocking[0] for s in states if s.blocking}
     pair = proof.culprits if len(proof.culprits) == 2 else proof.suspects
-    if divergence is None and (again := _came_again(records, waits, pair)):
+    if divergence is None and (again := came_again(records, waits, pair)):
         culprits, advice = again
     at: dict[int, Any] = {**waits, **{rank: record for rank, record in records.items() if record.phase == "still"}}
     places += [(at[rank].file, at[rank].line) for rank in culprits if rank in at]
@@ -243,34 +243,6 @@ def _diverges(found: Divergence, call: Event, states: Sequence[State], proof: di
     if ended:
         waits = f", and waits for {name_ranks(ended)}, which finished."
     return f"rank {found.rank} calls {call_of(call, size)}{here} where {where}{waits}"
-
-
-def _came_again(
-    records: Mapping[int, RankRecord], waits: Mapping[int, Wait], pair: Sequence[int]
-) -> tuple[tuple[int, ...], str] | None:
-    """The one that is a round ahead, of two ranks that wait for each other, one for a message; and what to ask."""
-    known = all(records[r].calls == len(records[r].events) for r in pair)  # none of their calls is forgotten
-    ends = [(r, w) for r in pair if (w := waits.get(r)) and w.line]
-    if len(ends) != 2 or len(pair) != 2 or not known or not any(w.op in errors.PAIRED for _, w in ends):
-        return None
-    times = {r: sum((e.op, e.file, e.line) == (w.op, w.file, w.line) for e in records[r].events) for r, w in ends}
-    (behind, wait), (ahead, there) = sorted(ends, key=lambda end: times[end[0]])
-    other = {"send": "recv", "recv": "send"}
-    part, due = other.get(wait.op, wait.via or wait.op), other.get(there.op, "")
-    here, first = at_line(there.line, there.file), at_line(wait.line, wait.file)
-    if (times[behind], times[ahead]) == (1, 2):
-        return (ahead,), (
-            f"Rank {ahead} has come to {here} again, and rank {behind} to {first} for the first time: has rank {ahead} "
-            f"left out the {part} for which rank {behind} waits?"
-        )
-    done = [e for e in records[behind].events if (e.op, e.peer) == (due, ahead)]
-    if times[behind] == 1 and wait.op not in errors.PAIRED and done:
-        return (behind, ahead), (
-            f"Rank {behind} has come to {first} for the first time, and {'sent to' if due == 'send' else 'heard of'} "
-            f"rank {ahead} before: does its {part} come too early, before the next {due}, or has rank {ahead} gone a "
-            f"round further than rank {behind}?"
-        )
-    return None
 
 
 def parted_before(run: Run) -> str:
