@@ -250,6 +250,22 @@ def test_a_mismatch_names_the_minority_and_everybodys_line():
     assert "ranks 0, 2  all_reduce(float32[8]) at line 14 of train.py (call 2 of the world)" in found.rows
 
 
+def test_where_type_and_size_differ_the_order_is_asked_for():
+    """And not where a send and its receive only name each other."""
+    for odd, size, asks in (("all_reduce", 9, True), ("all_reduce", 8, False)):
+        calls = {0: Call("all_reduce(float32[8])", 14, 2, "0", odd, TRAIN),
+                 1: Call(f"all_reduce(float64[{size}])", 14, 2, "0", odd, TRAIN)}  # fmt: skip
+        failure = RankFailure("MismatchError", "...", mismatch=Mismatch("different dtypes", calls))
+        found = verdict.judge([waiting(0), RankRecord(1, 3, "error", failure=failure, at=1.0), waiting(2)])
+        assert ("must take the same one first" in found.advice) is asks, found
+    pair = {0: Call("send(float32[4] to rank 1)", 3, 1, "0", "send", TRAIN),
+            1: Call("recv(float16[4] from rank 0)", 5, 1, "0", "recv", TRAIN)}  # fmt: skip
+    failure = RankFailure("MismatchError", "...", mismatch=Mismatch("different dtypes", pair))
+    assert (
+        "first" not in verdict.judge([RankRecord(1, 2, "error", failure=failure, at=1.0), waiting(0)]).advice
+    )
+
+
 def test_ranks_that_only_wait_count_in_a_mismatch():
     """Two ranks have noticed; the others stand in the call that most have made."""
 

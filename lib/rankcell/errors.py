@@ -324,9 +324,9 @@ def mismatch_error(run: Run, parted: str = "") -> RankMismatch:
     # who sends and who receives a broadcast may call it in two lines, alike in each party
     ways = {frozenset((calls[r].file, calls[r].line) for r in ranks) for ranks in texts.values()}
     elsewhere = len(ways) > 1 or (len(said) == 1 and len(rows) > 1)
-    sizes = {re.sub(r"^[^[]*", "", text) for text in texts}
+    sizes = {tuple(re.findall(r"\[.*?\]", text)) for text in texts}
     if first.problem == "different dtypes" and len(sizes) > 1:
-        advice = f"Of several tensors all ranks must take the same one first. If these belong together: {advice}"
+        advice = "Of several tensors all ranks must take the same one first. If these are one, give it the same dtype."
     if parted.startswith(CAME):  # so these calls do not belong together
         advice = _ADVICE["different operations"]
     if elsewhere and wrong.op not in PAIRED and first.problem != "different numbers of groups before":

@@ -8,6 +8,7 @@ same so far went on in another way. It names nobody where ranks lawfully do diff
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ..engine import stacks
 from ..engine.messages import Wait
@@ -37,9 +38,9 @@ def find_divergent_rank(records: Sequence[RankRecord], suspects: Sequence[int]) 
     if len(set(suspects)) < 2 or not set(suspects) <= paths.keys():
         return None
     found = _by_new_turn(paths, events, suspects) or _by_majority(records, paths, events, suspects)
-    return (
-        None if found and found.call and found.usual and found.usual.op in PAIRED else found
-    )  # who sends and who receives may differ lawfully
+    if found and found.call and found.usual and found.usual.op in PAIRED:
+        return None  # who sends and who receives may differ lawfully
+    return found
 
 
 def _by_new_turn(paths: _Paths, events: _Events, suspects: Sequence[int]) -> Divergence | None:
@@ -123,8 +124,8 @@ def came_again(
             f"round further than rank {behind}?"
         )
     ours, theirs = (stacks.own(records[r].stack) for r, _ in ends)
-    for a, b in zip(ours, theirs, strict=False):
-        if a.lineno != b.lineno and (a.filename, a.name) == (b.filename, b.name):
+    for a, b in takewhile(lambda at: at[0].name == at[1].name, zip(ours, theirs, strict=False)):
+        if a.lineno != b.lineno and a.filename == b.filename:
             (early, (r, wait)), (late, (past, _)) = sorted(((a, ends[0]), (b, ends[1])), key=lambda at: at[0].lineno)
             part = other.get(wait.op, wait.via or wait.op)
             return (past,), (

@@ -31,8 +31,8 @@ _CALLED = re.compile(r"(\w+\.)*(__\w+__|[^\W_]\w*) of (?!rankcell\.)")
 _FROM_WORKER = "_MultiProcessingDataLoaderIter._get_data of "
 _BACKWARD = " inside backward"
 _NOT_REDUCED = (
-    "Usual reasons: on one rank backward gave some parameters no gradient (another way through the model), or it was "
-    "skipped (a caught exception, a `continue`, one batch fewer)."
+    "Usual reasons: one rank alone went on to save, evaluate or stop; it skipped the backward (a caught exception, a "
+    "`continue`, one batch fewer); or this gave some parameters no gradient there (another way through the model)."
 )
 _OWN_ERRORS = ("ValueError", "KeyError", "OSError")  # of the program, whatever their text says
 
