@@ -261,9 +261,8 @@ def test_where_type_and_size_differ_the_order_is_asked_for():
     pair = {0: Call("send(float32[4] to rank 1)", 3, 1, "0", "send", TRAIN),
             1: Call("recv(float16[4] from rank 0)", 5, 1, "0", "recv", TRAIN)}  # fmt: skip
     failure = RankFailure("MismatchError", "...", mismatch=Mismatch("different dtypes", pair))
-    assert (
-        "first" not in verdict.judge([RankRecord(1, 2, "error", failure=failure, at=1.0), waiting(0)]).advice
-    )
+    records = [waiting(0), RankRecord(1, 3, "error", failure=failure, at=1.0), waiting(2)]
+    assert "must take the same one first" not in verdict.judge(records).advice
 
 
 def test_ranks_that_only_wait_count_in_a_mismatch():
