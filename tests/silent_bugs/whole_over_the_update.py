@@ -6,8 +6,9 @@ source: https://github.com/Robbyant/lingbot-vla/pull/50
 mesh: fsdp 4
 steps: 2
 loss: stays
-first: head.weight grad
-side: backward
+first: * parameter
+side: update
+says: no update reached them
 """
 
 # %% ranks

@@ -91,7 +91,7 @@ class Beside:
 
     def _lies_in(self, part: np.ndarray, whole: np.ndarray, fit: Fit | None) -> bool:
         """Whether a setting or a state is that of one process, or lies in it as its parameter does."""
-        if part.shape == whole.shape or fit is None:
+        if part.shape == whole.shape or fit is None or (fit.rows is fit.columns is fit.flat is None):
             return part.shape != whole.shape or self._same(part, whole)
         if fit.flat is not None:
             return self._same(part.reshape(-1)[fit.flat >= 0], whole.reshape(-1)[fit.flat[fit.flat >= 0]])

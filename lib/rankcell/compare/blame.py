@@ -100,19 +100,23 @@ def where_scaled(row: Row, rows: Sequence[Row], sizes: Sequence[float], calls: i
         if abs(a.factor - 1) < CLOSE and abs(b.factor / row.factor - 1) < CLOSE:
             return f"it comes back to `{b.title}` like that already, and to `{a.title}` right: look between the two"
     usual, averaged = (any(abs(k / n - 1) < CLOSE for n in sizes) for k in (way[0].factor, way[0].factor / row.factor))
-    averaged |= not usual and abs(way[0].factor / row.factor - 1) < CLOSE
+    alike, others = abs(way[0].factor / row.factor - 1) < CLOSE, [r for r in rows if r.key[1:] == row.key[1:]]
+    averaged |= not usual and alike
     if np.ptp([r.factor for r in way]) > CLOSE or way[0].factor == 1.0 or usual == averaged:
         return ""
     if averaged:
         many = f" Each rank has {calls} micro-batches." if calls > 1 else ""
         return f"what comes back from the loss is {times_words(way[0].factor)} it already: by what is it divided?{many}"
+    if alike and not any(r.status == "fits" for r in others):
+        asks = "is the loss to be divided, or are the gradients to be averaged after it?"
+        return f"what comes back from the loss is {times_words(way[0].factor)} it, too: {asks}"
     return "what comes back from the loss is right: look at what is done with the gradients after that"
 
 
 def of_stages(row: Row, rows: Sequence[Row]) -> str:
     """What is said of gradients with another factor on each stage of a pipeline, or each rank; "" if there is one."""
     scaled = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status == "scaled"]
-    stages = {r.ranks: r.factor for r in scaled if row.factor}
+    stages = {r.ranks: r.factor for r in scaled if all(r.factor for r in scaled)}
     is_one = len({*chain(*stages)}) < sum(map(len, stages)) or np.ptp([*stages.values(), row.factor]) <= CLOSE
     if is_one or any(abs(r.factor / stages[r.ranks] - 1) > CLOSE for r in scaled):
         return ""

@@ -74,9 +74,8 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     clue = blame.lacks_rows(row, rows) or _passed_over(judge, row) or clue or blame.comes_back(row, rows)
     clue = clue or (blame.cut_in_pieces(row, rows) if row.kind == "output" else "")
     if old := [r.title for r in rows if (r.kind, r.step, r.layout) == (row.kind, row.step, BEFORE)]:
-        clue = (
-            f"{name_some(old)} {'holds' if len(old) == 1 else 'hold'} {BEFORE}: is what it made put back where it was?"
-        )
+        hold = "holds" if len(old) == 1 else "hold"
+        clue = f"{name_some(old)} {hold} {BEFORE}: is what it made put back where it was?"
     return replace(row, says=says, clue=clue or blame.added_up(row, rows)), False
 
 
@@ -136,6 +135,7 @@ def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
         return "", says or other or _of_rows(row.kind, held, None) or uneven
     biases = judge.dense.get(("parameter", f"{row.name}.bias", row.step, 0))
     bias = matrix_of(biases[0]).T if biases else None
+    bias = bias if bias is not None and bias.shape[1] == reference.f else None  # a convolution's is one for each row
     others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
     says = _besides(held, bias, others)
     return says, "" if says else _of_rows(row.kind, held, bias) or uneven or _off_by_a_little(held)
@@ -214,11 +214,9 @@ def _of_columns(lost: Sequence[Held]) -> str:
         right.setdefault(h.piece.rank, set()).update(map(int, h.columns[fits]))
     right = {r: columns - wrong[r] for r, columns in right.items() if columns - wrong[r]}
     few, word = (right, "right") if sum(map(len, right.values())) < sum(map(len, wrong.values())) else (wrong, "wrong")
-    each = [
-        f"{_named('column', columns)} on {name_ranks(ranks)}"
-        for columns, ranks in grouped((tuple(sorted(c)), r) for r, c in few.items()).items()
-    ]
-    return f"only {', '.join(each)} are {word}" if right and any(wrong.values()) and 0 < len(each) < 4 else ""
+    ranks = grouped((tuple(sorted(columns)), rank) for rank, columns in few.items())
+    each = [f"{_named('column', columns)} on {name_ranks(who)}" for columns, who in ranks.items()]
+    return f"only {', '.join(each)} are {word}" if right and any(wrong.values()) and 0 < len(each) < 5 else ""
 
 
 def _of_another_call(held: Sequence[Held]) -> str:
@@ -396,13 +394,11 @@ def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
     return row.found("skipped", "dropout")
 
 
-def still_alike(
-    row: Row, pairs: Sequence[tuple[int, Traced]], holders: Mapping[int, Fit | None], tolerance: float
-) -> Row:
+def still_alike(row: Row, pairs: Sequence[tuple[int, Traced]], held: Mapping[int, Fit | None], tolerance: float) -> Row:
     """After a step with dropout: ranks that began with the same part of a parameter still have the same."""
     firsts: dict[tuple, tuple[int, Traced]] = {}
     for rank, e in pairs:
-        if (fit := holders.get(rank)) is None:
+        if (fit := held.get(rank)) is None:
             continue
         place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
         other, first = firsts.setdefault(place, (rank, e))

@@ -226,7 +226,9 @@ class Judge:
             return reference, list(pieces)
         was = _matrix(old)
         if any(p.rank not in before or before[p.rank].shape != p.shape for p in pieces):
-            now, then = ([self._lies_in(p, m) for p in pieces] for m in (reference, replace(reference, matrix=was)))
+            now, then = (
+                [_lies_in(p, m, self.seen) for p in pieces] for m in (reference, replace(reference, matrix=was))
+            )
             if all(then) and not any(now):  # it is cut otherwise than before, and has not changed
                 return reference, [replace(p, matrix=np.zeros_like(p.matrix)) for p in pieces]
             return reference, list(pieces)
@@ -239,10 +241,6 @@ class Judge:
             slack = np.abs(change).max(initial=0.0) * np.minimum(1.0, noise / np.maximum(size, 1e-300))
         changed = replace(reference, matrix=change, floor=rounding, slack=slack)
         return changed, [replace(p, matrix=p.matrix - before[p.rank].matrix) for p in pieces]
-
-    def _lies_in(self, piece: Piece, reference: Reference) -> bool:
-        fit = layouts.place(piece, reference, self.seen)
-        return fit is not None and fit.factor == 1.0
 
     def _is_noise(self, name: str, step: int) -> bool:
         """Whether a parameter's gradient is so small that an optimizer may make anything of it; or, where it has none,
@@ -319,6 +317,9 @@ class Judge:
             total = None if row.kind == "parameter" else layouts.sums(pieces, reference, self.seen, self.mesh)
             if total is not None:
                 return row.found("partial", wording.partial_words(total), axes=total.axes, factor=total.factor)
+            is_one = row.kind == "grad" and reference.matrix.size > 1 and all(p.matrix.size == 1 for p in pieces)
+            if is_one and len({p.matrix.tobytes() for p in pieces}) > 1:
+                return row.found("skipped", "one number on each: not compared")
             who, says = {p.rank for p in lost}, _nowhere(row, reference, lost, self.seen)
             return row.found("none", says, ranks=tuple(sorted(who)))
         if not placed:
@@ -334,7 +335,8 @@ class Judge:
         # of gradients that travel back the losses of all ranks count together
         odd = [fit.factor for _, fit in placed if fit.factor != 1.0 or row.kind == "grad_output"]
         same = max(odd) - min(odd) <= FACTORS * self.tolerance * abs(worst)
-        if not same and all(p.matrix.size == 1 for p, _ in placed):  # any number is a multiple of another
+        # any number is a multiple of another, as one that all ranks have is of the parts of each
+        if not same and reference.matrix.size > 1 and len({p.matrix.tobytes() for p, _ in placed}) == 1:
             return row.found("none", _nowhere(row, reference, [p for p, _ in placed], self.seen), ranks=wrong)
         layout = f"{wording.times_words(worst)} it" if same else wording.others_words(factors)
         return row.found("scaled", layout, ranks=wrong, factor=worst if same else 0.0)
@@ -357,6 +359,11 @@ class Judge:
             self.stages.add((name, piece.rank))  # what it sends on may be made of its last module's output
             return True
         return False
+
+
+def _lies_in(piece: Piece, reference: Reference, seen: layouts.SeenPlaces) -> bool:
+    fit = layouts.place(piece, reference, seen)
+    return fit is not None and fit.factor == 1.0
 
 
 def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:

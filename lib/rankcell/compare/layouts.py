@@ -63,7 +63,15 @@ def place(piece: Piece, reference: Reference, seen: SeenPlaces) -> Fit | None:
             found = Fit(rows, columns, sure=sure)
             seen.learn(piece, reference, found)
             return found
-    return scaled
+    return scaled or _scaled_block(piece, reference)
+
+
+def _scaled_block(piece: Piece, reference: Reference) -> Fit | None:
+    """The block of rows of which a piece is a multiple, if it is one of one block only."""
+    starts = range(0, reference.n, piece.n) if reference.n % piece.n == 0 and piece.f == reference.f else ()
+    blocks = [np.arange(n, n + piece.n) for n in starts]
+    found = [(rows, k) for rows in blocks if (k := reference.factor(piece.matrix, rows, None)) is not None]
+    return Fit(found[0][0], None, found[0][1]) if len(found) == 1 else None
 
 
 def _located(piece: Piece, reference: Reference, seen: SeenPlaces) -> Iterator[tuple[Map | None, Map | None, bool]]:

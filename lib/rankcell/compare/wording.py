@@ -98,9 +98,7 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
             f"must be the same on all"
         )
     if row.factor == 0.0:
-        asks = (
-            "does each clip by its own norm, from which the others' parts are missing, or divide by its own loss scale?"
-        )
+        asks = "does each clip by its own norm, without the others' parts, or divide by a loss scale of its own?"
         return f"{who}: {row.layout.replace(' it', ' the gradient of one process')}: {asks}"
     k = row.factor
     of_size = " or ".join(axis for axis, size in mesh.items() if size == round(max(k, 1 / k if k else k)))

@@ -195,7 +195,7 @@ class Cell:
         error = what_went_wrong(run, cause, unmatched, self.task.pull, replaced=replaced)
         for name, ranks in errors.missing_names(run).items():
             new = [rank for rank in ranks if name in self.workers.gone[rank]]
-            have = [rank for rank, names in self.workers.names.items() if name in names]
+            have = [rank for rank, names in self.workers.names.items() if name in names and rank not in ranks]
             if error and new:
                 are = "is a new process" if len(new) == 1 else "are new processes"
                 error.add(f"{name_ranks(new)} {are} since `{name}` was defined: run the cell that defines it again.")

@@ -37,7 +37,7 @@ _ENVIRONMENT = (
     "notebook before `%ranks restart`."
 )
 _HIDDEN = "`{0}` is of type {1} here, which hides Python's `{0}`: `del {0}` in a rank cell, and take another name."
-_SET = "A cell has set `{0}`: it is of type {1} now, no longer {2}. `del {0}` in a rank cell brings that back."
+_SET = "A cell has set `{0}`: it is of type {1} now, no longer {2}. `del {0}` in a rank cell: the next has it again."
 _GIVEN = {"torch": torch, "dist": torch.distributed, "device": torch.device}  # what rank cells find: the value, or type
 _NO_DEVICE = re.compile(r"torch\.device|device string|device ordinal|with CUDA|No CUDA|no NVIDIA")
 _NOTES = {  # by a part of the exception: what to do

@@ -333,7 +333,7 @@ def _pickle(what: str, value: Any) -> bytes:
         part = _odd_part(what, value)
         because = f", because of {part}" if part != what else ""
         said = f"{what} cannot be sent to the ranks{because}: {type(error).__name__}: {error}."
-        how = "Push plain data, tensors, functions or classes, and make anything else on the ranks."
+        how = "Push plain data, tensors, functions or classes; make the rest on the ranks, whose values `-o run` has."
         raise errors.PushError(f"{said} {how} No rank has run.") from None
 
 

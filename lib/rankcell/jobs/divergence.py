@@ -111,27 +111,24 @@ def came_again(
     other = {"send": "recv", "recv": "send"}
     part, due = other.get(wait.op, wait.via or wait.op), other.get(there.op, "")
     here, first = at_line(there.line, there.file), at_line(wait.line, wait.file)
-    if (times[behind], times[ahead]) == (1, 2):
-        return (ahead,), (
-            f"Rank {ahead} has come to {here} again, and rank {behind} to {first} for the first time: has rank {ahead} "
-            f"left out the {part} for which rank {behind} waits?"
-        )
+    if (times[behind], times[ahead]) == (1, 2) and here != first:
+        came = f"Rank {ahead} has come to {here} again, and rank {behind} to {first} for the first time"
+        return (ahead,), f"{came}: has rank {ahead} left out the {part} for which rank {behind} waits?"
     done = [e for e in records[behind].events if (e.op, e.peer) == (due, ahead)]
     if times[behind] == 1 and wait.op not in PAIRED and done:
-        return (behind, ahead), (
-            f"Rank {behind} has come to {first} for the first time, and {'sent to' if due == 'send' else 'heard of'} "
-            f"rank {ahead} before: does its {part} come too early, before the next {due}, or has rank {ahead} gone a "
-            f"round further than rank {behind}?"
-        )
+        before = f"{'sent to' if due == 'send' else 'heard of'} rank {ahead} before"
+        early = f"does its {part} come too early, before the next {due}"
+        further = f"has rank {ahead} gone a round further than rank {behind}?"
+        came = f"Rank {behind} has come to {first} for the first time, and {before}"
+        return (behind, ahead), f"{came}: {early}, or {further}"
     ours, theirs = (stacks.own(records[r].stack) for r, _ in ends)
     for a, b in takewhile(lambda at: at[0].name == at[1].name, zip(ours, theirs, strict=False)):
         if a.lineno != b.lineno and a.filename == b.filename:
-            (early, (r, wait)), (late, (past, _)) = sorted(((a, ends[0]), (b, ends[1])), key=lambda at: at[0].lineno)
+            (at, (r, wait)), (past, (late, _)) = sorted(((a, ends[0]), (b, ends[1])), key=lambda end: end[0].lineno)
+            where = f"In {a.name} rank {r} stands at line {at.lineno} and rank {late} at line {past.lineno}"
             part = other.get(wait.op, wait.via or wait.op)
-            return (past,), (
-                f"In {a.name} rank {r} stands at line {early.lineno} and rank {past} at line {late.lineno}: has rank "
-                f"{past} passed the first of them without the {part} for which rank {r} waits?"
-            )
+            asks = f"has rank {late} passed the first of them without the {part} for which rank {r} waits?"
+            return (late,), f"{where}: {asks}"
     return None
 
 

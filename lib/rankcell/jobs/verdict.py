@@ -206,10 +206,9 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
         if divergence.call is not None:  # if it has ended the proof says so already
             head = _diverges(divergence, divergence.call, states, proof)
             places = [(divergence.call.file, divergence.call.line)]
-            advice = (
-                "Every rank of a group must call the same operations in the same order: look at what this rank skips, "
-                "calls in addition or in another order before that line. What decides about it must be the same on all."
-            )
+            look = "look at what this rank skips, calls in addition or in another order before that line"
+            advice = f"Every rank of a group must call the same operations in the same order: {look}. What decides "
+            advice += "about it must be the same on all."
     elif all(records[r].phase == "running" and records[r].events for r in proof.suspects):
         culprits = proof.suspects or culprits  # what they called before does not tell: both sides are named
     waits = {s.rank: s.blocking[0] for s in states if s.blocking}
