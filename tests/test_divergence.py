@@ -175,7 +175,7 @@ def test_a_call_that_may_come_before_a_message_that_is_due_is_asked_for():
     found = verdict.judge(records)
     assert found.culprits == (0, 1) and found.advice == (
         "Rank 0 has come to line 37 of train.py for the first time, and sent to rank 1 before: does its barrier come "
-        "too early, before the next send, or has rank 1 gone a round further than rank 0?"
+        "too early, before the next send, or has rank 1 gone a round further?"
     )
 
 

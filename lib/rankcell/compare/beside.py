@@ -86,8 +86,8 @@ class Beside:
         if begun := [r for r, names in early.items() if names and have[r].dtype == one.dtype]:
             name, who = early[begun[0]][0], name_ranks(begun)
             return f"its optimizer begins with `{name}` on {who}, and in one process without: was it stepped before?"
-        known = key[2] == 0 and {e.dtype for e in have.values()} == {one.dtype}  # later its state is not kept
-        return OF_ALL if known else ""
+        # later its state is not kept
+        return OF_ALL if key[2] == 0 and {e.dtype for e in have.values()} == {one.dtype} else ""
 
     def _lies_in(self, part: np.ndarray, whole: np.ndarray, fit: Fit | None) -> bool:
         """Whether a setting or a state is that of one process, or lies in it as its parameter does."""

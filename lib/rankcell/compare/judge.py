@@ -20,7 +20,7 @@ from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
 from .reference import NOT_FINITE, ROUNDING, SLACK, TOLERANCE, Fit, Piece, Reference, Traced, Tried, matrix_of, typical
 from .reference import matrix_of_calls as _matrix
-from .wording import ALIKE, APART, BEFORE, CUT, EACH, GONE, LEFT_OUT, NO_GRADIENT, UNEVEN
+from .wording import ALIKE, APART, BEFORE, CUT, GONE, LEFT_OUT, NO_GRADIENT, UNEVEN
 
 NOISE = 0.1  # times the floor, in 16 bits the floor: no optimizer's update of such a gradient is compared
 TINY = 0.01  # times the tolerance: what is lost of a gradient by adding in another order
@@ -317,11 +317,7 @@ class Judge:
             total = None if row.kind == "parameter" else layouts.sums(pieces, reference, self.seen, self.mesh)
             if total is not None:
                 return row.found("partial", wording.partial_words(total), axes=total.axes, factor=total.factor)
-            is_one = row.kind == "grad" and reference.matrix.size > 1 and all(p.matrix.size == 1 for p in pieces)
-            if is_one and len({p.matrix.tobytes() for p in pieces}) > 1:
-                return row.found("skipped", "one number on each: not compared")
-            who, says = {p.rank for p in lost}, _nowhere(row, reference, lost, self.seen)
-            return row.found("none", says, ranks=tuple(sorted(who)))
+            return _lost(row, reference, lost, tried, self.seen)
         if not placed:
             return row.found("skipped", "of a stage: not compared")
         factors = {p.rank: fit.factor for p, fit in placed}
@@ -400,6 +396,13 @@ def _number(row: Row, reference: Reference, pieces: Sequence[Piece], forward: Ma
     return row.found("none", "another number")
 
 
+def _lost(row: Row, reference: Reference, lost: Sequence[Piece], tried: Tried, seen: layouts.SeenPlaces) -> Row:
+    is_one = row.kind == "grad" and reference.matrix.size > 1 and all(p.matrix.size == 1 for p, _ in tried)
+    if is_one and len({p.matrix.tobytes() for p, _ in tried}) > 1:
+        return row.found("skipped", "one number on each: not compared")
+    return row.found("none", _nowhere(row, reference, lost, seen), ranks=tuple(sorted({p.rank for p in lost})))
+
+
 def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece], seen: layouts.SeenPlaces) -> str:
     """What can be said of pieces that fit nowhere."""
     piece = lost[0]
@@ -419,7 +422,6 @@ def _nowhere(row: Row, reference: Reference, lost: Sequence[Piece], seen: layout
     if len(lost) == len(row.ranks) > 1:
         kinds, is_cut = len({p.matrix.tobytes() for p in lost}), piece.matrix.shape != reference.matrix.shape
         same = (CUT if is_cut else ALIKE) if kinds == 1 else APART * (row.kind == "grad" and not is_cut)
-        same = EACH if is_cut and row.kind == "output" and kinds == len(lost) else same
     parts = [reference.part(*where)[0] for where in seen.both(piece, reference)]
     share = min((typical(piece.matrix - part) / max(typical(part), 1e-30) for part in parts), default=0.0)
     if not parts or (share < ROUNDED and piece.matrix.shape != reference.matrix.shape):

@@ -56,7 +56,6 @@ class Trace:
         self._calls: Counter[int] = Counter()
         self._steps: Counter[int] = Counter()  # by optimizer
         self._inside = 0  # optimizers whose step runs: one may call another
-        self._step = 0  # of the outermost
         self._nbytes = 0
         self._order = 0
         # the last tensor, its version, and what was kept of it
@@ -139,7 +138,7 @@ class Trace:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._inside += 1
         if self._inside == 1:
-            self._step = self._steps[id(optimizer)]
+            self._step = self._steps[id(optimizer)]  # of the outermost
             self._gradients(self._step, self._optimized(optimizer))
         else:
             self._optimized(optimizer)  # what it goes by counts, and not what is around it

@@ -15,7 +15,6 @@ UNEVEN = "each rank has a mean over its own samples, and not equally many: add u
 LEFT_OUT = "rows get no gradient: does the loss leave them out?"
 ALIKE = ", the same on all"
 APART = ", not the same on all"
-EACH = ", no two ranks have the same"
 CUT = f"{ALIKE}, where each has a part of its own"
 REORDERED = ", in another order"
 ALL_BUT = "all before it does but"

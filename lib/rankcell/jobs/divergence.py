@@ -116,11 +116,9 @@ def came_again(
         return (ahead,), f"{came}: has rank {ahead} left out the {part} for which rank {behind} waits?"
     done = [e for e in records[behind].events if (e.op, e.peer) == (due, ahead)]
     if times[behind] == 1 and wait.op not in PAIRED and done:
-        before = f"{'sent to' if due == 'send' else 'heard of'} rank {ahead} before"
-        early = f"does its {part} come too early, before the next {due}"
-        further = f"has rank {ahead} gone a round further than rank {behind}?"
-        came = f"Rank {behind} has come to {first} for the first time, and {before}"
-        return (behind, ahead), f"{came}: {early}, or {further}"
+        came = f"Rank {behind} has come to {first} for the first time, and {'sent to' if due == 'send' else 'heard of'}"
+        asks = f"does its {part} come too early, before the next {due}, or has rank {ahead} gone a round further?"
+        return (behind, ahead), f"{came} rank {ahead} before: {asks}"
     ours, theirs = (stacks.own(records[r].stack) for r, _ in ends)
     for a, b in takewhile(lambda at: at[0].name == at[1].name, zip(ours, theirs, strict=False)):
         if a.lineno != b.lineno and a.filename == b.filename:

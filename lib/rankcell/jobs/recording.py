@@ -64,9 +64,8 @@ class Recording:
 
     def init(self, original: Callable[[], Any], near: Callable[[], tuple[int, ...] | None], as_rank: int) -> Any:
         """`init_process_group`, in which this rank waits for all others; the program may call it by another number."""
-        op, ranks = "init_process_group", tuple(range(self.world_size))
-        text = f"{op}(rank={as_rank})" if as_rank != self.rank else ""
-        found = self._groups.waited_for(op, ranks, original, text=text)
+        text = f"init_process_group(rank={as_rank})" if as_rank != self.rank else ""
+        found = self._groups.waited_for("init_process_group", tuple(range(self.world_size)), original, text=text)
         pairs = (each.partition(":") for each in dist.get_backend_config().split(","))  # known from here on
         self.recorder.enqueues = frozenset(device for device, _, backend in pairs if backend in streams.ENQUEUE)
         if (here := near()) is None:  # not all ranks are recorded: there is nobody to be compared with
