@@ -267,7 +267,7 @@ def _dropped(module: nn.Module, given: Any) -> str:
 def _is_copy(parameter: Tensor, other: Tensor) -> bool:
     """Whether an optimizer's tensor is this parameter or a stretch of its numbers, perhaps with more bits."""
     ours, theirs = local_part(parameter).flatten(), local_part(other).to(parameter.dtype).flatten()
-    begins = (ours == theirs[:1]).nonzero().flatten()[:64].tolist()
+    begins = (ours == theirs[0]).nonzero().flatten()[:64].tolist() if len(theirs) else [0]
     return any(torch.equal(ours[n : n + len(theirs)], theirs) for n in begins)
 
 
