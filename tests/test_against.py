@@ -487,7 +487,26 @@ def test_columns_that_are_wrong_on_a_rank_are_named(four):
     added = "lambda module, args, out: out + (torch.arange(8) < 3) * (1 + args[0][:, :1])"
     ours = f"if rank == 1: model.first.register_forward_hook({added})"
     verdict = of_net(four, source, ours, net=wide)
-    assert verdict.first.ranks == (1,) and "Only columns 0-2 on rank 1 are wrong" in verdict.text
+    assert verdict.first.ranks == (1,) and "Wrong only in columns 0-2 on rank 1" in verdict.text
+
+
+def test_positions_that_are_wrong_behind_a_convolution_are_named(four):
+    """Its bias is one for each channel, and its last dim are positions: of another number than there are channels."""
+    net = """
+images = torch.randn(2, 4, 16, generator=generator(1, "images"))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv1d(4, 8, 1), nn.Conv1d(8, 8, 1)
+    def forward(self, x):
+        return self.two(self.one(x).tanh())
+torch.manual_seed(0)
+model = Net()
+step = lambda: model(images.chunk(4, 2)[rank] if dist.is_initialized() else images).square().sum().backward()
+"""
+    edge = "model.two.register_forward_hook(lambda m, a, out: out + a[0].mean() * (torch.arange(4) == 3))"
+    verdict = of_net(four, "", f"if rank == 2: {edge}", net=net)
+    assert verdict.first.title == "two" and "Wrong only in column 11 on rank 2" in verdict.text
 
 
 def test_a_row_that_harms_no_gradient_is_not_blamed():

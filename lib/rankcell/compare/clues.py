@@ -216,7 +216,7 @@ def _of_columns(lost: Sequence[Held]) -> str:
     few, word = (right, "right") if sum(map(len, right.values())) < sum(map(len, wrong.values())) else (wrong, "wrong")
     ranks = grouped((tuple(sorted(columns)), rank) for rank, columns in few.items())
     each = [f"{_named('column', columns)} on {name_ranks(who)}" for columns, who in ranks.items()]
-    return f"only {', '.join(each)} are {word}" if right and any(wrong.values()) and 0 < len(each) < 5 else ""
+    return f"{word} only in {', '.join(each)}" if right and any(wrong.values()) and 0 < len(each) < 5 else ""
 
 
 def _of_another_call(held: Sequence[Held]) -> str:
