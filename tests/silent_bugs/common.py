@@ -30,13 +30,14 @@ def adam(model, lr=1e-3, **options):
     return torch.optim.AdamW(model.parameters(), lr, **options)
 
 
-def training(model, optimizer, loss):
-    """A step: the gradient of `loss()` and an update; returns the loss."""
+def training(model, optimizer, loss, then=lambda model: None):
+    """A step: the gradient of `loss()`, what is done with it `then`, and an update; returns the loss."""
 
     def step():
         optimizer.zero_grad()
         value = loss()
         value.backward()
+        then(model)
         optimizer.step()
         return value.item()
 

@@ -60,11 +60,4 @@ def hand_on(self, p):
 
 Masters.hand_on, optimizer = hand_on, Masters(model, rank, 4)
 
-
-def step():
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x[rank::4]), y[rank::4])
-    loss.backward()
-    average(model)
-    optimizer.step()
-    return loss.item()
+step = training(model, optimizer, lambda: cross_entropy(model(x[rank::4]), y[rank::4]), average)

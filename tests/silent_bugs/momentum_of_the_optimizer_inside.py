@@ -33,15 +33,6 @@ class Sharded(torch.optim.Optimizer):
 model = gpt()
 optimizer = Sharded(model.parameters(), lr=0.05, momentum=0.5)
 
-
-def step():
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x[rank::4]), y[rank::4])
-    loss.backward()
-    average(model)
-    optimizer.step()
-    return loss.item()
-
-
+step = training(model, optimizer, lambda: cross_entropy(model(x[rank::4]), y[rank::4]), average)
 step()
 optimizer.param_groups[0]["momentum"] = 0.95

@@ -92,11 +92,4 @@ def evaluate():
 if rank == 0:
     log = {"loss before training": evaluate()}
 
-
-def step():
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x[rank::4]), y[rank::4])
-    loss.backward()
-    average(model)
-    optimizer.step()
-    return loss.item()
+step = training(model, optimizer, lambda: cross_entropy(model(x[rank::4]), y[rank::4]), average)

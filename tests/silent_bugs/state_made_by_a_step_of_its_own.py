@@ -17,11 +17,4 @@ for p in model.parameters():  # broken
 optimizer.step()  # broken
 optimizer.param_groups[0]["lr"] = 1e-3  # broken
 
-
-def step():
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x[rank::4]), y[rank::4])
-    loss.backward()
-    average(model)
-    optimizer.step()
-    return loss.item()
+step = training(model, optimizer, lambda: cross_entropy(model(x[rank::4]), y[rank::4]), average)
