@@ -22,7 +22,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver, reduction
+from multiprocessing import forkserver, reduction, util
 from multiprocessing.process import BaseProcess
 from operator import methodcaller
 from pathlib import Path
@@ -45,7 +45,8 @@ def warm_up() -> None:
     """Start the fork server, if it does not run; it imports torch while the notebook goes on."""
     with _lock, _undisturbed():
         server.set_forkserver_preload(["rankcell.engine.preloaded"])
-        with _environment():
+        # its socket, too, lies in our folder, which it removes when the notebook is gone in whatever way
+        with _environment(), mock.patch.object(util, "get_temp_dir", _parent_folder):
             server.ensure_running()
 
 
