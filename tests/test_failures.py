@@ -152,10 +152,12 @@ def test_an_exception_on_one_rank_frees_the_others(four):
     assert [r.stdout for r in error.run.ranks] == [f"before {r}\n" for r in range(4)]
 
 
-def test_ranks_freed_in_several_places_name_none(four):
+def test_ranks_freed_in_several_places_are_told_by_place(four):
     source = "if rank == 1:\n    1 / 0\ngroup = dist.group.WORLD\n"
     source += "dist.barrier() if rank else dist.send(torch.ones(1), 1)"
-    assert "ranks 0, 2, 3 waited for it and were freed (" in str(fails(four, source))
+    said = str(fails(four, source))
+    assert "  rank 0 waited for it in send (line 4) and was freed" in said
+    assert "  ranks 2, 3 waited for it in barrier (line 4) and were freed" in said
 
 
 MISMATCHES = {
@@ -541,6 +543,7 @@ def test_a_rank_that_dies_is_named_and_replaced(four, how):
     error = fails(four, f"print('alive', flush=True)\nif rank == 1: {dies}\ndist.barrier()", RankLost)
     assert str(error).startswith(headline)
     assert "names defined there are gone" in str(error) and "ranks 0, 2, 3 kept their names" in str(error)
+    assert "ranks 0, 2, 3 waited for it in barrier (line 3) and were freed" in str(error)
     assert error.run.ranks[1].stdout == "alive\n"
     assert four.run("'kept' in globals()").values == [True, False, True, True]
 

@@ -22,7 +22,9 @@ class Kernel:
 
     def __init__(self, temporary):
         self.temporary = temporary  # the folder of its temporary files
-        self.manager, self.client = start_new_kernel(kernel_name="python3", env=os.environ | {"TMPDIR": temporary})
+        self.manager, self.client = start_new_kernel(
+            kernel_name="python3", env=os.environ | {"TMPDIR": temporary}
+        )
         self.run("%load_ext rankcell")
 
     def run(self, source):
@@ -44,7 +46,7 @@ class Kernel:
 
     def files(self):
         """What lies in its folder of temporary files, but for torch's cache, which all processes share."""
-        return [name for name in os.listdir(self.temporary) if not name.startswith("torchinductor_")]
+        return [path for path in Path(self.temporary).iterdir() if not path.name.startswith("torchinductor_")]
 
     def close(self):
         self.client.stop_channels()

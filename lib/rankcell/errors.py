@@ -244,13 +244,9 @@ def rank_error(run: Run) -> RankError:
     same = [r for r in run.failed if str(r.error) == str(first.error)]
     alike = " alike" if len(same) > 1 else " first" if len(run.failed) > 1 else ""
     lines = [f"{name_ranks([r.rank for r in same])} of {run.world_size} failed{alike}: {first.error}"]
-    if victims := [r.rank for r in run.failed if r.error and r.error.caused_by_abort and r not in same]:
-        were = "was" if len(victims) == 1 else "were"
-        places = {(s.op, placed(s.line, s.file, " (")) for s in run.standstill if s.rank in victims}
-        op, at = places.pop() if len(places) == 1 else ("", "")  # of ranks in several places the run tells
-        there = f" in {op}{at}{')' * bool(at)}" * bool(op)
-        lines.append(f"  {name_ranks(victims)} waited for it{there} and {were} freed (`error.run.ranks[r].error`)")
-    others = [r for r in run.failed if r not in same and r.rank not in victims]
+    victims = [r for r in run.failed if r.error and r.error.caused_by_abort and r not in same]
+    lines += _waited(victims)
+    others = [r for r in run.failed if r not in same and r not in victims]
     lines += [f"  rank {r.rank} failed too: {r.error}" for r in others]
     if frames := describe_frames(first.error):
         lines += ["", frames]
@@ -261,6 +257,17 @@ def rank_error(run: Run) -> RankError:
         shared = "The ranks share their files: another rank may have made or removed this just before."
         lines.append(f"\n{shared} Let rank 0 do it (`if rank == 0:`), and the others wait in dist.barrier().")
     return RankError("\n".join(lines), run)
+
+
+def _waited(victims: Iterable[RankResult]) -> list[str]:
+    """A line for each place in which ranks waited for one that failed."""
+    calls = [(v.error.call if v.error else None, v.rank) for v in victims]
+    places = grouped(((c.op, placed(c.line, c.file, " (")) if c else ("", ""), rank) for c, rank in calls)
+    lines = []
+    for (op, at), ranks in places.items():
+        there, were = f" in {op}{at}{')' * bool(at)}" * bool(op), "was" if len(ranks) == 1 else "were"
+        lines.append(f"  {name_ranks(ranks)} waited for it{there} and {were} freed (`error.run.ranks[r].error`)")
+    return lines
 
 
 _MISSING = re.compile(
@@ -286,6 +293,7 @@ def _causes(failure: RankFailure, indent: str = "") -> list[str]:
 CAME = "They came there on different ways: "
 PAIRED = ("send", "recv")
 OF_WORLD = ("0", "new_group", "init_process_group")  # groups of all ranks
+CLOSED = "a connection to another rank is closed"
 LATE = "its timeout, for another rank"  # of a call that has waited so long
 
 
@@ -360,6 +368,8 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankL
         how = "The next cell starts new ones, as far as the allocation still has the nodes: `!sinfo -N` shows them."
         lines.append(f"All ranks of this world were ended, and their names are gone. {how}")
         return RankLost("\n".join(lines), run)
+    failed = [r for r in run.failed if r not in lost and r.error]
+    lines += _waited(r for r in failed if r.error and (r.error.caused_by_abort or r.error.message == CLOSED))
     others = [r.rank for r in run.ran if r not in lost]
     gone = f"{name_ranks([r.rank for r in lost])}: names defined there are gone"
     how = "Run the cells that define them again, or `%ranks restart` for fresh ranks."

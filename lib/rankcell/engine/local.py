@@ -277,8 +277,8 @@ def how_it_ended(exitcode: int | None) -> str:
     if exitcode < 0:
         names = {s.value: s.name for s in signal.Signals}  # a real-time signal has a number only
         name = names.get(-exitcode, f"signal {-exitcode}")
-        crash = " (a crash in C code)" if name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL") else ""
-        return f"was ended by {name}{crash}"
+        crash = name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+        return f"was ended by {name}{' (a crash in C code)' if crash else ', for which it has no handler'}"
     if exitcode == CRASHED:
         return "ended with an error outside the cell, which its stderr shows"
     return f"left with exit code {exitcode} (os._exit)"

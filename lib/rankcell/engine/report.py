@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import LATE, MismatchError, SpawnError
+from ..errors import CLOSED, LATE, MismatchError, SpawnError
 from ..results import Call, Frame, NotSent, RankFailure, name_some
 
 MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
@@ -76,7 +76,6 @@ def _failure(error: BaseException, *, at: float, call: Call | None, depth: int) 
     return replace(found, mismatch=error.details) if isinstance(error, MismatchError) else found
 
 
-CLOSED = "a connection to another rank is closed"
 GONE = CLOSED, LATE  # how the message of a call ends for which others never came
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|Socket closed|gloo/transport", re.IGNORECASE)
 _GAVE_UP = re.compile(r"Timed out waiting (\d+)ms for \w+ operation to complete")
