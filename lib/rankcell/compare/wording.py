@@ -48,12 +48,13 @@ def _sentence(
         if abs(row.factor - 1) <= 1e-3:
             return f"partial {over}: its gradients are never summed"
         along = f" {over}" if row.axes else ""
-        return f"each rank has that of its own part of the batch ({over}): its gradients are never averaged{along}"
+        own = f"each rank has that of its own part of the batch ({over}): its gradients are never averaged{along}"
+        return f"{own}. Is the module called through what averages them (DistributedDataParallel), or past it?"
     change = "its change without a gradient" if row.clue == NO_GRADIENT else "the gradient is right, and the update"
     if row.status == "scaled" and row.kind == "parameter" and row.step:
         return f"{who}: {change} is {row.layout}: {row.clue or UPDATES}"
     if row.status == "scaled" and row.kind != "parameter":
-        return _scaled(row, others, mesh, world_size)
+        return _scaled(row, others, mesh, world_size, past)
     if row.status == "missing" and row.kind == "grad_output":
         found = f"no gradient comes back to it on {who}, and in one process one does"
         return f"{found}: something between it and the loss is unknown to autograd"
@@ -88,7 +89,7 @@ def _sentence(
     return f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), {look}{more}"
 
 
-def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: int) -> str:
+def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: int, past: list[Row]) -> str:
     who = name_ranks(row.ranks)
     if is_weighted(row):
         return (
@@ -105,7 +106,11 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
         hint = f"the gradients of {name_ranks(others)} are right: is the loss scale the same, or what they send scaled?"
     elif abs(k - round(k)) < 1e-3 and k > 1:
         more = "" if of_size or round(k) == world_size else ", or counted more than once"
-        hint = f"a sum{f' over {of_size}' if of_size else ''} where a mean is meant{more}"
+        over = f" over {of_size}" if of_size else ""
+        hint = f"a sum{over} where a mean is meant{more}"
+        if row.kind == "grad_output" and past and not more:
+            hint = f"between `{past[-1].title}` and here the way back sums{over} what each rank has whole already (an "
+            hint += "all-reduce too many in the backward?), or sums where a mean is meant"
     elif k > 0 and abs(1 / k - round(1 / k)) < 1e-3:
         hint = "a mean where a sum is meant, or divided once too often"
         if of_size and len(row.ranks) == world_size:
