@@ -796,3 +796,9 @@ def test_a_hang_on_nccl_is_explained():
             )
         run = ranks.run("y = torch.ones(1, device=device); dist.all_reduce(y); (kept, y.item())")
         assert run.values == [(0, 2.0), (1, 2.0)]
+
+
+@pytest.mark.parametrize("source", ["dist.all_reduc(torch.ones(2))", "all_reduce = 3\nall_redcue"])
+def test_a_misspelt_name_is_guessed(four, source):
+    assert "Did you mean `all_reduce`?" in str(fails(four, source))
+    assert "Did you mean" not in str(fails(four, "something_else"))

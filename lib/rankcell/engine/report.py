@@ -1,6 +1,7 @@
 """Inside a rank: what it tells the notebook of an exception and of a value, so that both can travel."""
 
 import builtins
+import difflib
 import io
 import linecache
 import os
@@ -118,6 +119,9 @@ def _of_names(error: BaseException) -> list[str]:
     if "Expected to have finished reduction" in str(error):
         return _without_gradient(error)
     here = frame.f_globals | frame.f_locals
+    if isinstance(error, (AttributeError, NameError)):  # Python tells this in a traceback only
+        known = dir(error.obj) if isinstance(error, AttributeError) else [*here, *dir(builtins)]
+        return [f"Did you mean `{near}`?" for near in difflib.get_close_matches(str(error.name), known, 1, 0.75)]
     called = re.findall(r"\b([a-z]\w*)\(", linecache.getline(frame.f_code.co_filename, line))
     hidden = {name for name in called if hasattr(builtins, name) and not callable(here.get(name, int))}
     return [_HIDDEN.format(name, type(here[name]).__name__) for name in hidden if "not callable" in str(error)]
