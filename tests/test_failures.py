@@ -8,6 +8,7 @@ them.
 import os
 import re
 import signal
+import socket
 import textwrap
 import threading
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from rankcell import Deadlock, RankError, RankLost, RankMismatch, Ranks, RankTimeout
-from rankcell.engine import report
+from rankcell.engine import cell, report, system
 from rankcell.errors import RanksInterrupted
 from rankcell.results import RankFailure
 
@@ -802,3 +803,24 @@ def test_a_hang_on_nccl_is_explained():
 def test_a_misspelt_name_is_guessed(four, source):
     assert "Did you mean `all_reduce`?" in str(fails(four, source))
     assert "Did you mean" not in str(fails(four, "something_else"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_who_asks_for_cuda_without_a_gpu_is_told_of_device(four):
+    assert "write `.to(device)`" in str(fails(four, "torch.nn.Linear(4, 2).cuda(rank)"))
+
+
+@pytest.mark.skipif(not system.LINUX, reason="reads /proc")
+def test_a_rank_that_waits_in_a_store_for_one_that_failed_is_freed(four, monkeypatch):
+    """The store's call is none of the group's, and only its own timeout, of minutes, would end it."""
+    monkeypatch.setattr(cell, "STILL", 0.5)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    source = f"store = dist.TCPStore('127.0.0.1', {port}, 4, rank == 0, wait_for_workers=False)"
+    error = fails(four, f"{source}\nif rank == 1:\n    1 / 0\nstore.wait(['never'])")
+    assert str(error).startswith("rank 1 of 4 failed first: ZeroDivisionError")
+    assert "ranks 0, 2, 3 waited for it at line 4" in str(error)
+    # a rank that computes is nobody's victim
+    work = "import time\nif rank == 1:\n    1 / 0\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
+    assert [r.state for r in fails(four, work).run.ranks] == ["ok", "error", "ok", "ok"]

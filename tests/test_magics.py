@@ -282,11 +282,17 @@ def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
 
     class Loader:
         def __init__(self):
-            self.size, self.batches = 4, (i for i in range(3))
+            self.size, self.batches = 4, {"train": [(i for i in range(3))]}
 
     shell.user_ns["trainer"] = Trainer()
-    with pytest.raises(PushError, match=r"because of trainer.loader.batches: TypeError: cannot pickle"):
+    with pytest.raises(
+        PushError, match=r"because of trainer.loader.batches\['train'\]\[0\]: TypeError: cannot pickle"
+    ):
         shell.run_cell("%%ranks 4 --push trainer\n1").raise_error()
+    shell.user_ns["loops"] = functools.partial(min, shell.user_ns["trainer"])
+    shell.run_cell("def later(step): return loops() if step else later(1)")
+    with pytest.raises(PushError, match=r"later, which uses loops.args\[0\].loader.batches"):
+        shell.run_cell("%%ranks 4 --push later\n1").raise_error()
 
 
 def test_an_object_that_asks_itself_for_ever_while_it_is_read_is_told_in_a_few_lines(shell):

@@ -245,7 +245,7 @@ def rank_error(run: Run) -> RankError:
     alike = " alike" if len(same) > 1 else " first" if len(run.failed) > 1 else ""
     lines = [f"{name_ranks([r.rank for r in same])} of {run.world_size} failed{alike}: {first.error}"]
     victims = [r for r in run.failed if r.error and r.error.caused_by_abort and r not in same]
-    lines += _waited(victims)
+    lines += _waited(run, victims)
     others = [r for r in run.failed if r not in same and r not in victims]
     lines += [f"  rank {r.rank} failed too: {r.error}" for r in others]
     if frames := describe_frames(first.error):
@@ -259,15 +259,15 @@ def rank_error(run: Run) -> RankError:
     return RankError("\n".join(lines), run)
 
 
-def _waited(victims: Iterable[RankResult]) -> list[str]:
+def _waited(run: Run, victims: Iterable[RankResult]) -> list[str]:
     """A line for each place in which ranks waited for one that failed."""
-    calls = [(v.error.call if v.error else None, v.rank) for v in victims]
-    places = grouped(((c.op, placed(c.line, c.file, " (")) if c else ("", ""), rank) for c, rank in calls)
-    lines = []
-    for (op, at), ranks in places.items():
-        there, were = f" in {op}{at}{')' * bool(at)}" * bool(op), "was" if len(ranks) == 1 else "were"
-        lines.append(f"  {name_ranks(ranks)} waited for it{there} and {were} freed (`error.run.ranks[r].error`)")
-    return lines
+    calls = [(v.rank, v.error.call if v.error else None) for v in victims]
+    stood = {s.rank: placed(s.line, s.file) for s in run.standstill}
+    at = {rank: f" in {c.op}{placed(c.line, c.file, ' (')}{')' * bool(c.line)}" if c else "" for rank, c in calls}
+    places = grouped((at[rank] or stood.get(rank, ""), rank) for rank, _ in calls)
+    were = {there: "was" if len(ranks) == 1 else "were" for there, ranks in places.items()}
+    freed = "freed (`error.run.ranks[r].error`)"
+    return [f"  {name_ranks(ranks)} waited for it{there} and {were[there]} {freed}" for there, ranks in places.items()]
 
 
 _MISSING = re.compile(
@@ -369,7 +369,7 @@ def lost_error(run: Run, lost: Iterable[RankResult], *, replaced: bool) -> RankL
         lines.append(f"All ranks of this world were ended, and their names are gone. {how}")
         return RankLost("\n".join(lines), run)
     failed = [r for r in run.failed if r not in lost and r.error]
-    lines += _waited(r for r in failed if r.error and (r.error.caused_by_abort or r.error.message == CLOSED))
+    lines += _waited(run, [r for r in failed if r.error and (r.error.caused_by_abort or r.error.message == CLOSED)])
     others = [r.rank for r in run.ran if r not in lost]
     gone = f"{name_ranks([r.rank for r in lost])}: names defined there are gone"
     how = "Run the cells that define them again, or `%ranks restart` for fresh ranks."

@@ -24,6 +24,7 @@ from .workers import Workers, under_way
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
 SETTLE = 2.0  # seconds that ranks on the way to an operation get to reach it: the report counts them, too
+STILL = 10.0  # seconds that a rank may stand still, in a store or a lock, when another has failed and the cell is lost
 GRACE = 0.8  # seconds that a freed or interrupted rank has to come back before it is replaced
 PATIENCE = 4.0  # ... if it gets no processor: on a busy machine that is not its fault
 SPINS = 0.5  # seconds of computing meanwhile that show that it does get one
@@ -54,6 +55,7 @@ class Cell:
     on_update: OnUpdate | None
     _last: dict[int, Status] = field(default_factory=dict)  # what each rank answered last
     _states: list[State] = field(default_factory=list)  # at the last look
+    _moved: dict[int, float] = field(default_factory=dict)  # when each rank was last seen to have run
 
     def run(self, interrupted: Callable[[], bool]) -> Ending:
         """Give the task to the ranks, and wait until it is over on all of them, or until `interrupted`."""
@@ -96,6 +98,8 @@ class Cell:
                 patient = proved is not None and now < proved + SETTLE and on_the_way
                 if diagnosis is not None and seen == _fingerprint(self._states) and not patient:
                     return errors.Deadlock(str(diagnosis))
+                if self._nobody_moves(now):
+                    return errors.Deadlock(self._where("a rank has failed, and the others stand still:"))
                 seen = _fingerprint(self._states) if diagnosis is not None else None
                 next_poll = time.monotonic() + (CONFIRM if diagnosis is not None else POLL)
                 if self.on_update is not None:
@@ -129,7 +133,10 @@ class Cell:
                     state = replace(state, other_threads=True)  # it did not answer: nobody knows
                 states.append(_with_threads(state, status))
             elif status is not None:
-                states.append(from_status(status, self._last.get(rank)))
+                last = self._last.get(rank)
+                if last is None or status.cpu is None or (status.cpu, status.switches) != (last.cpu, last.switches):
+                    self._moved[rank] = time.monotonic()
+                states.append(from_status(status, last))
                 self._last[rank] = status
             else:  # it holds the interpreter in a long C call: busy, as far as anybody can tell
                 states.append(State(rank, "running", counts=before))
@@ -138,6 +145,12 @@ class Cell:
             if state.why.endswith(received[state.rank].late) and state.rank in self._last:
                 for wait in self._last[state.rank].waits[-1:]:
                     _, received[state.rank].late = late(wait, states, state.rank)
+
+    def _nobody_moves(self, now: float) -> bool:
+        """Whether a rank has failed and the others do nothing: what they wait for may never come."""
+        runs = [s.rank for s in self._states if s.phase == "running"]
+        failed = any(s.phase in ("error", "lost") for s in self._states)
+        return failed and bool(runs) and all(now - self._moved.get(rank, now) > STILL for rank in runs)
 
     def _where(self, headline: str) -> str:
         """`headline`, and under it where the ranks were; those in the same place together."""

@@ -41,12 +41,15 @@ _HIDDEN = "`{0}` is of type {1} here, which hides Python's `{0}`: `del {0}` in a
 _SET = "A cell has set `{0}`: it is of type {1} now, no longer {2}. `del {0}` in a rank cell: the next has it again."
 _GIVEN = {"torch": torch, "dist": torch.distributed, "device": torch.device}  # what rank cells find: the value, or type
 _NO_DEVICE = re.compile(r"torch\.device|device string|device ordinal|with CUDA|No CUDA|no NVIDIA")
+_ON_CPU = "This torch finds no GPU: write `.to(device)` in place of `.cuda()`. `device` is the rank's own, GPU or CPU."
 _NOTES = {  # by a part of the exception: what to do
     "BdbQuit": BDB_NOTE,
     "is not part of group": "`src`, `dst` are ranks of the world, `group_src` and `group_dst` count within the group.",
     "context has already been set": "A rank is a process of multiprocessing, so its start method is set already: take "
     "`multiprocessing.get_context('fork')` for processes of your own.",
     "'__file__' is not defined": "A cell stands in no file: write `os.getcwd()` for the folder of the notebook.",
+    "Cannot access accelerator device": _ON_CPU,
+    "not compiled with CUDA enabled": _ON_CPU,
     "asyncio.run() cannot be called": "The cell has an `await`, so a loop runs already: write `await main()`.",
 }
 
