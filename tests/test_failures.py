@@ -824,3 +824,12 @@ def test_a_rank_that_waits_in_a_store_for_one_that_failed_is_freed(four, monkeyp
     # a rank that computes is nobody's victim
     work = "import time\nif rank == 1:\n    1 / 0\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
     assert [r.state for r in fails(four, work).run.ranks] == ["ok", "error", "ok", "ok"]
+
+
+def test_how_a_message_was_met_before_is_told(four):
+    """A buffer that was taken from a pool by its size alone."""
+    took = "dist.recv(torch.ones(4, dtype=torch.float32 if n else torch.int64), 0)"
+    sent = "if rank == 0: dist.send(torch.ones(4, dtype=torch.int64), 1)"
+    source = f"for n in range(2):\n    {sent}\n    if rank == 1: {took}"
+    met = "In call 1 send(int64[4] to rank 1) of rank 0 was met by recv(int64[4] from rank 0) in the same line: "
+    assert f"{met}what has made rank 1 call it otherwise now?" in str(fails(four, source, RankMismatch))

@@ -5,7 +5,7 @@ source: https://github.com/deepseek-ai/DeepSeek-V3/issues/298
 mesh: tp 4
 first: token_embedding output
 side: forward
-says: 60 of 64 rows are right
+says: 60 of 64 rows are right, and rows
 """
 
 # %% one process

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..results import name_ranks
+from ..results import grouped, name_ranks, placed
 from .comparison import Row
 from .reference import Fit, Traced, matrix_of, typical
 from .wording import BEFORE, GONE, NO_GRADIENT
 
 OF_ALL = "its settings and state are those of one process: does the step need the whole tensor, or that of all ranks?"
+KINDS = ("buffer", "optimizer", "clip")
 SMALL = 0.1  # times a typical number: such signs do not count
 ENOUGH, SURE = 32, 0.95  # so many signs, and this share of them, tell that an update is made of another gradient
 ANOTHER = "and not made of `.grad`: is what it is made of, and clipped by, that of all ranks and every micro-batch?"
@@ -26,7 +27,7 @@ class Beside:
 
     def __init__(self, one: Iterable[Traced], ranks: Mapping[Any, Iterable[tuple[int, Traced]]], off: float) -> None:
         self._one = {(e.kind, e.name, e.step): e for e in one}
-        self._ranks = {key[:3]: dict(pairs) for key, pairs in ranks.items() if key[0] in ("buffer", "optimizer")}
+        self._ranks = {key[:3]: dict(pairs) for key, pairs in ranks.items() if key[0] in KINDS}
         self._off = off  # by how much a number may be off, as a share of a typical one
 
     def told(self, rows: list[Row], blamed: _Blamed, holders: _Holders) -> tuple[list[Row], _Blamed]:
@@ -40,12 +41,30 @@ class Beside:
     def _explained(self, row: Row, holders: Mapping[int, Fit | None]) -> Row:
         if row.kind == "parameter" and row.step:
             return row if row.clue == NO_GRADIENT else replace(row, clue=self._of_optimizer(row, holders))
+        if row.kind == "grad":
+            return replace(row, clue=row.clue or self._of_clip(row.step))
         inside = f"{row.name}." if row.name else ""
         for r in self._buffers() if row.kind == "output" and row.status == "none" and not row.says else ():
             if r.name.startswith(inside) and r.step <= row.step and {*r.ranks} & {*row.ranks}:
                 when = "afterwards " if r.step == row.step else ""
                 return replace(row, clue=f"{when}its buffer `{r.name.removeprefix(inside)}` {r.layout}")
         return row
+
+    def _of_clip(self, step: int) -> str:
+        """Where gradients are clipped by another norm than in one process."""
+        for key in (k for k in self._ranks if (k[0], k[2]) == ("clip", step) and self._one):
+            have, one = self._ranks[key], self._one.get(key)
+            norms = {rank: float(e.value[0]) for rank, e in have.items()}
+            off = one is None or any(abs(norm - one.value[0]) > self._off * one.value[0] for norm in norms.values())
+            clips = any(e.value[0] > e.value[1] for e in (*have.values(), *([one] if one else [])))
+            if off and clips:
+                line = next(iter(have.values())).line
+                each = grouped((f"{norm:.3g}", rank) for rank, norm in norms.items())
+                said = ", ".join(f"{norm} on {name_ranks(ranks)}" for norm, ranks in each.items())
+                there = f"by {one.value[0]:.3g} in one process" if one else "one process does not clip"
+                asks = "is that before the gradients of all ranks are averaged, or a norm without the others' parts?"
+                return f"clip_grad_norm_{placed(line)} clips by the norm {said}, and {there}: {asks}"
+        return ""
 
     def _was_right(self, wrong: Row) -> bool:
         """Whether a buffer began as in one process, and some rank has written it since."""

@@ -61,7 +61,7 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
         sizes = judge.world_size, *(judge.mesh or {}).values()
         backs = [pairs for key, pairs in judge.ranks.items() if key[0] == "grad_output" and key[2] == row.step]
         calls = 1 + min((max(e.call for _, e in pairs) for pairs in backs), default=0)
-        return replace(row, clue=blame.where_scaled(row, rows, sizes, calls)), used_as_whole
+        return replace(row, clue=blame.where_scaled(row, rows, sizes, calls) or row.clue), used_as_whole
     at = next(i for i, r in enumerate(rows) if r.key == row.key)
     behind = (r for r in rows[at:] if r.kind == row.kind == "output" and r.status == "none")
     wrong = next(behind, row) if used_as_whole else row
@@ -169,12 +169,23 @@ def _where_held(tried: Tried, reference: Reference, seen: SeenPlaces, outputs: M
         whole = np.arange(reference.n), np.arange(reference.f)
         if not maps and covered and (piece.n, piece.f) == (len(left), reference.f):
             maps = [(left, None)]  # what is on no other rank
-        if not maps:
+        if not (maps := maps or _cuts(piece, reference)):
             return []
         places = ((whole[0] if r is None else r, whole[1] if c is None else c) for r, c in maps)
         held = (Held(piece, reference, r, c, fit.factor if fit else 0.0) for r, c in places)
         found.append(max(held, key=lambda h: np.isfinite(h.multiples()).sum()))
     return found
+
+
+def _cuts(piece: Piece, reference: Reference) -> list[tuple[Map | None, Map | None]]:
+    """Where a piece may lie that is cut on one dim before the last."""
+    shape, mine = reference.shape, piece.shape
+    dims = [d for d, (a, b) in enumerate(zip(shape, mine, strict=False)) if a != b]
+    if len(shape) != len(mine) or len(dims) != 1 or dims[0] == len(shape) - 1 or np.prod(shape[:-1]) != reference.n:
+        return []
+    rows, d = np.arange(reference.n).reshape(shape[:-1]), dims[0]
+    starts = range(0, shape[d] - mine[d] + 1, mine[d])
+    return [(rows.take(range(n, n + mine[d]), d).ravel(), None) for n in starts]
 
 
 def _of_rows(kind: str, held: Sequence[Held], bias: np.ndarray | None) -> str:
@@ -292,19 +303,24 @@ def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray]) -> str:
     good, bad = ({int(r) for h, ok in pairs for r in h.rows[ok == sign]} for sign in (True, False))
     if not good or not bad:
         return ""
-    length = _length(held[0].reference)
-    well, badly = {r % length for r in good}, {r % length for r in bad}
-    if not well & badly:
-        words = f"right at {_named('position', well)}, wrong at {_named('position', badly)}"
-        if kind == "output" and max(well) < min(badly):
-            return f"{words}: is what comes from earlier positions right (their places, a mask, how blocks are merged)?"
-        back = kind == "grad_output" and min(well) > max(badly)
-        return f"{words}: does what later positions send back arrive?" if back else words
-    well, badly = {r // length for r in good}, {r // length for r in bad}
-    if not well & badly and length > 1:
-        return f"right in {_named('sample', well)}, wrong in {_named('sample', badly)}"
-    some = len(good - bad)
-    return f"{some} of {len(good | bad)} rows are right" if 8 * some >= len(good | bad) else ""
+    shape = held[0].reference.shape[:-1]
+    shape = shape if np.prod(shape) == held[0].reference.n else (held[0].reference.n,)
+    places = [[*zip(*(np.unravel_index(r, shape) for r in rows), strict=True)] for rows in (good, bad)]
+    for d in (*range(len(shape) - 1, 0, -1), 0) if len(shape) > 1 else ():
+        well, badly = ({int(n) for n in of[d]} for of in places)
+        if not well & badly:
+            word = "sample" if d == 0 else "position" if len(shape) == 2 else f"index {d}"
+            words = f"right at {_named(word, well)}, wrong at {_named(word, badly)}"
+            if word != "position":
+                return words.replace(" at ", " in ") if d == 0 else f"on dim {d} it is {words.replace(word, 'place')}"
+            if kind == "output" and max(well) < min(badly):
+                asks = "is what comes from earlier positions right (their places, a mask, how blocks are merged)?"
+                return f"{words}: {asks}"
+            back = kind == "grad_output" and min(well) > max(badly)
+            return f"{words}: does what later positions send back arrive?" if back else words
+    some, lost = len(good - bad), bad - good
+    few = f", and {_named('row', lost)} {'is' if len(lost) == 1 else 'are'} not" if 0 < len(lost) <= 8 else ""
+    return f"{some} of {len(good | bad)} rows are right{few}" if 8 * some >= len(good | bad) else ""
 
 
 def _named(word: str, numbers: Iterable[int]) -> str:

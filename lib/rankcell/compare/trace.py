@@ -12,12 +12,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -77,6 +80,10 @@ class Trace:
             self._await_gradients(module)
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        # what both torch.nn.utils.clip_grad_norm_ and clip_grads_with_norm_ call, however the program has named them
+        clips = mock.patch.object(clip_grad, "_clip_grads_with_norm_", self._clipped(clip_grad._clip_grads_with_norm_))
+        clips.start()
+        self._handles.append(SimpleNamespace(remove=clips.stop))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -93,6 +100,18 @@ class Trace:
             self._parameters(1, only_if_changed=True)
         elif kind is None:
             self._buffers(max(self._steps.values()))
+
+    def _clipped(self, clip: Any) -> Any:
+        """`clip`, noting by which norm."""
+
+        def noting(parameters: Any, limit: float, norm: Tensor, *args: Any, **kwargs: Any) -> None:
+            step = max(self._steps.values(), default=0)
+            if not hasattr(norm, "to_local"):  # a DTensor's part says nothing, and the whole costs a collective
+                nth = sum(e.kind == "clip" and e.step == step for e in self.beside)
+                self._put(self.beside, Traced(f"{nth}", "clip", step, np.array([float(norm), limit]), line=_line()))
+            clip(parameters, limit, norm, *args, **kwargs)
+
+        return noting
 
     def _await_gradients(self, module: nn.Module) -> None:
         """Hear of the gradients of a module's parameters; frozen ones may thaw later."""

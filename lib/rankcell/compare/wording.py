@@ -80,6 +80,8 @@ def _sentence(
     look = f"and all before it does, weights too: look at the {side} {at}"
     if row.kind == "output" and not past:
         look += ", or at what it is given (is it the part of this rank?): nothing is computed before it"
+    elif row.kind == "output":
+        look += f", or at what becomes of `{past[-1].title}` on the way (gathered, cut, sent?)"
     elif not past:
         look = "and the forward is right: look at the loss, this gradient is the first that comes back from it. Are its"
         look += " targets right, is a sum in it summed again on the way back, does what it gathers send gradients back?"
@@ -98,7 +100,7 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
             f"must be the same on all"
         )
     if row.factor == 0.0:
-        asks = "does each clip by its own norm, without the others' parts, or divide by a loss scale of its own?"
+        asks = row.clue or "does each clip by its own norm, without the others' parts, or divide by its own loss scale?"
         return f"{who}: {row.layout.replace(' it', ' the gradient of one process')}: {asks}"
     k = row.factor
     of_size = " or ".join(axis for axis, size in mesh.items() if size == round(max(k, 1 / k if k else k)))

@@ -8,7 +8,7 @@ errors that are only consequences; and a rank may be blocked outside torch, in a
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile, zip_longest
+from itertools import permutations, takewhile, zip_longest
 from typing import Any
 
 from .. import errors, results
@@ -258,7 +258,9 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         return asks
     found = {r.rank: {e.seq: e for e in r.events if e.group == one.group and e.seq < one.nth} for r in records}
     before = {rank: events for rank, events in found.items() if events}
-    if one.op in errors.PAIRED or not before.keys() >= calls.keys():
+    if one.op in errors.PAIRED:
+        return _met_before(records, calls)
+    if not before.keys() >= calls.keys():
         return ""
     common = set.intersection(*map(set, before.values()))
     alike = [n for n in common if len({what(events[n]) for events in before.values()}) == 1]
@@ -298,6 +300,20 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         f"At least since call {max(events[-1].seq for events in last)} they call {at_line(one.line, one.file)} only: "
         "does it go through the same things, in the same order, on every rank?"
     )
+
+
+def _met_before(records: Sequence[RankRecord], calls: Mapping[int, Call]) -> str:
+    """How the same message of a pair was met earlier, where one of the two calls is as it was, and the other is not."""
+    events = {r.rank: [e for e in r.events if e.line == calls[r.rank].line] for r in records if r.rank in calls}
+    old = {r: [e for e in of if e.text == calls[r].text and e.seq < calls[r].nth] for r, of in events.items()}
+    for rank, other in permutations(events, 2):
+        if old[rank] or not old[other]:
+            continue
+        last = old[other][-1]
+        if met := [e.text for e in events[rank] if (e.seq, e.peer) == (last.seq, other)]:
+            same = f"In call {last.seq} {last.text} of rank {other} was met by {met[0]} in the same line"
+            return f"{same}: what has made rank {rank} call it otherwise now?"
+    return ""
 
 
 def _came_from(records: Sequence[RankRecord], one: Call) -> str:
