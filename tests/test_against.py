@@ -603,7 +603,64 @@ def test_in_16_bits_a_right_run_raises_no_alarm_and_a_wrong_one_is_named(four):
     found = compared(four, ranks + twice, space["one"], names={"module": ""})
     assert "the gradient is right, and the update is 2 times it" in found.text
     other = ranks.replace("x[rank::4]", "x[rank::4] % 7")
-    assert "or at what it is given" in compared(four, other, space["one"], names={"module": ""}).text
+    assert "look at what it is given" in compared(four, other, space["one"], names={"module": ""}).text
+
+
+BETWEEN = """
+class Sums(nn.Module):
+    def forward(self, h):
+        return h.cumsum(1)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.sums = nn.Linear(6, 8), Sums()
+    def forward(self, h):
+        return self.sums(self.between(self.up(h)))
+    between = staticmethod(torch.relu)
+torch.manual_seed(0)
+model = Net()
+h = torch.randn(8, 4, 6)
+h = h.chunk(4)[rank] if torch.distributed.is_initialized() else h
+"""
+
+
+def test_what_a_wrong_module_is_given_is_told(four):
+    given = "What it is given"
+    for ours, says in (
+        ("", ""),
+        (
+            "model.between = lambda h: h.relu() ** 2",
+            f"look at what becomes of `up` on the way to it. {given} is wrong already",
+        ),
+        (
+            "model.between = lambda h: h.relu().flip(1)",
+            f"{given} holds rows 0-7 of 32, in another order on rank 0",
+        ),
+        ("model.sums.forward = lambda h: h.cumsum(1) ** 2", f"look at the forward here. {given} is right"),
+    ):
+        verdict = of_net(four, "", ours, "model(h).square().mean()", net=BETWEEN)
+        assert (says in verdict.text) and (verdict.ok or ours)
+
+
+def test_a_clip_without_torchs_epsilon_is_right(four):
+    """Torch divides by the norm and 1e-6."""
+    source = (
+        "optimizer = torch.optim.SGD(model.double().parameters(), 0.1)\nclip = nn.utils.clip_grad_norm_\n"
+    )
+    source += "data, targets = data.double(), targets.double()\n"
+    source += TRAIN.replace("average(model)\n", "average(model)\n    clip([*model.parameters()], 0.01)\n")
+    own = "norm = sum(p.grad.square().sum() for p in of).sqrt()\n    for p in of: p.grad *= {} / norm"
+    clip = f"def clip(of, limit):\n    {own}"
+    assert of_net(four, source, clip.format("limit")).ok
+    assert "0.99 times the dense gradient" in of_net(four, source, clip.format("0.99 * limit")).text
+
+
+def test_several_models_are_called_by_their_place():
+    first, second = nn.Linear(4, 3), nn.Linear(3, 1)
+    with Trace([first, second]) as trace:
+        second(first(torch.ones(2, 4)))
+    assert [e.name for e in trace.entries if e.kind == "output"] == ["model 0", "model 1"]
+    assert {e.name for e in trace.entries if e.kind == "parameter"} == {"weight", "bias"}
 
 
 def test_the_line_is_the_learners_and_names_may_differ(four):

@@ -158,6 +158,18 @@ def test_who_is_a_round_ahead_lacks_the_part_that_the_other_waits_for():
     assert verdict.judge(forgotten).culprits == (0, 1)
 
 
+def test_who_goes_round_a_loop_once_more_is_named():
+    """Two ranks have one batch more, for which all meet in a group of their own."""
+    everybody = ("1", (0, 1, 2, 3))
+    found = verdict.judge(
+        play([[(*everybody, 4, 30)] * (2 if rank < 2 else 1) + [(*WORLD, 1, 64)] for rank in range(4)])
+    )
+    assert found.advice == (
+        "ranks 0, 1 came to line 30 of train.py once more than ranks 2, 3, which went on to line 64 of train.py: do "
+        "all ranks go through a loop equally often (batches, steps)?"
+    )
+
+
 def test_a_call_that_may_come_before_a_message_that_is_due_is_asked_for():
     """Rank 0 stands in a barrier that nobody has called before, and rank 1 waits for what rank 0 has sent twice."""
     both, pair = (0, 1), ("0", (0, 1), 0, 1)

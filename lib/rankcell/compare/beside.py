@@ -1,5 +1,6 @@
-"""What stands beside the tensors of a step: a model's buffers, what its optimizer goes by, and when it steps. It says
-why an output or an update is wrong, and finds a buffer that went wrong where all else is right.
+"""What stands beside the tensors of a step: a model's buffers, what its optimizer goes by and when it steps, by which
+norm gradients are clipped, who drops what. It says why an output, a gradient or an update is wrong, and finds a buffer
+that went wrong where all else is right.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -183,3 +184,36 @@ def steps_elsewhere(judge: Any, rows: Sequence[Row]) -> Row | None:
             says += "its own part, or made too often?"
             return row.found("none", "other calls before the update", ranks=tuple(odd), says=says)
     return None
+
+
+def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
+    """Where a dropout is on: the same zeros where ranks were given the same, others where not."""
+    alike: dict[tuple[int, str], dict[bytes, list[int]]] = {}  # call, what was given -> masks -> their ranks
+    for i, (rank, e) in enumerate(masked):
+        alike.setdefault((e.call, e.dropped), {}).setdefault(e.mask, []).append(rank)
+        for other, o in masked[:i]:
+            if (e.call, e.mask, e.shape) == (o.call, o.mask, o.shape) and e.dropped != o.dropped:
+                says = "the same dropout mask on ranks that hold different parts: seed it by rank"
+                return row.found("none", "the same mask", ranks=(other, rank), says=says)
+    for masks in alike.values():
+        if len(masks) > 1:
+            *_, most, few = sorted(masks.values(), key=len, reverse=True)
+            says = f"drops other numbers on {name_ranks(few)} than on {name_ranks(most)}"
+            says += ", though all were given the same: the ranks part"
+            return row.found("none", "masks differ", ranks=tuple(few), says=says)
+    return row.found("skipped", "dropout")
+
+
+def still_alike(row: Row, pairs: Sequence[tuple[int, Traced]], held: Mapping[int, Fit | None], tolerance: float) -> Row:
+    """After a step with dropout: ranks that began with the same part of a parameter still have the same."""
+    firsts: dict[tuple, tuple[int, Traced]] = {}
+    for rank, e in pairs:
+        if (fit := held.get(rank)) is None:
+            continue
+        place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
+        other, first = firsts.setdefault(place, (rank, e))
+        size = typical(matrix_of(first))
+        if first.shape != e.shape or np.abs(first.value - e.value).max(initial=0.0) > tolerance * size:
+            says = f"ranks {other} and {rank} hold the same part of it, and after the step other numbers"
+            return row.found("none", "ranks differ", ranks=(other, rank), says=says)
+    return row.found("skipped", "not compared: a dropout is on")

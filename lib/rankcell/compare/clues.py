@@ -1,5 +1,5 @@
 """What tells one wrong tensor from another: at which positions it is wrong, whether its rows are multiples of those of
-one process, what is in it besides, whose weights these are, who drops what. Which one is to blame says `blame`.
+one process, what is in it besides, whose weights these are, what its module was given. Whom to blame says `blame`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..results import grouped, name_ranks, name_some
-from . import blame
+from . import blame, layouts
 from .blame import CLOSE, before
 from .comparison import Row
 from .layouts import SeenPlaces
-from .reference import Fit, Map, Piece, Reference, Traced, Tried, matrix_of, matrix_of_calls, typical
-from .wording import ALIKE, BEFORE, LEFT_OUT, times_words
+from .reference import Fit, Map, Piece, Reference, Tried, matrix_of, matrix_of_calls, typical
+from .wording import ALIKE, BEFORE, GIVEN, LEFT_OUT, REORDERED, times_words
 
 ROUNDED = 0.1  # what a cast to 8 bits may take from a row, and less than its multiples must differ by
 LONG = 400  # letters of a list that is too long to read
@@ -76,7 +76,10 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     if old := [r.title for r in rows if (r.kind, r.step, r.layout) == (row.kind, row.step, BEFORE)]:
         hold = "holds" if len(old) == 1 else "hold"
         clue = f"{name_some(old)} {hold} {BEFORE}: is what it made put back where it was?"
-    return replace(row, says=says, clue=clue or blame.added_up(row, rows)), False
+    clue = clue or blame.added_up(row, rows)
+    if row.kind == "output" and not says and (of_given := _of_given(judge, row)):
+        clue = f"{of_given}{'' if of_given[-1] == '?' or not clue else '.'} {clue[:1].upper()}{clue[1:]}".strip()
+    return replace(row, says=says, clue=clue), False
 
 
 def _passed_over(judge: Any, row: Row) -> str:
@@ -139,6 +142,32 @@ def _told(judge: Any, row: Row, past: Sequence[Row]) -> tuple[str, str]:
     others = {n: m for n, es in dense.items() if (m := matrix_of_calls(es)).shape == reference.matrix.shape}
     says = _besides(held, bias, others)
     return says, "" if says else _of_rows(row.kind, held, bias) or uneven or _off_by_a_little(held)
+
+
+def _of_given(judge: Any, row: Row) -> str:
+    """Whether a module with a wrong output is given the right tensors; "" where this cannot be told."""
+    keys = [key for key in judge.ranks if key[:3] == ("given", row.name, row.step) and key[1:] in judge.given]
+    for key in keys:
+        what = f"{GIVEN} as input {key[3] + 1}" if len(keys) > 1 else GIVEN
+        ones = judge.given[key[1:]]
+        reference = Reference(matrix_of_calls(ones), judge.tolerance, shape=ones[0].shape if len(ones) == 1 else ())
+        tried: list[tuple[Piece, Fit | None]] = []
+        for piece in (Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in judge.ranks[key] if rank in row.ranks):
+            places = [*judge.seen.both(piece, reference)] or _cuts(piece, reference)
+            right = [where for where in places if reference.factor(piece.matrix, *where) == 1.0]
+            found = Fit(*right[0]) if right else layouts.place(piece, reference, layouts.SeenPlaces())
+            if not right and found is not None and found.rows is not None and found.factor == 1.0:
+                order = REORDERED * bool((np.diff(found.rows) < 0).any())
+                holds = f"holds {_named('row', map(int, found.rows))} of {reference.n}{order}"
+                return f"{what} {holds} on rank {piece.rank}: are these the right ones?" if found.sure else ""
+            if not right and not places:
+                return ""
+            tried.append((piece, Fit(*right[0]) if right else None))
+        if lost := [p for p, fit in tried if fit is None]:
+            where = _of_rows("output", _where_held(tried, reference, judge.seen, {}), None)
+            off = f"({where})" if where else "(other numbers)"
+            return f"{what} is wrong already on {name_ranks(sorted({p.rank for p in lost}))} {off}"
+    return f"{GIVEN} is right" if keys else ""
 
 
 def _off_by_a_little(held: Sequence[Held]) -> str:
@@ -390,36 +419,3 @@ def _loaded(tried: Tried, reference: Reference) -> str:
         return ""
     word = "rows" if dim == 0 else "columns" if len(shape) == 2 else f"places on dim {dim}"
     return f"of the {word} of one process {said}; the rest is none of them: was it loaded?"
-
-
-def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:
-    """Where a dropout is on: the same zeros where ranks were given the same, others where not."""
-    alike: dict[tuple[int, str], dict[bytes, list[int]]] = {}  # call, what was given -> masks -> their ranks
-    for i, (rank, e) in enumerate(masked):
-        alike.setdefault((e.call, e.dropped), {}).setdefault(e.mask, []).append(rank)
-        for other, o in masked[:i]:
-            if (e.call, e.mask, e.shape) == (o.call, o.mask, o.shape) and e.dropped != o.dropped:
-                says = "the same dropout mask on ranks that hold different parts: seed it by rank"
-                return row.found("none", "the same mask", ranks=(other, rank), says=says)
-    for masks in alike.values():
-        if len(masks) > 1:
-            *_, most, few = sorted(masks.values(), key=len, reverse=True)
-            says = f"drops other numbers on {name_ranks(few)} than on {name_ranks(most)}"
-            says += ", though all were given the same: the ranks part"
-            return row.found("none", "masks differ", ranks=tuple(few), says=says)
-    return row.found("skipped", "dropout")
-
-
-def still_alike(row: Row, pairs: Sequence[tuple[int, Traced]], held: Mapping[int, Fit | None], tolerance: float) -> Row:
-    """After a step with dropout: ranks that began with the same part of a parameter still have the same."""
-    firsts: dict[tuple, tuple[int, Traced]] = {}
-    for rank, e in pairs:
-        if (fit := held.get(rank)) is None:
-            continue
-        place = tuple(None if m is None else m.tobytes() for m in (fit.rows, fit.columns, fit.flat))
-        other, first = firsts.setdefault(place, (rank, e))
-        size = typical(matrix_of(first))
-        if first.shape != e.shape or np.abs(first.value - e.value).max(initial=0.0) > tolerance * size:
-            says = f"ranks {other} and {rank} hold the same part of it, and after the step other numbers"
-            return row.found("none", "ranks differ", ranks=(other, rank), says=says)
-    return row.found("skipped", "not compared: a dropout is on")

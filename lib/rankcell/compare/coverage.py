@@ -28,6 +28,8 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
         layout = cut_words(row.kind, shape, [p.shape for p, _ in placed], cut_rows, cut_columns)
         pieces = _pieces(row.kind, reference, placed) if sure else ""
         layout, row = layout + pieces.partition(" (")[0], replace(row, clue=pieces)
+    if row.kind == "output" and cut_rows and all(p.n == reference.n for p, _ in placed):
+        layout = f"all of it{REORDERED}"
     is_start = row.kind == "parameter" and not row.step
     maps = (m for f in fits if f.sure for m in (f.rows, f.columns) if m is not None)
     if is_start and any((np.diff(m) < 0).any() for m in maps):

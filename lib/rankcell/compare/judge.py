@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import UserFacingError
 from ..results import Run, grouped, name_ranks, name_some
 from . import clues, layouts, wording
-from .beside import Beside, set_aside, steps_elsewhere
+from .beside import Beside, dropped_out, set_aside, steps_elsewhere, still_alike
 from .blame import before, first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
@@ -39,7 +39,7 @@ def compare(
     ranks = _ranks(run, names or {})
     if mesh is not None and (places := int(np.prod(list(mesh.values())))) != run.world_size:
         raise NothingToCompare(f"The mesh {dict(mesh)} has {places} places, and the Run has {run.world_size} ranks.")
-    judge = Judge(dense, ranks, mesh)
+    judge = Judge(dense, ranks, mesh, getattr(one, "beside", ()))
     rows = set_aside(judge, judge.rows())
     if not rows:
         some = sorted({name for _, name, *_ in ranks})[:4]
@@ -110,8 +110,11 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 class Judge:
     """Goes through the tensors in the order of computing, and remembers what it has seen of each rank."""
 
-    def __init__(self, dense: dict[_Key, list[Traced]], ranks: _OfRanks, mesh: Mapping[str, int] | None) -> None:
+    def __init__(
+        self, dense: dict[_Key, list[Traced]], ranks: _OfRanks, mesh: Mapping[str, int] | None, beside: Sequence[Traced]
+    ) -> None:
         self.dense, self.ranks, self.mesh = dense, ranks, mesh
+        self.given = grouped(((e.name, e.step, e.part), e) for e in beside if e.kind == "given")
         self.seen = layouts.SeenPlaces()
         self.where: dict[tuple[str, int, tuple[int, ...]], Fit] = {}  # parameter, rank, shape
         self.multiples: dict[int, dict[float, None]] = {}  # step -> those of the gradients that travel back
@@ -127,6 +130,9 @@ class Judge:
         self.world_size = float(len({rank for _, rank, _ in theirs}))
         depth = len({name for kind, name, *_ in dense if kind == "output"})
         self.in_16_bits = worst >= TOLERANCE["float16"]
+        # torch adds 1e-6 to the norm by which it clips, and a clip of one's own may not
+        norms = [e.value[0] for e in (*beside, *(e for *_, e in theirs)) if e.kind == "clip"]
+        self.of_clip = max((2e-6 / norm for norm in norms if norm), default=0.0)
         self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
         sizes = grouped((kind, typical(_matrix(es))) for (kind, *_), es in dense.items())
         self.floors = {kind: 0.01 * float(np.median(values)) for kind, values in sizes.items()}
@@ -138,7 +144,7 @@ class Judge:
             kind, name, step, _ = key
             if pairs := self.ranks.get(key):
                 found.append(self._row(key, entries, pairs))
-            elif kind == "grad_output" and (cut := self._cut_off(name, step)):
+            elif kind == "grad_output" and (cut := _cut_off(self, name, step)):
                 found.append(Row(name, kind, step, GONE, "missing", cut))
             elif kind in FINAL and name in self.holders:
                 holders = tuple(sorted(self.holders[name]))
@@ -147,13 +153,6 @@ class Judge:
                 elif any(k == "parameter" and s == step for k, _, s, _ in self.ranks):
                     found.append(Row(name, kind, step, BEFORE, "none", holders))
         return found
-
-    def _cut_off(self, name: str, step: int) -> tuple[int, ...]:
-        """Ranks that compute a module whose own parameters all end without a gradient there."""
-        learns = [n for n in self.holders if n.rpartition(".")[0] == name and ("grad", n, step, 0) in self.dense]
-        if not learns or any(("grad", n, step, 0) in self.ranks for n in learns):
-            return ()
-        return tuple(sorted({rank for rank, _ in self.ranks.get(("output", name, step, 0), [])}))
 
     def _row(self, key: _Key, entries: Sequence[Traced], pairs: Sequence[tuple[int, Traced]]) -> Row:
         kind, name, step, _ = key
@@ -165,14 +164,14 @@ class Judge:
             says = f"the dropout acts {here} and not {there}: `train()` or `eval()`?"
             return row.found("none", f"a dropout acts {here} only", says=says)
         if masked and self.has_dropout:
-            return clues.dropped_out(row, masked)
+            return dropped_out(row, masked)
         if self.has_dropout and kind != "parameter":
             return row.found("skipped", "not compared: a dropout is on")
         lacking = sorted(set(self.holders.get(name, ())) - set(ranks)) if kind in FINAL else []
         if lacking and kind == "parameter":
             return row.found("none", BEFORE, ranks=tuple(lacking))
         if self.has_dropout and step:
-            return clues.still_alike(row, pairs, self.holders.get(name, {}), self.tolerance)
+            return still_alike(row, pairs, self.holders.get(name, {}), self.tolerance)
         if kind == "parameter" and step and self._is_noise(name, step - 1):
             return row.found("skipped", "not compared: its gradient is noise")
         reference, pieces = self._pieces(key)
@@ -203,7 +202,8 @@ class Judge:
         """The tensor of one process, all calls one below the other, and what the ranks have of it."""
         kind, name, *_ = key
         floor, space = 0.0 if kind == "parameter" else self.floors[kind], name if kind in FINAL else ""
-        reference = Reference(_matrix(self.dense[key]), self.tolerance, floor, self.dense[key][0].shape, space)
+        tolerance = max(self.tolerance, self.of_clip if kind in FINAL else 0.0)
+        reference = Reference(_matrix(self.dense[key]), tolerance, floor, self.dense[key][0].shape, space)
         return reference, [Piece(rank, e.call, e.shape, matrix_of(e)) for rank, e in self.ranks[key]]
 
     def lost(self, row: Row) -> tuple[Reference, Tried] | None:
@@ -355,6 +355,14 @@ class Judge:
             self.stages.add((name, piece.rank))  # what it sends on may be made of its last module's output
             return True
         return False
+
+
+def _cut_off(judge: Judge, name: str, step: int) -> tuple[int, ...]:
+    """Ranks that compute a module whose own parameters all end without a gradient there."""
+    learns = [n for n in judge.holders if n.rpartition(".")[0] == name and ("grad", n, step, 0) in judge.dense]
+    if not learns or any(("grad", n, step, 0) in judge.ranks for n in learns):
+        return ()
+    return tuple(sorted({rank for rank, _ in judge.ranks.get(("output", name, step, 0), [])}))
 
 
 def _lies_in(piece: Piece, reference: Reference, seen: layouts.SeenPlaces) -> bool:

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine import current
 from ..engine.operation import dtype_name, kind_of
@@ -52,7 +53,11 @@ class Trace:
         self.entries: list[Traced] = []
         self.beside: list[Traced] = []
         self._on_rank = on_rank
-        self._places = [place for part in _modules(model) for place in _walk(part, "", set())]
+        parts = [[*_walk(part, "", set())] for part in _modules(model)]
+        self._places = [place for part in parts for place in part]
+        # of several models each is called by its place; the stages of one are all "", as it is
+        is_list = isinstance(model, (list, tuple)) and len(parts) > 1
+        self._called = {id(part[0][1]): f"model {n}" for n, part in enumerate(parts) if is_list}
         if not self._places:
             raise TypeError(f"trace needs a module, or several; a {type(model).__name__} holds none.")
         self._handles: list[Any] = []
@@ -61,8 +66,8 @@ class Trace:
         self._inside = 0  # optimizers whose step runs: one may call another
         self._nbytes = 0
         self._order = 0
-        # the last tensor, its version, and what was kept of it
-        self._last: tuple[Tensor | None, int, np.ndarray | None] = (None, 0, None)
+        self._kept: Any = WeakTensorKeyDictionary()  # tensor -> what was kept of it, kept once
+        self._counted: set[int] = set()
         self._updated: int | None = None  # step of an update that is still to be noted
         self._next_forward: Any = None
         self._arrived: dict[tuple[int, str], int] = {}  # parameter -> when its gradient last came, if we hear of it
@@ -75,7 +80,10 @@ class Trace:
 
     def __enter__(self) -> "Trace":
         self._parameters(0)
-        for name, module in self._places:
+        for place, module in self._places:
+            name = place or self._called.get(id(module), "")
+            before = partial(self._before_forward, name)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(partial(self._after_forward, name)))
             self._await_gradients(module)
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
@@ -90,7 +98,7 @@ class Trace:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._last = (None, 0, None)
+        self._kept.clear()
         if kind is None:
             self._note_update()
         elif self._next_forward is not None:
@@ -125,6 +133,14 @@ class Trace:
             if parameter.requires_grad and parameter.is_leaf and key not in self._arrived:
                 self._arrived[key] = 1 << 60
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(came, key)))
+
+    def _before_forward(self, name: str, module: nn.Module, *given: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes it once more
+            about: dict[str, Any] = {"step": max(self._steps.values(), default=0), "call": self._calls[id(module)]}
+            tensors = (t for t in tree_leaves(given) if isinstance(t, Tensor))
+            for part, tensor in enumerate(tensors):
+                if tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_complex()):
+                    self._put(self.beside, self._made("given", tensor, name, **about, part=part))
 
     def _after_forward(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
         tensors = [(n, t) for n, t in enumerate(tree_leaves(output)) if isinstance(t, Tensor)]
@@ -243,7 +259,8 @@ class Trace:
         for entry in made:
             among.append(entry)
             values = entry.value.values() if isinstance(entry.value, dict) else (entry.value,)
-            self._nbytes += sum(value.nbytes for value in values)
+            self._nbytes += sum(value.nbytes for value in values if id(value) not in self._counted)
+            self._counted.update(map(id, values))
         if self._nbytes > LIMIT:
             raise TraceTooLarge(
                 f"trace keeps the tensors whole, and they take more than {LIMIT >> 20} MiB. Trace a smaller batch, a "
@@ -252,11 +269,10 @@ class Trace:
 
     def _made(self, kind: str, tensor: Tensor, name: str, step: int, **about: Any) -> Traced:
         self._order += 1
-        last, version, value = self._last
-        if last is not tensor or version != tensor._version:  # else a module returns what one inside it does
-            # a copy: what is computed in place afterwards must not change it
-            value = to_numpy(local_part(tensor))
-            self._last = tensor, tensor._version, value
+        value = to_numpy(local_part(tensor))  # a copy: what is computed in place afterwards must not change it
+        if np.array_equal(kept := self._kept.get(tensor, np.empty(0)), value):  # it is what another module returned
+            value = kept
+        self._kept[tensor] = value
         return Traced(name, kind, step, value, dtype_name(tensor.dtype), order=self._order, **about)
 
 

@@ -17,6 +17,7 @@ ALIKE = ", the same on all"
 APART = ", not the same on all"
 CUT = f"{ALIKE}, where each has a part of its own"
 REORDERED = ", in another order"
+GIVEN = "what it is given"
 ALL_BUT = "all before it does but"
 
 
@@ -75,20 +76,39 @@ def _sentence(
         clue = row.clue or ("is it reduced once more after it was cut?" if row.layout.endswith(CUT) else "")
         asks = f": {clue}" if clue else ""
         return f"{who}: no part, multiple or sum of the gradient of one process ({row.layout}){asks}"
-    came = [r.title for r in past if row.kind == "grad_output" and not r.name.startswith(f"{row.name}.")]
-    at = f"of what uses it, from `{came[-1]}` to here" if came else "here"
-    look = f"and all before it does, weights too: look at the {side} {at}"
-    if row.kind == "output" and not past:
-        look += ", or at what it is given (is it the part of this rank?): nothing is computed before it"
-    elif row.kind == "output":
-        look += f", or at what becomes of `{past[-1].title}` on the way (gathered, cut, sent?)"
-    elif not past:
-        look = "and the forward is right: look at the loss, this gradient is the first that comes back from it. Are its"
-        look += " targets right, is a sum in it summed again on the way back, does what it gathers send gradients back?"
+    fits = f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), and"
     if row.clue.startswith(ALL_BUT):
-        return f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), and {row.clue}"
+        return f"{fits} {row.clue}"
+    look = _of_output(row, past) if row.kind == "output" else _of_gradient(row, past)
     more = f"{'' if look.endswith('?') else '.'} {row.clue[0].upper()}{row.clue[1:]}" if row.clue else ""
-    return f"the {KINDS[row.kind]} fits no layout on {who} ({row.layout}), {look}{more}"
+    return f"{fits} {look}{more}"
+
+
+def _of_output(row: Row, past: list[Row]) -> str:
+    """Where to look, if an output is the first that fits nowhere."""
+    way = f"at what becomes of `{past[-1].title}` on the way" if past else f"at {GIVEN}"
+    look = f"all before it does, weights too: look at the forward here, or {way}"
+    if row.clue.startswith(f"{GIVEN} is right"):
+        look = look.partition(", or ")[0]
+    elif row.clue.startswith(GIVEN):
+        look = f"all before it does, weights too: look {way}{' to it' * bool(past)}"
+    else:
+        look += " (gathered, cut, sent?)" if past else " (is it the part of this rank?): nothing is computed before it"
+    turned = [r.title for r in past if r.layout.endswith(REORDERED)]
+    return look + "".join(
+        f" (`{t}` has all rows in another order than in one process: is that meant?)" for t in turned[-1:]
+    )
+
+
+def _of_gradient(row: Row, past: list[Row]) -> str:
+    """Where to look, if the gradient of an output is the first that fits nowhere."""
+    if not past:
+        look = "the forward is right: look at the loss, this gradient is the first that comes back from it. Are its "
+        look += "targets right, is a sum in it summed again on the way back, does what it gathers send gradients back?"
+        return look
+    came = [r.title for r in past if not r.name.startswith(f"{row.name}.")]
+    at = f"of what uses it, from `{came[-1]}` to here" if came else "here"
+    return f"all before it does, weights too: look at the backward {at}"
 
 
 def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: int, past: list[Row]) -> str:

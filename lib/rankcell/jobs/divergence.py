@@ -8,12 +8,12 @@ same so far went on in another way. It names nobody where ranks lawfully do diff
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import permutations, takewhile
 
 from ..engine import stacks
 from ..engine.messages import Wait
 from ..errors import PAIRED
-from ..results import Event, at_line, grouped
+from ..results import Event, at_line, grouped, name_ranks
 from .records import RankRecord
 
 _BEGIN, _END = "begin", "end"  # of a program, among its calls
@@ -128,6 +128,24 @@ def came_again(
             asks = f"has rank {late} passed the first of them without the {part} for which rank {r} waits?"
             return (late,), f"{where}: {asks}"
     return None
+
+
+def goes_round_more(records: Mapping[int, RankRecord], waits: Mapping[int, Wait]) -> str:
+    """Which ranks have come to a line once more than the others, who have gone on to one where the first were never."""
+    places = [*grouped(((w.op, w.file, w.line), rank) for rank, w in waits.items()).items()]
+    if len(places) != 2 or any(records[r].calls != len(records[r].events) for r in waits):
+        return ""
+    for (here, ranks), (there, others) in permutations(places):
+        seen = {
+            r: tuple(sum((e.op, e.file, e.line) == at for e in records[r].events) for at in (here, there))
+            for r in waits
+        }
+        n, first, second = seen[ranks[0]][0], {seen[r] for r in ranks}, {seen[r] for r in others}
+        if n > 1 and first == {(n, 0)} and second == {(n - 1, 1)}:
+            came = f"{name_ranks(ranks)} came to {at_line(here[2], here[1])} once more than {name_ranks(others)}"
+            went = f"which went on to {at_line(there[2], there[1])}"
+            return f"{came}, {went}: do all ranks go through a loop equally often (batches, steps)?"
+    return ""
 
 
 def _path(record: RankRecord) -> list[Hashable]:

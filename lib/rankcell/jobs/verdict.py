@@ -16,7 +16,7 @@ from ..engine import diagnose, stacks
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
 from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks, name_some, placed
-from .divergence import Divergence, came_again, find_divergent_rank, what
+from .divergence import Divergence, came_again, find_divergent_rank, goes_round_more, what
 from .records import RankRecord
 
 SHOWN = 4  # last operations of a rank that are printed
@@ -215,6 +215,8 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
     pair = proof.culprits if len(proof.culprits) == 2 else proof.suspects
     if divergence is None and (again := came_again(records, waits, pair)):
         culprits, advice = again
+    elif divergence is None and (more := goes_round_more(records, waits)):
+        advice = more
     at: dict[int, Any] = {**waits, **{rank: record for rank, record in records.items() if record.phase == "still"}}
     places += [(at[rank].file, at[rank].line) for rank in culprits if rank in at]
     if not places:  # it has finished: the line is the one that it left out
