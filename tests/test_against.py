@@ -619,8 +619,8 @@ class Net(nn.Module):
     between = staticmethod(torch.relu)
 torch.manual_seed(0)
 model = Net()
-h = torch.randn(8, 4, 6)
-h = h.chunk(4)[rank] if torch.distributed.is_initialized() else h
+whole = torch.randn(8, 4, 6)
+h = whole.chunk(4)[rank] if torch.distributed.is_initialized() else whole
 """
 
 
@@ -637,6 +637,10 @@ def test_what_a_wrong_module_is_given_is_told(four):
             f"{given} holds rows 0-7 of 32, in another order on rank 0",
         ),
         ("model.sums.forward = lambda h: h.cumsum(1) ** 2", f"look at the forward here. {given} is right"),
+        (
+            "h, up = whole, model.up.forward\nmodel.up.forward = lambda h: up(h).flip(1)",
+            ": its rows stand in another order than in one process (3, 2, 1, 0, 7, 6,",
+        ),
     ):
         verdict = of_net(four, "", ours, "model(h).square().mean()", net=BETWEEN)
         assert (says in verdict.text) and (verdict.ok or ours)

@@ -170,6 +170,17 @@ def test_a_closed_connection_is_a_consequence():
     assert verdict.judge([own, gone, waiting(2)]).culprits == (0,)
 
 
+def test_a_rank_that_ended_with_the_store_is_named():
+    gone = RankFailure("DistNetworkError", "Broken pipe")
+    victims = [RankRecord(r, 3, "error", failure=gone) for r in (1, 2)]
+    found = verdict.judge([RankRecord(0, 3, "finished"), *victims])
+    assert found.culprits == (0,) and "meet in a barrier at the end" in found.advice
+    assert found.headline.startswith(
+        "rank 0 finished, and with it went the store that it served: ranks 1, 2 of 3"
+    )
+    assert verdict.judge([RankRecord(0, 3), *victims]).culprits == (1, 2)
+
+
 def test_who_ended_before_its_message_had_come_is_named():
     """It has sent, and nobody waited for that Work: its end closed the connection."""
     key = ("0", "p2p", 1, 0, 0)

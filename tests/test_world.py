@@ -72,7 +72,7 @@ def test_values_that_travel_and_those_that_say_why_not(four):
     assert isinstance(lock, NotSent) and "cannot be sent" in lock.reason and "lock" in repr(lock)
     for use in (iter, len, lambda v: v[0], lambda v: v.locked()):
         with pytest.raises(
-            (TypeError, AttributeError), match=r"NotSent|stayed on its rank .*lock.*: make plain data"
+            (TypeError, AttributeError), match=r"NotSent|stayed on rank .*lock.*: make plain data"
         ):
             use(lock)
     run = four.run("large = torch.zeros(5 << 20); large", only=[0], pull=["large"])

@@ -253,7 +253,8 @@ def rank_error(run: Run) -> RankError:
     lines += _causes(first.error)
     lines += [f"\n{note}" for note in first.error.notes]
     kind = first.error.type
-    if kind.startswith(("FileExists", "FileNotFound")) and not all(r.error and r.error.type == kind for r in run.ran):
+    some = [r.rank for r in run.ran if r.error and r.error.type == kind]
+    if kind.startswith(("FileExists", "FileNotFound")) and some != [0] and len(some) < len(run.ran):
         shared = "The ranks share their files: another rank may have made or removed this just before."
         lines.append(f"\n{shared} Let rank 0 do it (`if rank == 0:`), and the others wait in dist.barrier().")
     return RankError("\n".join(lines), run)

@@ -127,6 +127,7 @@ class NotSent:
 
     text: str
     reason: str
+    rank: int | None = None
 
     def __repr__(self) -> str:
         return self.text
@@ -141,7 +142,8 @@ class NotSent:
         raise AttributeError(name if name.startswith("_") else self._why())
 
     def _why(self) -> str:
-        return f"this value stayed on its rank ({self.reason}): make plain data of it there, such as `list(...)`."
+        what, where = self.text[:80] or "this value", "its rank" if self.rank is None else f"rank {self.rank}"
+        return f"{what} stayed on {where} ({self.reason}): make plain data of it there: numbers, lists, tensors."
 
 
 @dataclass(frozen=True)

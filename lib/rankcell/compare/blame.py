@@ -10,7 +10,7 @@ import numpy as np
 
 from ..results import grouped, name_ranks, name_some
 from .comparison import FINAL, Row
-from .wording import ALIKE, ALL_BUT, REORDERED, is_weighted, times_words
+from .wording import ALIKE, ALL_BUT, REORDERED, TURNED, is_weighted, times_words
 
 CLOSE = 0.01  # multiples that differ by less, as a share, are one
 
@@ -218,13 +218,18 @@ def _ends_well(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _reordered_for(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The weights whose rows stand in another order than one process has them, in the module around a wrong output."""
+    """The output before a wrong one, or the weights in the module around it, whose rows stand in another order than one
+    process has them.
+    """
+    says = "its rows stand in another order than in one process{}, and what is made of them is wrong"
+    turned = [r for r in rows[: rows.index(row)] if (r.kind, r.step, r.layout) == ("output", row.step, TURNED)]
+    if turned:
+        return replace(turned[0], says=f"{says.format(turned[0].clue)}: is this order meant?")
     around = row.name.rpartition(".")[0]
     for r in rows:
         is_start = r.kind == "parameter" and not r.step
         if is_start and r.layout.endswith(REORDERED) and around and r.name.startswith(f"{around}."):
-            says = "its rows stand in another order than in one process, and what is made of them is wrong"
-            return replace(r, says=says)
+            return replace(r, says=says.format(""))
     return None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..results import name_ranks
 from .comparison import FINAL, Row
 from .reference import Fit, Piece, Reference, typical
-from .wording import REORDERED, cut_words
+from .wording import REORDERED, TURNED, cut_words
 
 ROUNDED = 0.02  # a tensor that is off by less than this share looks like one that was rounded
 NEAR = 0.3  # by less than this share steps along gradients of rounding alone may have moved a parameter
@@ -29,7 +29,9 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
         pieces = _pieces(row.kind, reference, placed) if sure else ""
         layout, row = layout + pieces.partition(" (")[0], replace(row, clue=pieces)
     if row.kind == "output" and cut_rows and all(p.n == reference.n for p, _ in placed):
-        layout = f"all of it{REORDERED}"
+        order = np.arange(reference.n) if fits[0].rows is None else fits[0].rows
+        layout, first = TURNED, ", ".join(map(str, order[:16]))
+        row = replace(row, clue=f" ({first}{', ...' * (len(order) > 16)})")
     is_start = row.kind == "parameter" and not row.step
     maps = (m for f in fits if f.sure for m in (f.rows, f.columns) if m is not None)
     if is_start and any((np.diff(m) < 0).any() for m in maps):

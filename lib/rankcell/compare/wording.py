@@ -17,6 +17,7 @@ ALIKE = ", the same on all"
 APART = ", not the same on all"
 CUT = f"{ALIKE}, where each has a part of its own"
 REORDERED = ", in another order"
+TURNED = f"all of it{REORDERED}"
 GIVEN = "what it is given"
 ALL_BUT = "all before it does but"
 
@@ -94,10 +95,7 @@ def _of_output(row: Row, past: list[Row]) -> str:
         look = f"all before it does, weights too: look {way}{' to it' * bool(past)}"
     else:
         look += " (gathered, cut, sent?)" if past else " (is it the part of this rank?): nothing is computed before it"
-    turned = [r.title for r in past if r.layout.endswith(REORDERED)]
-    return look + "".join(
-        f" (`{t}` has all rows in another order than in one process: is that meant?)" for t in turned[-1:]
-    )
+    return look
 
 
 def _of_gradient(row: Row, past: list[Row]) -> str:

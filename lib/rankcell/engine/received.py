@@ -115,6 +115,8 @@ class Received:
         order = tuple((err(of_err), out(of_out)) for of_err, of_out in result.order)
         texts: Any = {"stdout": self.stdout.whole(), "stderr": self.stderr.whole()}
         value = None if live else unpack(result.value)
+        if isinstance(value, NotSent):
+            value = replace(value, text=value.text or result.data.get("text/plain", ""), rank=rank)
         return replace(result, node=node, value=value, displays=displays, order=order, **texts)
 
 

@@ -98,7 +98,8 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
     victims = sorted((r for r in records if is_consequence(r)), key=lambda r: r.at)
     if not victims:
         return None
-    return _left_early(records, states, victims[0]) or _late(states, victims[0], _raised(states, victims))
+    found = _left_early(records, states, victims[0]) or _late(states, victims[0], _raised(states, victims))
+    return _without_store(found, records, victims[0])
 
 
 def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
@@ -168,6 +169,16 @@ def _raised(states: Sequence[State], raised: Sequence[RankRecord]) -> JobVerdict
     places = tuple((f.filename, f.lineno) for f in reversed(stacks.own(first.frames)))
     told = rows(states, len(states), same) if any(s.phase != "error" for s in states) else ()
     return JobVerdict("error", same, head, told, "", places, detail.strip("\n"))
+
+
+def _without_store(found: JobVerdict, records: Sequence[RankRecord], first: RankRecord) -> JobVerdict:
+    """Where rank 0 has ended, and with it the store that others still ask, that is told first."""
+    of_store = first.failure is not None and first.failure.type in ("DistNetworkError", "DistStoreError")
+    if not of_store or not any((r.rank, r.phase) == (0, "finished") for r in records):
+        return found
+    advice = "Whose process serves the store stays until all others are through: let all meet in a barrier at the end."
+    head = f"rank 0 finished, and with it went the store that it served: {found.headline}"
+    return replace(found, culprits=(0,), headline=head, advice=advice)
 
 
 def _left_early(records: Sequence[RankRecord], states: Sequence[State], victim: RankRecord) -> JobVerdict | None:
