@@ -98,8 +98,8 @@ def judge(records: Sequence[RankRecord]) -> JobVerdict | None:
     victims = sorted((r for r in records if is_consequence(r)), key=lambda r: r.at)
     if not victims:
         return None
-    found = _left_early(records, states, victims[0]) or _late(states, victims[0], _raised(states, victims))
-    return _without_store(found, records, victims[0])
+    told = _left_early(records, states, victims[0]) or _late(states, victims[0], _raised(states, victims))
+    return _without_store(told, records, victims[0])
 
 
 def _find_mismatch(records: Sequence[RankRecord]) -> Mismatch | None:
