@@ -42,11 +42,6 @@ class _ProgramsStore(SignatureStore):
         return {}
 
 
-class _PatientGroups(GroupCalls):
-    def _note_timeout(self, *_: Any) -> None:
-        """A hang is reported even where a timeout would end it."""
-
-
 class Recording:
     """The recorder of this rank, from `init_process_group` on."""
 
@@ -59,7 +54,7 @@ class Recording:
         self.recorder.join("job")
         self._epoch = self.recorder.began - time.time()  # by the clock of its operations
         self._before: Status | None = None
-        self._groups = groups = _PatientGroups(self.recorder, rank, world_size)
+        self._groups = groups = GroupCalls(self.recorder, rank, world_size)
         replace_in_torch((dist.new_group, groups.new_group), (dist.destroy_process_group, groups.destroy))
 
     def init(self, original: Callable[[], Any], near: Callable[[], tuple[int, ...] | None], as_rank: int) -> Any:
