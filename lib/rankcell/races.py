@@ -1,8 +1,8 @@
 """Races of a simulated GPU: two jobs that touch the same memory, one of them writing, and nothing orders them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 ASYNC = "nccl"  # the stream of collectives with `async_op`
 _ING = {"reads": "reading", "writes": "writing"}
@@ -16,8 +16,7 @@ class RaceError(Exception):
         return [f"RaceError: {self}"]
 
 
-@dataclass(frozen=True)
-class Race:
+class Race(NamedTuple):
     """Two jobs that touch the same memory, one of them writing, without an order; `first` was enqueued first."""
 
     buffer: str
@@ -26,8 +25,7 @@ class Race:
     text: str
 
 
-@dataclass(frozen=True)
-class Enqueued:
+class Enqueued(NamedTuple):
     """What was enqueued in a stream, or done by the host."""
 
     number: int
@@ -44,9 +42,7 @@ class Enqueued:
     nbytes: int = 0
 
 
-def find_races(
-    jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], names: Sequence[str]
-) -> tuple[Race, ...]:
+def find_races(jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], names: list[str]) -> tuple[Race, ...]:
     """Every pair of rows and buffers with a race, the first jobs of each. `times` are start and end of each job,
     `names` those of the rows: the host, and the streams.
     """

@@ -69,7 +69,6 @@ def program(words: Sequence[str]) -> int:
 
 
 def main(name: str, words: Sequence[str]) -> int:
-    """Act as the command `name`. Returns its exit status."""
     if name == "uv":  # uv run COMMAND
         os.execvp(words[1], list(words[1:]))
     if name in ("hostname", "scontrol"):
