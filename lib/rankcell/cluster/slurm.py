@@ -18,7 +18,6 @@ from typing import Any
 
 from ..source import split
 
-COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _OVER = set("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 
 
