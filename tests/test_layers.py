@@ -19,7 +19,7 @@ teaching: cluster   actions: stand_ins: corpus: costs: observers: races: hardwar
 """
 # Of the engine's notebook side what its rank side may not import, and the other way round.
 NOTEBOOK_SIDE = "world cell diagnose devices local"
-RANK_SIDE = "worker control report stdio shell groups record operation streams"
+RANK_SIDE = "worker control report stdio shell groups record operation listen"
 SIZES = {ast.Module: 450, ast.ClassDef: 250, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines
 
 

@@ -17,7 +17,6 @@
                      groups     process groups and their connections
                      listen     hears of every communication;  record  writes it down as an  operation, and what a
                                 program asks for besides (the part `observers` measures)
-                     streams    when a GPU is through with one
 
 Imports go from `world` and from `worker` downwards; the two sides meet in what `both sides` lists.
 CONTRIBUTING.md follows one cell and one event through these files. It draws nothing and knows nothing of IPython's

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..engine import control, listen, states, streams
+from ..engine import control, listen, states
 from ..engine.groups import GroupCalls, replace_in_torch
 from ..engine.match import SignatureStore, SignatureTable
 from ..engine.messages import Status
@@ -62,7 +62,7 @@ class Recording:
         text = f"init_process_group(rank={as_rank})" if as_rank != self.rank else ""
         found = self._groups.waited_for("init_process_group", tuple(range(self.world_size)), original, text=text)
         pairs = (each.partition(":") for each in dist.get_backend_config().split(","))  # known from here on
-        self.recorder.enqueues = frozenset(device for device, _, backend in pairs if backend in streams.ENQUEUE)
+        self.recorder.enqueues = frozenset(device for device, _, backend in pairs if backend in listen.ENQUEUE)
         if (here := near()) is None:  # not all ranks are recorded: there is nobody to be compared with
             self.recorder.matcher.table = None
         elif len(here) < self.world_size:
