@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rankcell.cluster.slurm import COMMANDS, NoSlurm, Slurm
+from rankcell.cluster.slurm import NoSlurm, Slurm
 
 SCRIPT = Path(__file__).resolve().with_name("mini-slurm")
-DAEMONS = ("slurmctld", "slurmd", "munged")
+NEEDED = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo", "slurmctld", "slurmd", "munged")
 
 
 def up() -> "MiniSlurm":
@@ -44,7 +44,7 @@ class MiniSlurm(Slurm):
     def __init__(self, *, nodes: int = 2) -> None:
         self.nodes = nodes
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-        if missing := [name for name in (*COMMANDS, *DAEMONS) if shutil.which(name, path=path) is None]:
+        if missing := [name for name in NEEDED if shutil.which(name, path=path) is None]:
             raise NoSlurm(f"Slurm is not installed: no {', '.join(missing)}")
         self.mode = "net" if may_make_namespaces() else "plain"
         self.state = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))  # short: it holds sockets

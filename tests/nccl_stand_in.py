@@ -230,7 +230,7 @@ def synchronize(items=None):
 
 
 def mark(_):
-    """What `rankcell.engine.streams.mark` is on a GPU."""
+    """What `rankcell.engine.listen.mark` is on a GPU."""
     items = list(current)
     return lambda: all(i.done.is_set() for i in items)
 
@@ -297,17 +297,17 @@ def register():
     started = []
 
     def create(about, _):
-        from rankcell.engine import observe, record, streams
+        from rankcell.engine import listen, record
 
         rank, size = about.group_rank, about.group_size
 
         if not started:
             started.append(device.__enter__())
             atexit.register(leave)
-            streams.mark = mark
-            streams.ENQUEUE.add(NAME)
+            listen.mark = mark
+            listen.ENQUEUE.add(NAME)
             numbers = record.numbers
-            record.numbers = observe.numbers = lambda tensors: (synchronize(), numbers(tensors))[1]
+            record.numbers = lambda tensors: (synchronize(), numbers(tensors))[1]
         comms[about.group_id] = Comm(about.store, rank, size, about.timeout)
         backend = torch._C._distributed_c10d.FakeProcessGroup
         return (

@@ -14,12 +14,12 @@ CORE = "__init__ magics extensions command source results errors check versions 
 # Of each other part what it may import beside the core and itself.
 ALLOWED = """
 draw: schedules hardware   compare:   planner:   nodes:   cluster:
-jobs: draw   parallel: actions models schedules   models: corpus   schedules: actions   simulate: races
-teaching: cluster   actions: stand_ins: corpus: costs: observers: races: hardware: figures: doctor:
+jobs: draw   parallel: models schedules   models:   schedules:   simulate:
+teaching: cluster   stand_ins: costs: observers: hardware: figures: doctor:
 """
 # Of the engine's notebook side what its rank side may not import, and the other way round.
 NOTEBOOK_SIDE = "world cell diagnose devices local"
-RANK_SIDE = "worker control report stdio shell groups record operation streams"
+RANK_SIDE = "worker control report stdio shell groups record operation listen"
 SIZES = {ast.Module: 450, ast.ClassDef: 250, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}  # lines
 
 

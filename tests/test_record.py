@@ -8,7 +8,7 @@ import pytest
 from rankcell.draw import page
 from rankcell.draw.collectives import steps
 from rankcell.engine import operation, system
-from rankcell.engine.observe import MAX_EVENTS
+from rankcell.engine.record import MAX_EVENTS
 from rankcell.results import Event
 
 MIB = 1 << 20

@@ -138,9 +138,7 @@ def calls(run: Run, expected: Sequence[str], *, why: str = "") -> Verdict:
     return Verdict(f"every rank sent {wanted}")
 
 
-def against(
-    run: Run, one: Any, *, mesh: Mapping[str, int] | None = None, names: Mapping[str, str] | None = None
-) -> Any:
+def against(run: Run, one: Any, *, mesh: dict[str, int] | None = None, names: dict[str, str] | None = None) -> Any:
     """How the tensors that the ranks traced make up those of one process, and which went wrong first.
 
     with rankcell.trace(dense) as one: ...         # in the notebook; and `with rankcell.trace(model): ...` in a

@@ -12,9 +12,8 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import errors, versions
 from .engine import devices, local, system
@@ -22,8 +21,7 @@ from .engine import devices, local, system
 PROBE = 60.0  # seconds that torch gets to say what it sees: the driver of a GPU just started takes 20
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One sentence on the machine: `kind` is "works", "note" or "problem"; `do` is what to do about it."""
 
     kind: str

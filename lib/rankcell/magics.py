@@ -265,8 +265,7 @@ class _Live:
     """Shows a cell's output while it runs; gone when the cell ends, its value stands there then."""
 
     def __init__(self) -> None:
-        self.shown = False
-        self._last: tuple[str, str] | None = None
+        self.shown: tuple[str, str] | None = None
 
     def update(self, run: Run, doing: str) -> None:
         text = page.as_html(run) if any(r.stdout or r.stderr or r.displays for r in run.ran) else ""
@@ -275,18 +274,17 @@ class _Live:
 
     def show(self, html: str, text: str, doing: str) -> None:
         """Show the output so far, in two forms, and a line below that says what happens."""
-        if self._last == (html, doing):
+        if self.shown == (html, doing):
             return
-        self._last = (html, doing)
         self.end()
-        self.shown = True
+        self.shown = (html, doing)
         line = f'<div style="font-size:0.85em;opacity:0.75">{doing}{_ENDED * doing.startswith("running")}</div>'
         display({"text/html": html + line, "text/plain": f"{text}{doing}"}, raw=True)
 
     def end(self) -> None:
         if self.shown:
             clear_output(wait=True)
-            self.shown = False
+            self.shown = None
 
 
 def _misplaced(line: str) -> None:

@@ -1,28 +1,37 @@
-"""The models that the lessons train and split, and what they cost by formula: a two-layer MLP, a tiny GPT, and a Llama
-of the same size. Every weight comes from a generator of its own, made from a seed and a name, and none from torch's
-global random numbers. So any rank can build the whole model, or any part of it, and all agree.
+"""The models that the lessons train and split, what they cost by formula, and what they train on: a two-layer MLP, a
+tiny GPT, and a Llama of the same size; a text that ships with the course, and a small regression. Every number comes
+from a generator of its own, made from a seed and a name, and none from torch's global random numbers. So any rank can
+build the whole model, or any part of it, and all agree.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .corpus import batch, batches, encode, generator, normal, regression, text, vocabulary
-
-__all__ = [
-    "GPT", "MLP", "Attention", "Block", "Decoder", "Llama", "LlamaBlock", "SwiGLU", "batch", "batches",
-    "causal_attention", "cross_entropy", "encode", "generator", "gpt_parameters", "gpt_saved_bytes", "initialise",
-    "regression", "repeat_heads", "rotate", "text", "vocabulary",
-]  # fmt: skip
-
 EMBEDDING_STD = 0.02  # GPT-2's, https://github.com/openai/gpt-2/blob/master/src/model.py, 2019
 BIAS_STD = 0.02  # not zero, so that a bias that is added twice shows at once
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "none": nn.Identity}
+
+
+def generator(seed: int, *names: object) -> torch.Generator:
+    """Random numbers that depend on `seed` and `names` only: the same on every rank, whatever was drawn before.
+
+    generator(0, "batch", 7)  # the batch of step 7
+    """
+    digest = hashlib.sha256(repr((seed, *map(str, names))).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _normal(shape: Sequence[int], seed: int, *names: object) -> Tensor:
+    """Numbers of mean 0 and standard deviation 1 from the generator of these names."""
+    return torch.randn(tuple(shape), generator=generator(seed, *names), device="cpu")
 
 
 def initialise(module: nn.Module, *, seed: int = 0, prefix: str = "") -> nn.Module:
@@ -39,7 +48,7 @@ def initialise(module: nn.Module, *, seed: int = 0, prefix: str = "") -> nn.Modu
             if isinstance(part, (nn.LayerNorm, nn.RMSNorm)):
                 parameter.fill_(1.0 if own == "weight" else 0.0)
             else:
-                parameter.copy_(normal(parameter.shape, seed, prefix + name) * _std(part, path, own))
+                parameter.copy_(_normal(parameter.shape, seed, prefix + name) * _std(part, path, own))
     return module
 
 
@@ -357,3 +366,58 @@ def gpt_saved_bytes(
     indices = 8 * (2 * tokens + length)  # tokens, targets, positions: int64
     average = itemsize  # how many tokens the loss is averaged over
     return n_layers * (layer + mask) + end + average + indices
+
+
+@cache
+def text() -> str:
+    """The course's text: 22 old fables in our own words, about 10 kB."""
+    return files(__package__).joinpath("data/fables.txt").read_text("utf-8")
+
+
+@cache
+def vocabulary() -> str:
+    """Every character of the text once, in order; a token is a place in it."""
+    return "".join(sorted(set(text())))
+
+
+def encode(words: str) -> Tensor:
+    """One token per character, `(length,)` int64."""
+    places = {character: place for place, character in enumerate(vocabulary())}
+    if missing := sorted(set(words) - set(places)):
+        raise ValueError(f"The text has no {', '.join(map(repr, missing))}. It knows {vocabulary()!r}.")
+    return torch.tensor([places[character] for character in words], dtype=torch.long)
+
+
+def batch(
+    tokens: Tensor, step: int, *, size: int = 16, length: int = 32, seed: int = 0, rank: int = 0, world_size: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The inputs and targets of one step, each `(size / world_size, length)`: pieces from random places.
+
+    `size` is that of the global batch. The rows depend on `seed` and `step` only, so with `world_size` ranks rank r
+    gets the r-th part of the very rows that one process would get.
+    """
+    if size % world_size:
+        raise ValueError(f"A batch of {size} cannot be shared by {world_size} ranks. Choose a multiple.")
+    places, random = len(tokens) - length, generator(seed, "batch", step)
+    starts = torch.randint(places, (size,), generator=random, device="cpu").chunk(world_size)[rank]
+    rows = torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def batches(tokens: Tensor, steps: int, **options: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of `steps` steps from step 0, with the options of `batch`."""
+    return (batch(tokens, step, **options) for step in range(steps))
+
+
+def regression(
+    samples: int = 1024, d_in: int = 6, d_out: int = 3, *, noise: float = 0.1, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Inputs `(samples, d_in)` and targets `(samples, d_out)` that can be learnt: a fixed net's outputs plus noise.
+
+    A model that has learnt all there is to learn has a mean squared error of noise², 0.01.
+    """
+    x = _normal((samples, d_in), seed, "inputs")
+    inner = _normal((d_in, 16), seed, "inner") / d_in**0.5
+    outer = _normal((16, d_out), seed, "outer") / 16**0.5
+    y = torch.tanh(2 * x @ inner) @ outer
+    return x, y + noise * _normal(y.shape, seed, "noise")

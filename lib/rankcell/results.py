@@ -1,14 +1,13 @@
 """What a rank cell leaves behind: frozen data that other modules read, draw and check. It imports nothing of ours."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Values:
+class Values(NamedTuple):
     """Contents of one operation's tensors, flattened: one tuple of numbers per tensor.
 
     For an in-place operation (all-reduce, broadcast) input and output are the same tensor.
@@ -132,11 +131,10 @@ class NotSent:
     def __repr__(self) -> str:
         return self.text
 
-    def __iter__(self) -> Iterator[Any]:
+    def __getitem__(self, *_: Any) -> Any:
         raise TypeError(self._why())
 
-    def __getitem__(self, key: Any) -> Any:
-        raise TypeError(self._why())
+    __iter__ = __getitem__
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name if name.startswith("_") else self._why())
@@ -146,8 +144,7 @@ class NotSent:
         return f"{what} stayed on {where} ({self.reason}): make plain data of it there: numbers, lists, tensors."
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """One line of a traceback. `source` is the text of the line where it is known."""
 
     filename: str
@@ -232,8 +229,7 @@ class RankFailure:
         return f"{self.type}: {self.message}" if self.message else self.type
 
 
-@dataclass(frozen=True)
-class Connection:
+class Connection(NamedTuple):
     """Bytes that moved on one TCP connection of a rank during a cell, by the kernel's count."""
 
     ours: str  # address and port of an end

@@ -22,11 +22,46 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .races import ASYNC, Enqueued, Race, RaceError, find_races
 from .results import Event
 
 HOST = "host"
 Names = str | Iterable[str]  # of one buffer, or of several
+ASYNC = "nccl"  # the stream of collectives with `async_op`
+_ING = {"reads": "reading", "writes": "writing"}
+
+
+class RaceError(Exception):
+    """Two jobs touch the same memory and nothing orders them."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the sentences, without our own lines."""
+        return [f"RaceError: {self}"]
+
+
+class Race(NamedTuple):
+    """Two jobs that touch the same memory, one of them writing, without an order; `first` was enqueued first."""
+
+    buffer: str
+    first: str
+    second: str
+    text: str
+
+
+class _Enqueued(NamedTuple):
+    """What was enqueued in a stream, or done by the host."""
+
+    number: int
+    name: str
+    kind: str
+    row: int
+    engine: str
+    seconds: float
+    issued: float
+    after: frozenset[int]
+    before: int  # bit j is set where job j is ordered before this one
+    reads: tuple[tuple[str, int], ...]  # name of the buffer, number of its block of memory
+    writes: tuple[tuple[str, int], ...]
+    nbytes: int = 0
 
 
 class _Freed(NamedTuple):
@@ -88,7 +123,7 @@ class Device:
     now: float = field(default=0.0, init=False)  # the host's clock, seconds
 
     def __post_init__(self) -> None:
-        self._jobs: list[Enqueued] = []
+        self._jobs: list[_Enqueued] = []
         self._schedule: list[tuple[float, float]] = []
         self._host: list[Event] = []
         self._known = 0  # jobs that the host knows to be done, and its own, as bits
@@ -222,7 +257,7 @@ class Device:
     @property
     def races(self) -> tuple[Race, ...]:
         """Every pair of streams and buffers with a race, the first jobs of each; empty if all is ordered."""
-        return find_races(self._jobs, self._times, [HOST, *self._streams])
+        return _find_races(self._jobs, self._times, [HOST, *self._streams])
 
     def check(self) -> None:
         """Raise `RaceError`, with a sentence for each race, unless everything is ordered."""
@@ -246,7 +281,7 @@ class Device:
     def _add(self, name: str, kind: str, row: int, engine: str, seconds: float, *rest: Any) -> int:
         if not seconds >= 0:
             raise ValueError(f"A job cannot take {seconds} seconds. Give zero or more.")
-        self._jobs.append(Enqueued(len(self._jobs), name, kind, row, engine, seconds, *rest))
+        self._jobs.append(_Enqueued(len(self._jobs), name, kind, row, engine, seconds, *rest))
         return len(self._jobs) - 1
 
     def _note_host(self, what: str, start: float, kind: str) -> None:
@@ -283,7 +318,7 @@ class Device:
         return tuple((name, self._blocks[name][0]) for name in names)
 
 
-def _events(jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], names: Sequence[str]) -> Iterator[Event]:
+def _events(jobs: Sequence[_Enqueued], times: Sequence[tuple[float, float]], names: Sequence[str]) -> Iterator[Event]:
     """The jobs on the streams, and where one was let go by another stream."""
     for job in jobs:
         start, end = times[job.number]
@@ -295,7 +330,7 @@ def _events(jobs: Sequence[Enqueued], times: Sequence[tuple[float, float]], name
                 yield Event(job.row, "wait_event", start, start, kind="order", peer=row, issued=times[other][1], **of)
 
 
-def _schedule(jobs: list[Enqueued]) -> list[tuple[float, float]]:
+def _schedule(jobs: list[_Enqueued]) -> list[tuple[float, float]]:
     """Start and end of each job: an engine takes the job that was ready first; more jobs do not change what was."""
     times: dict[int, tuple[float, float]] = {}
     free: dict[str, float] = {}
@@ -309,3 +344,52 @@ def _schedule(jobs: list[Enqueued]) -> list[tuple[float, float]]:
             free[job.engine] = times[job.number][1]
         left.remove(job)
     return [times[job.number] for job in jobs]
+
+
+def _find_races(jobs: Sequence[_Enqueued], times: Sequence[tuple[float, float]], names: list[str]) -> tuple[Race, ...]:
+    """Every pair of rows and buffers with a race, the first jobs of each. `times` are start and end of each job,
+    `names` those of the rows: the host, and the streams.
+    """
+    found: dict[tuple[str, str, int, int], Race] = {}
+    pairs = ((a, b) for b in jobs for a in jobs[: b.number] if not b.before >> a.number & 1)
+    for a, b in pairs:
+        for x, name_a, y, name_b in _conflicts(a, b):
+            if (key := (name_a, name_b, a.row, b.row)) not in found:
+                first, second = (f"{job.name} on {names[job.row]}" for job in (a, b))
+                happened, mend = _happened(times[a.number], times[b.number]), _mend(a, b, names)
+                both = f"{first} {x} it, {second} {y} it"
+                text = f"Race on {name_a}: {both}, and nothing orders the two. {happened} {mend}"
+                if name_a != name_b:
+                    text = (
+                        f"Memory reused too early: {name_b} was given the memory of {name_a}, which was freed while "
+                        f"{first} may still be {_ING[x]} it; now {second} {y} it. {happened} Call "
+                        f'record_stream("{name_a}", {names[a.row]}) before freeing {name_a}.'
+                    )
+                found[key] = Race(name_b, first, second, text)
+    return tuple(found.values())
+
+
+def _happened(a: tuple[float, float], b: tuple[float, float]) -> str:
+    if max(a[0], b[0]) < min(a[1], b[1]):
+        return "Here they ran at the same time."
+    if a[0] < b[0]:
+        return "Here the first happened to be over in time; nothing promises it."
+    return "Here the second even ran first."
+
+
+def _mend(a: _Enqueued, b: _Enqueued, names: Sequence[str]) -> str:
+    if b.row == 0:
+        return f"Let the host wait before the second: {names[a.row]}.synchronize()."
+    if a.kind == "comm" and names[a.row] == ASYNC:
+        return f"Before the second, call wait() on what {a.name} returned."
+    return f"Put {names[b.row]}.wait_stream({names[a.row]}) before the second."
+
+
+def _conflicts(a: _Enqueued, b: _Enqueued) -> Iterator[tuple[str, str, str, str]]:
+    """What both jobs touch where one of them writes: what a does, the name it used, what b does, its name."""
+    of_a, of_b = (
+        [*itertools.product(["writes"], job.writes), *itertools.product(["reads"], job.reads)] for job in (a, b)
+    )
+    for (x, (name_a, block_a)), (y, (name_b, block_b)) in itertools.product(of_a, of_b):
+        if block_a == block_b and "writes" in (x, y):
+            yield x, name_a, y, name_b

@@ -22,10 +22,7 @@ OF_NO_EFFECT = """-A --account  -C --constraint  -D --chdir  -G --gpus  -J --job
 
 
 def read_options(words: Sequence[str], so_far: argparse.Namespace | None = None) -> argparse.Namespace:
-    """What sbatch and srun make of their words: the options by name, and the rest as `command`.
-
-    `so_far` holds what was read before; what is said again takes its place.
-    """
+    """What sbatch and srun make of words: options by name, in the place of those `so_far`; the rest as `command`."""
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     for names in re.findall(r"(?:-\w )?--\S+", f"{OPTIONS}  {OF_NO_EFFECT}"):
         reader.add_argument(*names.split())
@@ -69,7 +66,6 @@ def program(words: Sequence[str]) -> int:
 
 
 def main(name: str, words: Sequence[str]) -> int:
-    """Act as the command `name`. Returns its exit status."""
     if name == "uv":  # uv run COMMAND
         os.execvp(words[1], list(words[1:]))
     if name in ("hostname", "scontrol"):

@@ -18,7 +18,6 @@ from typing import Any
 
 from ..source import split
 
-COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _OVER = set("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 
 
@@ -74,9 +73,7 @@ class Slurm:
         return dict(sorted(found, key=lambda entry: [int(n) for n in re.findall(r"\d+", entry[0])]))
 
     def wait(self, job: int, seconds: float = 300) -> dict[str, str]:
-        """The last states of the job, once it is over. Raises TimeoutError, which says what state it is in, when it is
-        not over after `seconds`.
-        """
+        """The last states of the job, once it is over; a TimeoutError says its state if it is not after `seconds`."""
         begin = time.monotonic()
         while not _OVER.issuperset((states := self.states(job)).values()):
             late = f"job {job} is not over after {seconds:g} s: {states}"

@@ -49,9 +49,8 @@ def bars(
         marks.append(label(EDGE, y + 20, name))
         marks.append(label(WIDTH - EDGE, y + 20, format_value(totals[name]), anchor="end", bold=True))
         for kind, value in row.items():
-            tip = f"{name}{', ' if kind else ''}{kind}: {format_value(value)}"
-            width, fill = value * scale, fills[kind]
-            marks.append(rect(x, y + 28, width, _BAR, fill=fill, stroke=edges[kind], radius=0, title=tip))
+            tip, width = f"{name}{', ' if kind else ''}{kind}: {format_value(value)}", value * scale
+            marks.append(rect(x, y + 28, width, _BAR, fill=fills[kind], stroke=edges[kind], radius=0, title=tip))
             x += width
     if limit:
         x, starts = EDGE + limit[1] * scale, (top + _ROW * k for k in range(len(parts)))

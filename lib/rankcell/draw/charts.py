@@ -20,6 +20,7 @@ __all__ = [
     "Rung", "Series", "Table", "format_bytes", "format_rate", "format_seconds", "ladder", "lines", "shares", "speeds"
 ]  # fmt: skip
 _HEIGHT = 440  # px of a picture with lines
+Format = Callable[[float], str]
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -50,9 +51,7 @@ class Table:
             row = ""
             for content, name in zip(cells, self.header, strict=True):
                 text, address = (content, "") if isinstance(content, str) else content
-                shown = html.escape(text)
-                if address:
-                    shown = f'<a href="{html.escape(address)}">{shown}</a>'
+                shown = f'<a href="{html.escape(address)}">{html.escape(text)}</a>' if address else html.escape(text)
                 side = "right" if name in self.right else "left"
                 row += f'<{tag} style="text-align:{side}">{shown}</{tag}>'
             return f"<tr>{row}</tr>"
@@ -65,11 +64,10 @@ def speeds(items: Iterable[Speed]) -> Table:
     """The facts of some speeds: rate, arithmetic, source and date; for links also both ways added."""
     items = tuple(items)
     links, noted = all(s.direction == EACH_WAY for s in items), any(s.note for s in items)
-    rows = []
+    rows: list[tuple[str | tuple[str, str], ...]] = []
     for s in items:
         rates = (s.bytes_per_s, s.both_ways) if links else (s.bytes_per_s,)
-        said = f"{s.source.name} ({s.source.date})"
-        source: str | tuple[str, str] = (said, s.source.url) if s.source.url else said
+        source = f"{s.source.name} ({s.source.date})", s.source.url
         arithmetic = s.arithmetic or "as the source prints it"
         rows.append((s.name, *map(format_rate, rates), arithmetic, *(s.note,) * noted, source))
     numbers = ("each way", "both ways") if links else ("reads and writes",)
@@ -91,9 +89,7 @@ class Rung(NamedTuple):
     value: float
 
 
-def ladder(
-    rungs: Sequence[Rung], *, unit: str, alt: str, format_value: Callable[[float], str], outlined: str
-) -> Figure:
+def ladder(rungs: Sequence[Rung], *, unit: str, alt: str, format_value: Format, outlined: str) -> Figure:
     """Values on a log axis, one rung each in the order given, and by what factor each differs from the last.
 
     `unit` names the axis ("bytes per second, each way"), `format_value` writes the numbers beside rungs and ticks,
@@ -147,8 +143,8 @@ def lines(
     x_log: bool = True,
     y_log: bool = True,
     x_base: int = 10,
-    x_format: Callable[[float], str] = "{:g}".format,
-    y_format: Callable[[float], str] = "{:g}".format,
+    x_format: Format = "{:g}".format,
+    y_format: Format = "{:g}".format,
     y_ticks: Sequence[float] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> Figure:

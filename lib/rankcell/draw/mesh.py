@@ -14,8 +14,9 @@ from .svg import COLOURS, INK, LINE, MUTED, Figure, drawing, format_bytes, label
 _BOX, _GAP, _EDGE, _LINE = 40, 5, 12, 27
 _LIGHT = 0.5  # share of a group's colour, so that none looks like the mark of an operation
 _REST = "all ranks"  # events in a group that is no axis of the mesh
+_Groups = Sequence[tuple[int, ...]]
 # An axis: its headline, its groups of ranks, and (operation, what each rank called of it).
-_Panel = tuple[str, Sequence[tuple[int, ...]], Sequence[tuple[str, str]]]
+_Panel = tuple[str, _Groups, Sequence[tuple[str, str]]]
 
 
 def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = "") -> Figure:
@@ -40,9 +41,7 @@ def axes(run: Run | Iterable[Event], mesh: Mapping[str, int], *, title: str = ""
     return _draw(panels, mesh, title, " ".join([f"{title}."] * bool(title) + said))
 
 
-def _calls(
-    events: Iterable[Event], found: Mapping[str, Sequence[tuple[int, ...]]], n: int
-) -> dict[str, list[tuple[str, str]]]:
+def _calls(events: Iterable[Event], found: Mapping[str, _Groups], n: int) -> dict[str, list[tuple[str, str]]]:
     """By axis: (operation, what each rank called of it)."""
     of_group = {members: name for name, all_of in found.items() for members in all_of if len(members) > 1}
     sent = (e for e in events if e.kind == "comm" and len(e.ranks) > 1 and e.op != "recv")  # of a message its send

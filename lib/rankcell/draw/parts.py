@@ -12,6 +12,8 @@ SIZE = 20  # px of text; 380/600 of it is over 12 px on a phone
 ROW = 28  # px from one row of a key to the next
 
 Swatch = Callable[[float, float], str]  # what draws the mark of an entry of a key, 18 x 20 px from (x, y)
+Legend = Iterable[tuple[str, Swatch | None]]  # of a key: names, and what draws the marks before them
+Ticks = Iterable[tuple[float, str]]  # px, and a text
 
 
 def text_width(text: str, size: float = SIZE) -> float:
@@ -36,13 +38,10 @@ def swatch(fill: str, stroke: str = "none") -> Swatch:
     return lambda x, y: rect(x, y + 2, 18, 16, fill=fill, stroke=stroke)
 
 
-def key(
-    entries: Iterable[tuple[str, Swatch | None]], top: float, *, left: float = 12, gap: float = 18, ink: str = MUTED
-) -> tuple[list[str], float]:
+def key(entries: Legend, top: float, *, left: float = 12, gap: float = 18, ink: str = MUTED) -> tuple[list[str], float]:
     """What the colours of a picture mean, in as many rows as it takes, and where the picture goes on below.
 
-    An entry is its name and what draws the mark before it; `None` makes it a remark without a mark. `gap` is
-    the room between two entries in px.
+    An entry with `None` is a remark without a mark. `gap` is the room between two entries in px.
     """
     marks, x, y = [], left, top
     for name, swatch in entries:
@@ -67,11 +66,8 @@ class Axis(NamedTuple):
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        if self.log:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
+        at, low, high = (math.log(x) if self.log else x for x in (value, self.low, self.high))
+        return self.start + (at - low) / (high - low) * (self.end - self.start)
 
 
 def round_ticks(low: float, high: float, *, most: int) -> tuple[float, ...]:
@@ -82,9 +78,7 @@ def round_ticks(low: float, high: float, *, most: int) -> tuple[float, ...]:
     return tuple(k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1))
 
 
-def ticks_below(
-    ticks: Iterable[tuple[float, str]], top: float, bottom: float, y: float, *, stroke: str = LINE
-) -> list[str]:
+def ticks_below(ticks: Ticks, top: float, bottom: float, y: float, *, stroke: str = LINE) -> list[str]:
     """An upright line from `top` to `bottom` at the x of each tick, and its text at `y` where it has room."""
     marks, reach = [], -1e9
     for x, text in ticks:
@@ -97,14 +91,14 @@ def ticks_below(
     return marks
 
 
-def ticks_beside(ticks: Iterable[tuple[float, str]], left: float, right: float) -> tuple[list[str], list[str]]:
+def ticks_beside(ticks: Ticks, left: float, right: float) -> tuple[list[str], list[str]]:
     """Lines across from `left` to `right` at the y of each tick, and their texts, left of them."""
     ticks = list(ticks)
     lines = [line(left, y, right, y) for y, _ in ticks]
     return lines, [label(left - 8, y + 7, text, anchor="end", fill=MUTED) for y, text in ticks]
 
 
-def heading(title: str, entries: Iterable[tuple[str, Swatch | None]]) -> tuple[list[str], float]:
+def heading(title: str, entries: Legend) -> tuple[list[str], float]:
     """The title of a picture, where it has one, and its `key`, and where the picture goes on below."""
     marks, below = key(entries, 44 if title else 12)
     return [*([label(12, 30, title, bold=True)] if title else []), *marks], below

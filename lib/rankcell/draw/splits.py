@@ -10,6 +10,7 @@ from .svg import INK, MUTED, PAPER, Figure, drawing, label, line, rect
 
 _LEFT, _TITLE, _HEAD, _GAP = 74, 34, 28, 12
 _EQUAL = 1e-6  # how far the numbers of a part may be from those of the whole: rounding
+Shapes = Mapping[str, tuple[int, int]]  # rows and columns, by name
 Part = tuple[tuple[int, int], tuple[int, int]]  # rows from, to; columns from, to
 
 
@@ -63,7 +64,7 @@ def _place(part: Any, whole: Any) -> Part | None:
     return None
 
 
-def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]], *, alt: str) -> Figure:
+def side_by_side(splits: Sequence[Split], shapes: Shapes, *, alt: str) -> Figure:
     """The matrices in `shapes`, drawn to scale, once per split (across) and rank (down)."""
     n_ranks = len(splits[0].held)
     panel = (WIDTH - _LEFT - 8) / len(splits)
@@ -99,9 +100,7 @@ def side_by_side(splits: Sequence[Split], shapes: Mapping[str, tuple[int, int]],
     return drawing(WIDTH, bottom, *marks, alt=alt)
 
 
-def _matrices(
-    split: Split, shapes: Mapping[str, tuple[int, int]], rank: int, centre: float, top: float, unit: float
-) -> list[str]:
+def _matrices(split: Split, shapes: Shapes, rank: int, centre: float, top: float, unit: float) -> list[str]:
     """Outlines of all matrices, filled where the rank holds them."""
     total = sum(c for _, c in shapes.values()) * unit + _GAP * (len(shapes) - 1)
     tall = max(rows for rows, _ in shapes.values()) * unit

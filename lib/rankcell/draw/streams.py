@@ -62,8 +62,6 @@ def _ms(seconds: float) -> str:
 
 
 def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: str) -> Figure:
-    finding = _finding(events, max(e.end for e in events))
-    alt = f"{title}. {finding}" if title else finding
     left = max(map(text_width, names.values())) + 24
     x = Axis(0, end or 1e-6, left, WIDTH - _RIGHT)
     marks, top = heading(title and f"simulated: {title}", _entries(events))
@@ -80,7 +78,8 @@ def _draw(events: Sequence[Event], names: Mapping[int, str], end: float, title: 
     for e in events:
         if e.kind == "order" and e.peer in y:
             marks += _let_go(x(e.issued), x(e.start), y[e.peer], y[e.rank])
-    return drawing(WIDTH, bottom + 62, *marks, alt=alt)
+    finding = _finding(events, max(e.end for e in events))
+    return drawing(WIDTH, bottom + 62, *marks, alt=f"{title}. {finding}" if title else finding)
 
 
 def _let_go(done: float, start: float, y_from: float, y_to: float) -> list[str]:

@@ -27,6 +27,7 @@ COLOURS = {
     "barrier": "#444444",
 }
 RANK_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
+Px = float
 INK, MUTED, PAPER, LINE = "#1a1a1a", "#5a5a5a", "#ffffff", "#c8c8c8"
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif"
 
@@ -80,7 +81,7 @@ class Frames:
         return self.figures[self.still]._repr_html_(scripts)
 
 
-def drawing(width: float, height: float, *marks: str, alt: str) -> Figure:
+def drawing(width: Px, height: Px, *marks: str, alt: str) -> Figure:
     """A figure of `width` x `height` px on white paper, so that it reads on a dark page too.
 
     Keep `width` near 640: on a phone (380 px) text of 20 px stays above 11 px then.
@@ -92,16 +93,16 @@ def drawing(width: float, height: float, *marks: str, alt: str) -> Figure:
 
 
 def rect(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
+    x: Px,
+    y: Px,
+    width: Px,
+    height: Px,
     *,
     fill: str = "none",
     stroke: str = "none",
-    stroke_width: float = 1,
+    stroke_width: Px = 1,
     title: str = "",
-    radius: float = 2,
+    radius: Px = 2,
     dash: str = "",
 ) -> str:
     """A bar. `title` is what a mouse over it shows."""
@@ -113,7 +114,7 @@ def rect(
 
 
 def label(
-    x: float, y: float, text: object, *, size: float = 20, anchor: str = "start", fill: str = INK, bold: bool = False
+    x: Px, y: Px, text: object, *, size: Px = 20, anchor: str = "start", fill: str = INK, bold: bool = False
 ) -> str:
     """Text with its baseline at `y`. `anchor` is start, middle or end."""
     weight = ' font-weight="600"' if bold else ""
@@ -122,15 +123,7 @@ def label(
 
 
 def line(
-    x1: float,
-    y1: float,
-    x2: float,
-    y2: float,
-    *,
-    stroke: str = LINE,
-    width: float = 1,
-    dash: str = "",
-    arrow: bool = False,
+    x1: Px, y1: Px, x2: Px, y2: Px, *, stroke: str = LINE, width: Px = 1, dash: str = "", arrow: bool = False
 ) -> str:
     """A straight line, with a head at its end where `arrow` is set."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""

@@ -53,9 +53,7 @@ def timeline(run: Run | Iterable[Event], *, title: str = "") -> Figure:
     rows = {rank: _bars([e for e in events if e.rank == rank], ready) for rank in ranks}
     arrows = pairs(events)
     x = Axis(events[0].start, max(max(e.end for e in events), events[0].start + 1e-6), _NAMES, WIDTH - _RIGHT)
-    finding = _finding(rows, x.high - x.low)
-    alt = f"{title}. {finding}" if title else finding
-    return _draw(rows, x, arrows if len(arrows) <= _MAX_ARROWS else [], title, alt)
+    return _draw(rows, x, arrows if len(arrows) <= _MAX_ARROWS else [], title)
 
 
 def _meeting(e: Event) -> tuple | None:
@@ -115,9 +113,7 @@ def _finding(rows: Mapping[int, Sequence[_Bar]], total: float) -> str:
     return f"{head}: rank {worst} waits most for the others, {wait}."
 
 
-def _draw(
-    rows: Mapping[int, Sequence[_Bar]], x: Axis, arrows: Sequence[tuple[Event, Event]], title: str, alt: str
-) -> Figure:
+def _draw(rows: Mapping[int, Sequence[_Bar]], x: Axis, arrows: Sequence[tuple[Event, Event]], title: str) -> Figure:
     marks, top = heading(title, _entries([bar for bars in rows.values() for bar in bars]))
     lanes = max((b.lane + 1 for bars in rows.values() for b in bars if b.lane is not None), default=0)
     pitch = _BAR + _LANE * lanes + _GAP
@@ -136,7 +132,8 @@ def _draw(
                 base = y + _BAR / 2 + 7 + 2 * min(bar.depth, 2)
                 marks.append(label(middle, base, bar.text, anchor="middle", fill=ink))
     marks += [_arrow(send, recv, x, at) for send, recv in arrows]
-    return drawing(WIDTH, bottom + 62, *marks, alt=alt)
+    finding = _finding(rows, length)
+    return drawing(WIDTH, bottom + 62, *marks, alt=f"{title}. {finding}" if title else finding)
 
 
 def _bar(bar: _Bar, x: float, width: float, y: float) -> str:

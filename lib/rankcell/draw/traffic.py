@@ -28,8 +28,7 @@ def traffic(matrix: Sequence[Sequence[float]], *, title: str = "") -> Figure:
         y = top + i * _ROW
         marks.append(label(_LEFT - 8, y + 30, f"rank {i}", anchor="end"))
         for j, x in enumerate(row):
-            stays = i == j and not x
-            fill, stroke = ("#f4f4f4", "none") if stays else (pale(COLOURS["all_reduce"], x / most), LINE)
+            fill, stroke = ("#f4f4f4", "none") if i == j and not x else (pale(COLOURS["all_reduce"], x / most), LINE)
             marks.append(rect(_LEFT + j * cell + 1, y + 1, cell - 2, _ROW - 2, fill=fill, stroke=stroke))
             if fits and texts[i][j]:
                 ink = PAPER if x > 0.6 * most else INK

@@ -9,6 +9,7 @@ from ..results import Run, Standing, at_line, name_ranks
 from .parts import EDGE, SIZE, WIDTH, text_width
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, label, line
 
+Point = tuple[float, float]
 _RADIUS = 26  # px of a rank's circle
 _GAP = 10  # px between a circle and its words, and between parallel arrows
 _ROW = 27  # px from one line of text to the next
@@ -108,7 +109,7 @@ def _name(ranks: Set[int]) -> str:
     return "ranks {} and {}".format(*sorted(ranks)) if len(ranks) == 2 else name_ranks(list(ranks))
 
 
-def _layout(standings: Sequence[Standing]) -> tuple[dict[int, tuple[float, float]], float, float]:
+def _layout(standings: Sequence[Standing]) -> tuple[dict[int, Point], float, float]:
     """Where each rank's circle has its centre, the height used, the circles' radius: clockwise on an ellipse."""
     n, middle = len(standings), WIDTH / 2
     if n <= _LABELLED:
@@ -153,9 +154,7 @@ def _node(x: float, y: float, radius: float, standing: Standing) -> str:
     return circle + (label(x, y + 7, standing.rank, anchor="middle", bold=True) if radius >= 13 else "")
 
 
-def _arrow(
-    start: tuple[float, float], end: tuple[float, float], radius: float, standing: Standing, both: bool, thick: bool
-) -> str:
+def _arrow(start: Point, end: Point, radius: float, standing: Standing, both: bool, thick: bool) -> str:
     """From circle to circle; two ranks that wait for each other have two arrows side by side."""
     (x1, y1), (x2, y2) = start, end
     length = math.hypot(x2 - x1, y2 - y1) or 1.0

@@ -15,9 +15,8 @@
                      worker     runs cells;  environment  what they find;  control  the thread that answers meanwhile
                      report     exception or value -> what travels;  stdio, shell
                      groups     process groups and their connections
-                     listen     hears of every communication;  record  writes it down as an  operation
-                     streams    when a GPU is through with one
-                     observe    what a program asks for besides (the part `observers` measures)
+                     listen     hears of every communication;  record  writes it down as an  operation, and what a
+                                program asks for besides (the part `observers` measures)
 
 Imports go from `world` and from `worker` downwards; the two sides meet in what `both sides` lists.
 CONTRIBUTING.md follows one cell and one event through these files. It draws nothing and knows nothing of IPython's

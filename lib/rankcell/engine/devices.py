@@ -12,7 +12,7 @@ import ctypes
 import os
 import subprocess
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import errors
 
@@ -22,8 +22,7 @@ MEMORY = 0.9  # of a GPU, divided among its ranks: the rest is for their CUDA co
 MPS_ANSWERS = 2.0  # seconds for an answer of the control program of CUDA MPS
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What decides: GPUs (of every node together), the version of NCCL (empty: torch has none), a running CUDA MPS."""
 
     gpus: int = 0

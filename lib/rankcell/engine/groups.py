@@ -39,6 +39,7 @@ class GroupCalls:
 
     # of a group that is made without one; None: torch's own
     default_timeout: datetime.timedelta | None = None
+    _adopting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # around what connects
 
     def __init__(self, recorder: Recorder, rank: int, world_size: int) -> None:
         self.recorder, self.rank, self.world_size = recorder, rank, world_size
@@ -72,8 +73,7 @@ class GroupCalls:
         return group
 
     def _note_timeout(self, group: Any, timeout: datetime.timedelta | None) -> None:
-        if timeout is not None and timeout < SHORT_TIMEOUT:
-            self.recorder.groups_with_timeout.add(group.group_name)
+        """Here a hang is reported even where a timeout of the group would end it."""
 
     def waited_for(
         self,
@@ -125,10 +125,6 @@ class GroupCalls:
         if not dist.is_initialized():
             forget_groups()
             _forget_meshes()
-
-    def _adopting(self) -> contextlib.AbstractContextManager[None]:
-        """Around what opens connections."""
-        return contextlib.nullcontext()
 
 
 def replace_in_torch(*calls: tuple[Any, Callable[..., Any]]) -> None:
@@ -240,6 +236,10 @@ class Groups(GroupCalls):
         everybody, label = tuple(range(config.world_size)), f"default group {generation}"
         self.waited_for("init_process_group", everybody, lambda: self._init_with(group, timeout), label=label)
         self._note_timeout(dist.distributed_c10d._get_default_group(), timeout)
+
+    def _note_timeout(self, group: Any, timeout: datetime.timedelta | None) -> None:
+        if timeout is not None and timeout < SHORT_TIMEOUT:
+            self.recorder.groups_with_timeout.add(group.group_name)
 
     def close(self) -> None:
         """End whatever waits in the groups, here and at the other ends.

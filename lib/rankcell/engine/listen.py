@@ -5,17 +5,20 @@ dispatcher as `c10d::...`. We register at its BackendSelect key, right above the
 registration serves every backend, and the real kernel is reached by redispatch. Measured against nine other ways to
 listen: the only one that saw everything without deadlock and without a tax on computing. Calls of the backend object
 itself (`group._get_backend(device).allreduce(...)`) do not pass the dispatcher, and are not seen.
+
+gloo's calls are over when they return. A backend such as nccl only enqueues: the host goes on, and a hang shows where
+the host waits for the device, or never. Then an operation is over when the device says so (`mark`, `done`).
 """
 
 import contextlib
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import streams
 from .match import Signature
 from .operation import KEEP_WORK, Operation, caller, clock, dtype_name, flatten, ranks_of
 from .record import Recorder
@@ -36,6 +39,7 @@ _OUTPUTS = ("output_tensors", "output_tensor", "output", "outputs", "output_list
 _ROOTS = ("root_rank", "dst", "src")
 _REDUCE_OPS = {kind.value: name for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
 _KEY = torch._C.DispatchKey.BackendSelect
+ENQUEUE = {"nccl", "nccl2", "nccl-legacy"}  # backends of torch that only do so, by name: "nccl" is one of the others
 
 MAX_POLLS = 10_000  # after which a program that polls is told that it will never see the end
 POLLED = (
@@ -174,7 +178,7 @@ class Listener:
         if work is None or batched:  # nccl's box is empty where a call does not ask for a Work
             # a barrier returns when the device is through with it
             if not batched and o.enqueued and not self._is_barrier:
-                o.passed = streams.mark(tensors[0] if tensors else None)
+                o.passed = mark(tensors[0] if tensors else None)
                 recorder.note_result(o)
             elif not batched:
                 o.done = o.issued
@@ -186,12 +190,28 @@ class Listener:
         o.work = recorder.latest = work
         recorder.by_work[work] = o
         if o.enqueued:  # its future is done when the work is enqueued: the work itself is asked
-            o.passed = streams.done(work)
+            o.passed = done(work)
         elif o.is_async and not self._is_message:
             # gloo's reduce-scatter has no future: its end is the end of the wait
             with contextlib.suppress(RuntimeError):
                 work.get_future().add_done_callback(lambda _: recorder.mark_done(o))
         return result
+
+
+def mark(tensor: torch.Tensor | None) -> Callable[[], bool]:
+    """A function that tells whether the device of `tensor` has done all that its current stream holds now."""
+    device = torch.cuda.current_device() if tensor is None or not tensor.is_cuda else tensor.device
+    if torch.cuda.is_current_stream_capturing():  # into a graph: nothing runs now, and no event may be asked
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.query
+
+
+def done(work: dist.Work) -> Callable[[], bool]:
+    """A function that tells whether `work` is over; true while a graph is recorded: its events may not be asked."""
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return (lambda: True) if capturing else work.is_completed
 
 
 def _no_work() -> Any:
@@ -259,7 +279,7 @@ class Batches:
             work = end(group, *args)
             for o in batch:  # they have one Work together
                 o.wait_start = None
-                o.passed = streams.done(work) if work is not None else lambda: True
+                o.passed = done(work) if work is not None else lambda: True
             if batch and work is not None:
                 first, *first.batch = batch
                 recorder.by_work[work] = first

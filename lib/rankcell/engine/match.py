@@ -176,13 +176,9 @@ class Matcher:
 
     def check(self, name: str, signature: bytes, o: Any, ranks: Sequence[int], *, symmetric: bool = True) -> None:
         """Compare the operation `o` with those of `ranks` that have come to it before. Raises MismatchError: it does
-        not match, or the group is out of step since an earlier call of the cell.
-
-        Args:
-            name: the same for the same call on all ranks, and never used again.
-            signature: of the call, packed.
-            ranks: those whose calls must match; of an `all_to_all` in the order of the group.
-            symmetric: equal signatures match; the pieces of an `all_to_all` must be held against each other.
+        not match, or the group is out of step since an earlier call of the cell. `name` is as `Recorder.name_of` gives
+        it, `signature` packed. `symmetric`: equal signatures match. The pieces of an `all_to_all` must be held against
+        each other, and its `ranks` be in the order of the group.
         """
         if self._refused and (earlier := self._refused.get(o.group)) is not None:
             raise MismatchError(earlier, again=True)

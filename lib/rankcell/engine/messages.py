@@ -1,13 +1,15 @@
 """What the notebook and its ranks say to each other: typed, frozen, without torch.
 
-A reader can follow a cell from one side to the other by these names: `Task` goes out, `Shown` comes while it runs,
-`Done` ends it. Values and pulled names travel inside as pickles of their own: one that fails spoils nothing else.
+A reader can follow a cell by these names: a rank's main thread gets `StartRank`, `Join` and `Task`, and says `Joined`,
+`Shown` while the task runs, and `Done`; its control thread gives an `Answer` to each `Question`; a host hears `Output`,
+`WorkerMessage` and `ProcessExited`. Values and pulled names travel inside as pickles of their own: one that fails
+spoils nothing else.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..results import Display, Frame, RankResult
 
@@ -21,13 +23,8 @@ def with_cache(function: Callable[..., Any], parameters: Mapping[str, Any]) -> C
     return lru_cache(**parameters)(function)
 
 
-# --- to a rank's main thread ---
-
-
 @dataclass(frozen=True)
 class StartRank:
-    """What a rank must know to start."""
-
     rank: int
     world_size: int
     device: str
@@ -66,26 +63,20 @@ class Task:
     forget_counts: bool = False  # everything is matched and nothing open on any rank: count from 1 again
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(NamedTuple):
     """Leave the process group, and join the one of this generation."""
 
     generation: int
 
 
-# --- from a rank's main thread ---
-
-
-@dataclass(frozen=True)
-class Joined:
+class Joined(NamedTuple):
     """The rank has joined the process group of this generation and waits for a task, or could not join."""
 
     generation: int
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """What `display(...)` was given on the rank."""
 
     display: Display
@@ -109,8 +100,7 @@ class RankState:
     changed: tuple[str, ...] = ()  # names that were pushed, and whose values the cell has changed in place
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """The rank has finished with a task. What it printed and showed is missing in `result`: that comes by itself."""
 
     cell: str
@@ -118,11 +108,7 @@ class Done:
     state: RankState
 
 
-# --- to and from a rank's control thread ---
-
-
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """Something that the control thread answers while the main thread runs or waits: "status", "interrupt" (the
     learner wants to stop), "free" (nobody will ever answer) or "complete".
     """
@@ -132,8 +118,7 @@ class Question:
     argument: Any = None
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The answer to the question of this number; None if the rank could not find one."""
 
     number: int
@@ -182,11 +167,7 @@ class Status:
     threads: bool = False  # a thread of the learner's runs, and stands in no operation
 
 
-# --- what a host has heard ---
-
-
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Bytes that a rank wrote. `stream` is "out" or "err"."""
 
     rank: int
@@ -194,18 +175,12 @@ class Output:
     data: bytes
 
 
-@dataclass(frozen=True)
-class WorkerMessage:
-    """A packed message of a rank."""
-
+class WorkerMessage(NamedTuple):
     rank: int
-    message: bytes
+    message: bytes  # packed
 
 
-@dataclass(frozen=True)
-class ProcessExited:
-    """The process of a rank has ended."""
-
+class ProcessExited(NamedTuple):
     rank: int
     how: str  # in words, to follow "rank 2"
     stack: tuple[Frame, ...] = ()  # where it crashed

@@ -1,8 +1,10 @@
 """Inside a rank: writes down every communication, and knows at any time what the rank waits for.
 
 `listen.py` tells it of every call before it is sent. Each is also published where other ranks can read it
-(`match.py`): a rank whose call does not match its peers' raises `MismatchError` before any data moves. It does not
-draw, and it decides nothing about hangs: `diagnose.py` does.
+(`match.py`): a rank whose call does not match its peers' raises `MismatchError` before any data moves. Beside these it
+notes what a program asks for: spans of computing (`rankcell.span`), an array whose numbers are noted with every
+communication (`rankcell.watch`), and what other parts measure, to go with the cell's result. It does not draw, and it
+decides nothing about hangs: `diagnose.py` does.
 """
 
 import contextlib
@@ -13,16 +15,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..results import Call, Event
+import torch
+
+from ..results import Call, Event, Memory, Watched
 from .match import Matcher, SignatureTable
 from .messages import Wait
-from .observe import Observer
-from .operation import Operation, clock, numbers, queued
+from .operation import MAX_VALUES, Operation, caller, clock, numbers, part_of, queued
 
+MAX_EVENTS = 10_000  # operations, and spans, per rank and cell; older ones are only counted
 MAX_WAITS = 64  # operations in a device's queues of which the notebook is told: the first ones say it all
 
 
-class Recorder(Observer):
+class Recorder:
     """Writes down every communication of this rank while a cell runs. One per rank, see `listen.install`.
 
     What the control thread asks for is read without a lock: lists and dictionaries of CPython are safe to
@@ -32,6 +36,7 @@ class Recorder(Observer):
     def __init__(self) -> None:
         # kinds of device whose calls return when they are enqueued: they are over when the device says so
         self.enqueues: frozenset[str] = frozenset()
+        self.rank = 0
         self.listening: Any = None  # a torch.library.Library, for as long as it is kept
         self.matcher = Matcher()
         self.cell = self.generation = self._suffix = ""
@@ -53,9 +58,14 @@ class Recorder(Observer):
         """Forget the last cell and record the one called `cell`, with times since `began`."""
         with self._lock:
             self._sweep()
-            self.begin_observing(began)
             self.matcher.begin()
-            self.cell, self.keep_values = cell, values
+            self.began, self.cell, self.keep_values = began, cell, values
+            self.dropped = 0  # operations and spans that are not kept
+            self.computing: deque[Event] = deque()
+            self.memory: tuple[Memory, ...] = ()
+            self.array: torch.Tensor | None = None  # that `watch` looks at
+            self._watching: Operation | None = None  # the last operation seen by it
+            self.meters: list[Any] = []  # what measures memory now: it wants to know the phase
             self.operations, self.total = deque[Operation](), 0
             self.broken = False  # a wait failed: gloo has closed the connection, whoever caught the error
             self.failed_call: Call | None = None  # the last operation that raised
@@ -206,3 +216,50 @@ class Recorder(Observer):
     def device_is_through(self) -> bool:
         # a call that blocks its thread is over when the cell is, or a thread that serves others stands in it
         return not any(o.passed is not None and o.waiting for o in list(self.open.values()))
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start = clock()
+        outside = [(meter, meter.phase) for meter in self.meters]
+        for meter, _ in outside:
+            meter.phase = name
+        try:
+            yield
+        finally:
+            now = clock()
+            for meter, phase in outside:
+                meter.phase = phase
+            self.note_span(name, start, now, caller()[0])
+
+    def note_span(self, name: str, start: float, end: float, line: int = 0) -> None:
+        self.make_room(self.computing)
+        self.computing.append(Event(self.rank, name, start - self.began, end - self.began, kind="compute", line=line))
+
+    def make_room(self, kept: deque[Any]) -> None:
+        """Let go of the oldest of many events."""
+        if len(kept) >= MAX_EVENTS:
+            kept.popleft()
+            self.dropped += 1
+
+    @contextlib.contextmanager
+    def watch(self, array: torch.Tensor) -> Iterator[None]:
+        if array.numel() > MAX_VALUES:
+            raise ValueError(f"an array of {array.numel()} numbers is too long to watch: {MAX_VALUES} at most.")
+        self.array, self._watching = array, None
+        try:
+            yield
+        finally:
+            self.look_at_array(None, None)
+            self.array = None
+
+    def look_at_array(self, o: Operation | None, tensor: torch.Tensor | None) -> None:
+        """Note what the watched array holds now: after the last operation, before `o`."""
+        array, last = self.array, self._watching
+        if array is None:
+            return
+        (now,) = numbers([array])
+        if last is not None and last.watched is not None:
+            last.watched = replace(last.watched, after=now)
+        self._watching = o
+        if o is not None:
+            o.watched = Watched(now, now, None if tensor is None else part_of(array, tensor))

@@ -56,9 +56,7 @@ def current_folder() -> str:
 
 
 def shared_file(nbytes: int) -> int:
-    """A descriptor of `nbytes` zeroed bytes without a name, to be mapped by several processes. Raises OSError when
-    there is no room for it.
-    """
+    """A descriptor of `nbytes` zeroed bytes without a name, for several processes to map. OSError: there is no room."""
     if LINUX:
         fd = os.memfd_create("rankcell")
         os.truncate(fd, nbytes)

@@ -94,12 +94,12 @@ class Rank:
                 self.work.send(self.run(message))
 
     def _join(self, generation: int) -> None:
+        problem = ""
         try:
             self.groups.join(generation)
         except Exception as error:  # noqa: BLE001 - reported: the notebook replaces this rank, or says why
-            self.work.send(Joined(generation, f"{type(error).__name__}: {error}"))
-        else:
-            self.work.send(Joined(generation))
+            problem = f"{type(error).__name__}: {error}"
+        self.work.send(Joined(generation, problem))
 
     def run(self, task: Task) -> Done:
         """Run one cell or function call and say what happened. Never raises."""

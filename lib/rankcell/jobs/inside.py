@@ -152,9 +152,7 @@ class Inside:
         return stacks.of_frame(sys._current_frames().get(self._main))
 
     def end(self, error: BaseException | None = None) -> None:
-        """The program has come to its end, or has raised. Then wait until the runner has seen what the others do: the
-        launcher will end them.
-        """
+        """The program has ended or raised: wait until the runner has seen the others, whom the launcher will end."""
         if self.phase != "running" or os.getpid() != self.pid:
             return
         self.phase = "finished" if error is None else "error"

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..engine import control, listen, states, streams
+from ..engine import control, listen, states
 from ..engine.groups import GroupCalls, replace_in_torch
 from ..engine.match import SignatureStore, SignatureTable
 from ..engine.messages import Status
@@ -42,11 +42,6 @@ class _ProgramsStore(SignatureStore):
         return {}
 
 
-class _PatientGroups(GroupCalls):
-    def _note_timeout(self, *_: Any) -> None:
-        """A hang is reported even where a timeout would end it."""
-
-
 class Recording:
     """The recorder of this rank, from `init_process_group` on."""
 
@@ -59,7 +54,7 @@ class Recording:
         self.recorder.join("job")
         self._epoch = self.recorder.began - time.time()  # by the clock of its operations
         self._before: Status | None = None
-        self._groups = groups = _PatientGroups(self.recorder, rank, world_size)
+        self._groups = groups = GroupCalls(self.recorder, rank, world_size)
         replace_in_torch((dist.new_group, groups.new_group), (dist.destroy_process_group, groups.destroy))
 
     def init(self, original: Callable[[], Any], near: Callable[[], tuple[int, ...] | None], as_rank: int) -> Any:
@@ -67,7 +62,7 @@ class Recording:
         text = f"init_process_group(rank={as_rank})" if as_rank != self.rank else ""
         found = self._groups.waited_for("init_process_group", tuple(range(self.world_size)), original, text=text)
         pairs = (each.partition(":") for each in dist.get_backend_config().split(","))  # known from here on
-        self.recorder.enqueues = frozenset(device for device, _, backend in pairs if backend in streams.ENQUEUE)
+        self.recorder.enqueues = frozenset(device for device, _, backend in pairs if backend in listen.ENQUEUE)
         if (here := near()) is None:  # not all ranks are recorded: there is nobody to be compared with
             self.recorder.matcher.table = None
         elif len(here) < self.world_size:

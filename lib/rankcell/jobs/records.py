@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.messages import Wait
 from ..results import Call, Event, Frame, Mismatch, RankFailure
@@ -51,8 +51,7 @@ class RankRecord:
         return self.phase in ("finished", "error", "lost")
 
 
-@dataclass(frozen=True)
-class RankArrived:
+class RankArrived(NamedTuple):
     """The first message of a rank to the runner. Then it sends `RankRecord`s, the last one when its program is over."""
 
     rank: int

@@ -174,8 +174,7 @@ class Runner:
     def say(self, found: verdict.JobVerdict, reports: Sequence[RankRecord]) -> None:
         """Print the verdict, and write it with what is known of every rank."""
         self.verdicts.append(found)
-        where = self._keep(found, reports)
-        print(f"\n{verdict.text(found, reports)}\n\n{where}\n", file=sys.stderr, flush=True)
+        print(f"\n{verdict.text(found, reports)}\n\n{self._keep(found, reports)}\n", file=sys.stderr, flush=True)
 
     def _keep(self, found: verdict.JobVerdict, reports: Sequence[RankRecord]) -> str:
         """Write all of it into the folder of the report; says where that is."""

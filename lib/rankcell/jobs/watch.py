@@ -70,7 +70,6 @@ class WatchedJob:
 
     @property
     def living(self) -> dict[int, WatchedRank]:
-        """The ranks that have come and not ended."""
         return {rank: known for rank, known in list(self.ranks.items()) if not known.record.over}
 
     def invite(self) -> Path:

@@ -167,8 +167,7 @@ class Meter:
     def _ask_owners(self) -> None:
         """Find out which storages are states. What was once found holds for the storage's whole life."""
         for parameter in self._parameters():
-            if id(parameter) not in self._trained:
-                self._trained[id(parameter)] = parameter
+            self._trained.setdefault(id(parameter), parameter)
         parameters = list(self._trained.values())
         self._claim(parameters, "parameters")
         self._claim([p.grad for p in parameters if p.grad is not None], "gradients")

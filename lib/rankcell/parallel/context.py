@@ -113,7 +113,6 @@ class _Ring:
         self.group, self.layout = process_group or dist.group.WORLD, layout
         self.rank, self.world_size = group.place(self.group, "this context parallelism", use="call it")
         self.next, self.previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        self.n_pieces = len(pieces(0, self.world_size, layout=layout))
 
     def start(self, sent: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Send a tensor on and receive its like, at once: where it will be, and what to call before use."""
@@ -135,7 +134,7 @@ class _Ring:
 
     def cut(self, x: Tensor) -> tuple[Tensor, ...]:
         """`(..., positions, d_head)` by pieces of the sequence."""
-        return x.chunk(self.n_pieces, -2)
+        return x.chunk(len(pieces(0, self.world_size, layout=self.layout)), -2)
 
     def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[list[tuple[int, int, bool]], Tensor]]:
         """The keys and values of one rank after the other, `(2, ..., keys, d_head)`, this one's first; the next ones

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import models
-from ..actions import Action, Schedule, rounds
+from ..schedules import Action, Schedule, rounds
 
 
 class Pipeline:

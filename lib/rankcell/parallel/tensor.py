@@ -155,9 +155,7 @@ class ParallelLayer(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(
-        self, dense: nn.Module, process_group: ProcessGroup = None, *, sequence_parallel: bool = False
-    ) -> None:
+    def __init__(self, dense: nn.Module, process_group: ProcessGroup, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.group, self.sequence_parallel = Group(process_group), sequence_parallel
         self.register_parameter("weight", None)

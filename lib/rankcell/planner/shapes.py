@@ -7,9 +7,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def find(name: str) -> Shape:
     return look_up(name, MODELS, "model")
 
 
-def look_up(name: str, known: Mapping[str, T], what: str) -> T:
+def look_up(name: str, known: Mapping[str, Any], what: str) -> Any:
     """The entry of `known` called `name`, in whatever case; ValueError with the nearest names if there is none."""
     lower = {key.lower(): key for key in known}
     if name.lower() in lower:

@@ -102,8 +102,7 @@ class Playback:
         places = [i for i in range(self._place, to) if is_code(self._lesson.cells[i])]
         self._place = to
         while places:
-            cells = [self._lesson.cells[i]["source"] for i in places]
-            attempt = session.run(cells, _LESSON_SECONDS, self._given_up)
+            attempt = session.run([self._lesson.cells[i]["source"] for i in places], _LESSON_SECONDS, self._given_up)
             deliberate = "raises-exception" in tags(self._lesson.cells[places[attempt.place]])
             if attempt.over or (attempt.error and not deliberate):
                 return attempt.error

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from . import exercises, names
@@ -26,7 +25,6 @@ FILE = "rankcell-progress.json"
 
 
 def load(shell: Any) -> None:
-    """Follow the cells of this kernel."""
     if getattr(shell, "_rankcell_teaching", None) is not None:
         return
     shell._rankcell_teaching = follower = CellFollower(_this_notebook(), shell)
@@ -123,9 +121,7 @@ class CellFollower:
         first = f"{type(error).__name__}: {error}".splitlines()[0]
         return f"The cell of {name} ended with {first.rstrip('.')}. Repair that first."
 
-    def _show_error(
-        self, shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: Any = None
-    ) -> None:
+    def _show_error(self, shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: Any = None) -> None:
         """Show the error of a cell that has a role: one line where that says all, else as IPython does."""
         if line := self._line_instead(error):
             shell._showtraceback(kind, error, [line])
