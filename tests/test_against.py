@@ -608,8 +608,9 @@ def test_in_16_bits_a_right_run_raises_no_alarm_and_a_wrong_one_is_named(four):
 
 BETWEEN = """
 class Sums(nn.Module):
+    dim = 1
     def forward(self, h):
-        return h.cumsum(1)
+        return h.cumsum(self.dim)
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -644,6 +645,38 @@ def test_what_a_wrong_module_is_given_is_told(four):
     ):
         verdict = of_net(four, "", ours, "model(h).square().mean()", net=BETWEEN)
         assert (says in verdict.text) and (verdict.ok or ours)
+
+
+def test_rows_that_are_gathered_in_another_order_are_named(four):
+    gathers = "h = whole[{}]\ndef between(h):\n    every = [torch.empty_like(h) for _ in range(4)]\n"
+    gathers += "    dist.all_gather(every, h.relu())\n    return torch.cat(every)\nmodel.between = between"
+    right = gathers.format("2 * rank : 2 * rank + 2")
+    assert of_net(four, "Sums.dim = 0", right, "model(h).square().mean()", net=BETWEEN).ok
+    verdict = of_net(four, "Sums.dim = 0", gathers.format("rank::4"), "model(h).square().mean()", net=BETWEEN)
+    assert "(of `up` there are rows 0-3, 16-19 on rank 0, rows 4-7, 20-23 on rank 1," in verdict.text
+
+
+def test_columns_of_a_gradient_that_are_never_summed_are_told(four):
+    part = """
+h = whole
+class Part(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, h: h.clone())
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.cat([grad[..., :6], (rank + 1) / 10 * grad[..., 6:]], -1)
+model.between = lambda h: Part.apply(h.relu())
+"""
+    verdict = of_net(four, "", part, "model(h).square().mean().backward()", net=BETWEEN)
+    assert (
+        "wrong only in columns 6, 7 on ranks 0-3, where they add up to it: is an all-reduce"
+        in verdict.text.lower()
+    )
+
+
+def test_gradients_that_one_process_does_not_have_are_told(four):
+    learns = "loss = lambda out: out.square().mean().backward()"
+    verdict = of_net(four, "loss = torch.Tensor.sum", learns, "loss(model(h))", net=BETWEEN)
+    assert "ranks 0-3 have gradients, and one process has none" in verdict.text
 
 
 def test_a_clip_without_torchs_epsilon_is_right(four):

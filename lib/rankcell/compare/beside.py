@@ -41,7 +41,10 @@ class Beside:
 
     def _explained(self, row: Row, holders: Mapping[int, Fit | None]) -> Row:
         if row.kind == "parameter" and row.step:
-            return row if row.clue == NO_GRADIENT else replace(row, clue=self._of_optimizer(row, holders))
+            clip = self._of_clip(row.step - 1)
+            if row.says and clip:
+                return replace(row, says=f"{row.says} {clip}")
+            return row if row.clue == NO_GRADIENT else replace(row, clue=self._of_optimizer(row, holders) or clip)
         if row.kind == "grad":
             return replace(row, clue=row.clue or self._of_clip(row.step))
         inside = f"{row.name}." if row.name else ""
@@ -64,7 +67,7 @@ class Beside:
                 said = ", ".join(f"{norm} on {name_ranks(ranks)}" for norm, ranks in each.items())
                 there = f"by {one.value[0]:.3g} in one process" if one else "one process does not clip"
                 asks = "is that before the gradients of all ranks are averaged, or a norm without the others' parts?"
-                return f"clip_grad_norm_{placed(line)} clips by the norm {said}, and {there}: {asks}"
+                return f"`clip_grad_norm_`{placed(line)} clips by the norm {said}, and {there}: {asks}"
         return ""
 
     def _was_right(self, wrong: Row) -> bool:
@@ -184,6 +187,18 @@ def steps_elsewhere(judge: Any, rows: Sequence[Row]) -> Row | None:
             says += "its own part, or made too often?"
             return row.found("none", "other calls before the update", ranks=tuple(odd), says=says)
     return None
+
+
+def gradients_of_ranks(ranks: Mapping[Any, Iterable[tuple[int, Traced]]], known: Iterable[str]) -> Iterator[Row]:
+    """The rows to blame where ranks have gradients, and one process has none at all."""
+    for (kind, name, step, _), pairs in ranks.items():
+        have = tuple(sorted({rank for rank, e in pairs if np.any(e.value)}))
+        if kind == "grad" and name in known and have:
+            says = (
+                f"{name_ranks(have)} {'has' if len(have) == 1 else 'have'} gradients, and one process has none: does "
+            )
+            says += "only one of the two skip the backward (a condition, a batch that is left out)?"
+            yield Row(name, kind, step, "not in one process", "none", have, says=says)
 
 
 def dropped_out(row: Row, masked: Sequence[tuple[int, Traced]]) -> Row:

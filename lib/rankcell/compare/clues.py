@@ -78,6 +78,8 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
         clue = f"{name_some(old)} {hold} {BEFORE}: is what it made put back where it was?"
     clue = clue or blame.added_up(row, rows)
     if row.kind == "output" and not says and (of_given := _of_given(judge, row)):
+        if not of_given.startswith(f"{GIVEN} is right"):
+            of_given += _strewn(judge, before(row, rows))
         clue = f"{of_given}{'' if of_given[-1] == '?' or not clue else '.'} {clue[:1].upper()}{clue[1:]}".strip()
     return replace(row, says=says, clue=clue), False
 
@@ -170,6 +172,15 @@ def _of_given(judge: Any, row: Row) -> str:
     return f"{GIVEN} is right" if keys else ""
 
 
+def _strewn(judge: Any, past: Sequence[Row]) -> str:
+    """Which rows each rank has of the output before, if they are not neighbours."""
+    rows = {rank: m for rank, m in judge.rows_of.get(past[-1].key, {}).items() if m is not None} if past else {}
+    if not any((np.diff(m) != 1).any() for m in rows.values()) or sum(map(len, rows.values())) > LONG // 8:
+        return ""
+    each = (f"{_named('row', map(int, m))} on rank {rank}" for rank, m in sorted(rows.items()))
+    return f" (of `{past[-1].title}` there are {', '.join(each)})"
+
+
 def _off_by_a_little(held: Sequence[Held]) -> str:
     """By how much a part of an output is off, where its layer's weights, which are right, tell which part it is."""
     pairs = [(h.piece.matrix, h.part(h.reference.matrix)) for h in held if not h.factor and h.piece.f < h.reference.f]
@@ -256,7 +267,19 @@ def _of_columns(lost: Sequence[Held]) -> str:
     few, word = (right, "right") if sum(map(len, right.values())) < sum(map(len, wrong.values())) else (wrong, "wrong")
     ranks = grouped((tuple(sorted(columns)), rank) for rank, columns in few.items())
     each = [f"{_named('column', columns)} on {name_ranks(who)}" for columns, who in ranks.items()]
-    return f"{word} only in {', '.join(each)}" if right and any(wrong.values()) and 0 < len(each) < 5 else ""
+    if not right or not any(wrong.values()) or not 0 < len(each) < 5:
+        return ""
+    bad = sorted(set().union(*wrong.values()))
+    whole = lost[0].part(lost[0].reference.matrix)
+    if (
+        len(wrong) == len(lost) > 1
+        and all(h.piece.matrix.shape == whole.shape for h in lost)
+        and len(whole.T) > bad[-1]
+    ):
+        total = sum(h.piece.matrix for h in lost)
+        if np.abs(total - whole)[:, bad].max() <= lost[0].reference.limits(whole).max():
+            return f"{word} only in {', '.join(each)}, where they add up to it: is an all-reduce missing there?"
+    return f"{word} only in {', '.join(each)}"
 
 
 def _of_another_call(held: Sequence[Held]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import UserFacingError
 from ..results import Run, grouped, name_ranks, name_some
 from . import clues, layouts, wording
-from .beside import Beside, dropped_out, set_aside, steps_elsewhere, still_alike
+from .beside import Beside, dropped_out, gradients_of_ranks, set_aside, steps_elsewhere, still_alike
 from .blame import before, first_wrong, right_elsewhere
 from .comparison import FINAL, Comparison, Row
 from .coverage import ROUNDED, are_near, covered, moved
@@ -152,7 +152,8 @@ class Judge:
                     found.append(Row(name, kind, step, GONE, "missing", holders))
                 elif any(k == "parameter" and s == step for k, _, s, _ in self.ranks):
                     found.append(Row(name, kind, step, BEFORE, "none", holders))
-        return found
+        learns = any(kind == "grad" for kind, *_ in self.dense)
+        return found if learns else [*found, *gradients_of_ranks(self.ranks, self.holders)]
 
     def _row(self, key: _Key, entries: Sequence[Traced], pairs: Sequence[tuple[int, Traced]]) -> Row:
         kind, name, step, _ = key

@@ -40,7 +40,8 @@ class TraceTooLarge(Exception):
 
 
 class Trace:
-    """All that `model` computes while the block runs: `entries`; `beside` these, buffers and what optimizers go by.
+    """All that `model` computes while the block runs: `entries`; `beside` these, what modules are given, buffers, what
+    optimizers and clips go by.
 
     Args:
         model: a module; several, in a list or a dictionary; or what holds its stages, such as a `Pipeline`.

@@ -124,8 +124,9 @@ def _scaled(row: Row, others: list[int], mesh: Mapping[str, int], world_size: in
     of_size = " or ".join(axis for axis, size in mesh.items() if size == round(max(k, 1 / k if k else k)))
     if others and row.kind == "grad":
         hint = f"the gradients of {name_ranks(others)} are right: is the loss scale the same, or what they send scaled?"
-    elif abs(k - round(k)) < 1e-3 and k > 1:
+    elif abs(k - round(k)) < 1e-3 and k > 1.5:
         more = "" if of_size or round(k) == world_size else ", or counted more than once"
+        more = more or ", or summed once too often" * (row.kind == "grad")
         over = f" over {of_size}" if of_size else ""
         hint = f"a sum{over} where a mean is meant{more}"
         if row.kind == "grad_output" and past and not more:
