@@ -93,8 +93,8 @@ def trace(model: Any) -> AbstractContextManager[Any]:
         loss(dense(x), y).backward()
 
     On the ranks of a cell it goes with the Run, and `check.against(run, one)` says how the ranks' tensors make up those
-    of one process. `model` may be a list of modules (`model 0`, `model 1`, ...), or what holds the stages of a pipeline.
-    The steps of any optimizer in the block count, what modules are given, and the norms by which
+    of one process. `model` may be a list of modules (`model 0`, `model 1`, ...), or what holds a pipeline's stages. The
+    steps of any optimizer in the block count, what modules are given, and the norms by which
     `torch.nn.utils.clip_grad_norm_` clips. Numbers stay as they are, bit for bit.
     """
     return extensions.find("rankcell.trace")(model)
