@@ -358,6 +358,17 @@ def test_where_all_wait_for_others_to_join_it_is_told_as_whom_nobody_has():
     said = str(verdict.stalled(join, 60.0))
     assert "rank 2      waits in init_process_group(rank=0)" in said and "transfer" not in said
     assert "Nobody calls it as rank 2. Does each call it by a number of its own" in said
+    ports = [replace(wait, text=f"init_process_group(127.0.0.1:{port})") for port in (4000, 4000, 4001)]
+    said = str(verdict.stalled([replace(r, waits=(w,)) for r, w in zip(join, ports, strict=True)], 60.0))
+    assert (
+        "rank 2      waits in init_process_group(127.0.0.1:4001)" in said and "at different addresses" in said
+    )
+
+
+def test_a_thread_that_outlives_the_script_is_told():
+    frame = Frame("python3.11/threading.py", 1002, "Thread._bootstrap of threading")
+    still = [replace(stands_in(rank, "Queue.get"), stack=(frame,)) for rank in WORLD]
+    assert "make it with daemon=True" in verdict.stalled(still, 60.0).advice
 
 
 def test_a_backward_that_a_rank_has_not_done_names_parameters_without_a_gradient():

@@ -94,6 +94,16 @@ def test_messages_know_their_peer_and_tag(run):
     assert of == [[("send", 3, 7)], [("send", 3, 0)], [], [("recv", 0, 7), ("recv", 1, 0)]]
 
 
+def test_a_message_from_anyone_counts_for_its_pair(run):
+    """What comes next from the same rank is its second message, and has another size."""
+    source = """
+    if rank == 1:
+        for n in (1, 5): dist.send(torch.ones(n), 0)
+    if rank == 0: dist.recv(torch.ones(5), src=dist.recv(torch.ones(1)))
+    """
+    assert [(e.op, e.peer, e.seq) for e in run(source).ranks[0].events] == [("recv", 1, 1), ("recv", 1, 2)]
+
+
 def test_a_wait_for_what_is_over_is_recorded(run):
     """Rank 0 calls last: what the others call is not over before they have its Work."""
     source = """

@@ -246,7 +246,7 @@ def _watch_works(recorder: Recorder) -> None:
         finally:
             if o.error is None and o.op in ("send", "recv"):
                 if o.op == "recv" and o.peer is None:
-                    o.peer = o.ranks[work._source_rank()]
+                    recorder.came_from(o, o.ranks[work._source_rank()])
                 if o.passed is None:
                     messages[work] = o.describe()
             recorder.waited(o)

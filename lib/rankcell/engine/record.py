@@ -141,6 +141,13 @@ class Recorder:
         o.seq = self.counts[key] = self.counts.get(key, 0) + 1
         o.nth = o.seq - self._before.get(key, 0)
 
+    def came_from(self, o: Operation, peer: int) -> None:
+        """A receive from anyone has ended: it was the next one of that pair."""
+        with self._lock:
+            self.counts[o.key] -= 1
+            o.peer = peer
+            self._count(o)
+
     def name_of(self, o: Operation) -> str:
         """What all ranks call this operation, and nothing else is ever called."""
         name = f"{self.generation}|{o.group}|{o.seq}"

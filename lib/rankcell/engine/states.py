@@ -82,7 +82,7 @@ def doing(state: State, world_size: int, *, many: bool = False, twins: Collectio
     s = "" if many else "s"
     over = {
         "error": f"failed: {state.why}",
-        "lost": state.why,
+        "lost": f"were {state.why[4:]}" if many and state.why.startswith("was ") else state.why,
         "still": f"stand{s} {state.why}",
         "absent": state.why or ("do not run this cell" if many else "does not run this cell"),
         "finished": state.why or f"finished the {state.what} after {state.calls} call{'s' * (state.calls != 1)}",

@@ -13,7 +13,7 @@ from itertools import permutations, takewhile
 from ..engine import stacks
 from ..engine.messages import Wait
 from ..errors import PAIRED
-from ..results import Event, at_line, grouped, name_ranks
+from ..results import Call, Event, at_line, grouped, name_ranks
 from .records import RankRecord
 
 _BEGIN, _END = "begin", "end"  # of a program, among its calls
@@ -145,6 +145,20 @@ def goes_round_more(records: Mapping[int, RankRecord], waits: Mapping[int, Wait]
             came = f"{name_ranks(ranks)} came to {at_line(here[2], here[1])} once more than {name_ranks(others)}"
             went = f"which went on to {at_line(there[2], there[1])}"
             return f"{came}, {went}: do all ranks go through a loop equally often (batches, steps)?"
+    return ""
+
+
+def met_before(records: Sequence[RankRecord], calls: Mapping[int, Call]) -> str:
+    """How the same message of a pair was met earlier, where one of the two calls is as it was, and the other is not."""
+    events = {r.rank: [e for e in r.events if e.line == calls[r.rank].line] for r in records if r.rank in calls}
+    old = {r: [e for e in of if e.text == calls[r].text and e.seq < calls[r].nth] for r, of in events.items()}
+    for rank, other in permutations(events, 2):
+        if old[rank] or not old[other]:
+            continue
+        last = old[other][-1]
+        if met := [e.text for e in events[rank] if (e.seq, e.peer) == (last.seq, other)]:
+            same = f"In call {last.seq} {last.text} of rank {other} was met by {met[0]} in the same line"
+            return f"{same}: what has made rank {rank} call it otherwise now?"
     return ""
 
 

@@ -138,6 +138,8 @@ class Inside:
     def report(self) -> RankRecord:
         """The same with its stack and its last operations."""
         record = replace(self.record(), stack=self._stack())
+        file, line = stacks.place(record.stack)
+        record = record if record.line else replace(record, file=file, line=line)
         if self.recording is None:
             return record
         from ..engine import report
@@ -149,7 +151,12 @@ class Inside:
         return replace(record, events=self.recording.events(), handles=handles, without=without)
 
     def _stack(self) -> tuple[Frame, ...]:
-        return stacks.of_frame(sys._current_frames().get(self._main))
+        frames = sys._current_frames()
+        found = stacks.of_frame(frames.get(self._main))
+        if found and found[-1].name == "_shutdown of threading":  # the script is over, and a thread of its own is not
+            theirs = (stacks.of_frame(frames.get(t.ident)) for t in threading.enumerate() if not t.daemon and t.ident)
+            return next(filter(stacks.own, theirs), found)
+        return found
 
     def end(self, error: BaseException | None = None) -> None:
         """The program has ended or raised: wait until the runner has seen the others, whom the launcher will end."""
@@ -215,8 +222,11 @@ def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwar
         rank, size = int(given.get("rank", -1)), int(given.get("world_size") or -1)
         rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
         size = size if size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
+        address = str(given.get("init_method") or "env://") if given.get("store") is None else ""
     except (TypeError, ValueError):
-        rank = size = -1
+        rank, size, address = -1, -1, ""
+    if address == "env://":
+        address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     # a launcher of its own, such as MPI's, or a world of one, or no runner: the program does as ever
     if (inside := arrive(rank, size) if rank >= 0 and size >= 2 else None) is None:
         return original(*args, **kwargs)
@@ -225,4 +235,5 @@ def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwar
 
         inside.world_size = max(inside.world_size, size)  # a program may wait for more than were started
         inside.recording = Recording(inside.rank, inside.world_size, inside.token)
-    return inside.recording.init(lambda: original(*args, **kwargs), inside.wait_for_near, rank)
+    says = [f"rank={rank}"] * (rank != inside.rank) + [address] * bool(address)
+    return inside.recording.init(lambda: original(*args, **kwargs), inside.wait_for_near, ", ".join(says))

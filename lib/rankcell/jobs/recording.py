@@ -57,10 +57,10 @@ class Recording:
         self._groups = groups = GroupCalls(self.recorder, rank, world_size)
         replace_in_torch((dist.new_group, groups.new_group), (dist.destroy_process_group, groups.destroy))
 
-    def init(self, original: Callable[[], Any], near: Callable[[], tuple[int, ...] | None], as_rank: int) -> Any:
-        """`init_process_group`, in which this rank waits for all others; the program may call it by another number."""
-        text = f"init_process_group(rank={as_rank})" if as_rank != self.rank else ""
-        found = self._groups.waited_for("init_process_group", tuple(range(self.world_size)), original, text=text)
+    def init(self, original: Callable[[], Any], near: Callable[[], tuple[int, ...] | None], says: str) -> Any:
+        """`init_process_group`, in which this rank waits for all others; `says` where, and by which other number."""
+        everybody, text = tuple(range(self.world_size)), f"init_process_group({says})"
+        found = self._groups.waited_for("init_process_group", everybody, original, text=text)
         pairs = (each.partition(":") for each in dist.get_backend_config().split(","))  # known from here on
         self.recorder.enqueues = frozenset(device for device, _, backend in pairs if backend in listen.ENQUEUE)
         if (here := near()) is None:  # not all ranks are recorded: there is nobody to be compared with

@@ -8,7 +8,7 @@ errors that are only consequences; and a rank may be blocked outside torch, in a
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations, takewhile, zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any
 
 from .. import errors, results
@@ -16,7 +16,7 @@ from ..engine import diagnose, stacks
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
 from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks, name_some, placed
-from .divergence import Divergence, came_again, find_divergent_rank, goes_round_more, what
+from .divergence import Divergence, came_again, find_divergent_rank, goes_round_more, met_before, what
 from .records import RankRecord
 
 SHOWN = 4  # last operations of a rank that are printed
@@ -151,7 +151,10 @@ def _lost(states: Sequence[State], lost: Sequence[RankRecord]) -> JobVerdict:
         head += f", and {name_ranks([s.rank for s in waiting])} {verb} in {wait.via or wait.op}"
     seen = at_line(first.line, first.file)
     advice = f"It was last seen at {seen}. " if seen and len(lost) == 1 else ""
-    advice += "Was it out of memory? `dmesg` on its node, or `sacct` under Slurm, say so."
+    why = "A C++ error ends a process so: see what it printed. Gloo's does if a message is longer than its tensor."
+    advice += (
+        why if "Aborted" in first.why else "Was it out of memory? `dmesg` on its node, or `sacct` under Slurm, say so."
+    )
     places = tuple((r.file, r.line) for r in lost if r.line)
     return JobVerdict("lost", ranks, f"{head}.", rows(states, len(states), ranks), advice, places)
 
@@ -234,7 +237,7 @@ def _deadlock(records: dict[int, RankRecord], states: Sequence[State], proof: di
         by_rank, missed = {s.rank: s for s in states}, set(culprits)
         places = [(w.file, w.line) for r, w in waits.items() if missed.intersection(missing_peers(w, by_rank, r))][:1]
     kind = "still" if any(records[r].phase == "still" for r in culprits) else "hang"
-    advice = _of_loader([records[r] for r in culprits]) or advice
+    advice = _of_workers([records[r] for r in culprits]) or advice
     places = list(dict.fromkeys(p for p in places if p[1]))
     return JobVerdict(kind, tuple(culprits), head, rows(states, len(states), culprits), advice, tuple(places))
 
@@ -272,7 +275,7 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
     found = {r.rank: {e.seq: e for e in r.events if e.group == one.group and e.seq < one.nth} for r in records}
     before = {rank: events for rank, events in found.items() if events}
     if one.op in errors.PAIRED:
-        return _met_before(records, calls)
+        return met_before(records, calls)
     if not before.keys() >= calls.keys():
         return ""
     common = set.intersection(*map(set, before.values()))
@@ -313,20 +316,6 @@ def _parted(records: Sequence[RankRecord], calls: Mapping[int, Call], size: int)
         f"At least since call {max(events[-1].seq for events in last)} they call {at_line(one.line, one.file)} only: "
         "does it go through the same things, in the same order, on every rank?"
     )
-
-
-def _met_before(records: Sequence[RankRecord], calls: Mapping[int, Call]) -> str:
-    """How the same message of a pair was met earlier, where one of the two calls is as it was, and the other is not."""
-    events = {r.rank: [e for e in r.events if e.line == calls[r.rank].line] for r in records if r.rank in calls}
-    old = {r: [e for e in of if e.text == calls[r].text and e.seq < calls[r].nth] for r, of in events.items()}
-    for rank, other in permutations(events, 2):
-        if old[rank] or not old[other]:
-            continue
-        last = old[other][-1]
-        if met := [e.text for e in events[rank] if (e.seq, e.peer) == (last.seq, other)]:
-            same = f"In call {last.seq} {last.text} of rank {other} was met by {met[0]} in the same line"
-            return f"{same}: what has made rank {rank} call it otherwise now?"
-    return ""
 
 
 def _came_from(records: Sequence[RankRecord], one: Call) -> str:
@@ -381,16 +370,23 @@ def stalled(records: Sequence[RankRecord], limit: float) -> JobVerdict:
         lost = sorted({*range(_size(records))}.difference(int(n[1]) for n in names))
         asks = f"Nobody calls it as {name_ranks(lost)}. " if lost else ""
         asks += "Does each call it by a number of its own (rank=0, 1, ...), with the same world_size= and address?"
+        if len({address for w in waits for address in re.findall(r"[^ (]*:[^ )]*", w.text)}) > 1:
+            asks = (
+                "They look for each other at different addresses: MASTER_ADDR and MASTER_PORT, or init_method=, must "
+            )
+            asks += "be the same on all. Does each process set its own?"
         return unclear(records, f"{head}: the ranks wait in init_process_group for others to join.", asks)
     if waits:
         advice = "Everybody has come to the operation that it stands in: what does not end is the transfer itself."
         return unclear(records, f"{head}.", f"{advice} Look at the network and at what the backend logs.")
-    advice = _of_loader(records) or "Look at what they wait for: a file, a lock, input, another process?"
+    advice = _of_workers(records) or "Look at what they wait for: a file, a lock, input, another process?"
     return unclear(records, f"{head}, and no rank waits in a communication.", advice)
 
 
-def _of_loader(records: Sequence[RankRecord]) -> str:
-    """What to do where ranks stand still in their data loader, else ""."""
+def _of_workers(records: Sequence[RankRecord]) -> str:
+    """What to do where ranks stand still in their data loader, or at the end for a thread, else ""."""
+    if all(r.stack and r.stack[0].name.endswith("_bootstrap of threading") for r in records):
+        return "The script is over, and Python waits for a thread that it started: end it, or make it with daemon=True."
     loads = [r.rank for r in records if any(f.name.startswith(_FROM_WORKER) for f in stacks.below(r.stack))]
     wait = f"{name_ranks(loads)} wait{'s' * (len(loads) == 1)} for a worker of the data loader".capitalize()
     may = "What does that wait for: a file, a lock that was held when it was forked, another process?"
