@@ -692,6 +692,15 @@ def test_a_clip_without_torchs_epsilon_is_right(four):
     assert "0.99 times the dense gradient" in of_net(four, source, clip.format("0.99 * limit")).text
 
 
+def test_weights_that_were_never_written_are_told(four):
+    source = f"optimizer = torch.optim.SGD(model.parameters(), 0.1)\n{TRAIN}"
+    never = (
+        "model.first.weight.data.add_(1)\noptimizer = torch.optim.SGD([model.scale, model.first.bias], 0.1)"
+    )
+    verdict = of_net(four, source, never)
+    assert verdict.first.title == "first.weight" and "nor does the traced step change them" in verdict.text
+
+
 def test_several_models_are_called_by_their_place():
     first, second = nn.Linear(4, 3), nn.Linear(3, 1)
     with Trace([first, second]) as trace:

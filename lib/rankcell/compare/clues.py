@@ -76,6 +76,10 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
     if old := [r.title for r in rows if (r.kind, r.step, r.layout) == (row.kind, row.step, BEFORE)]:
         hold = "holds" if len(old) == 1 else "hold"
         clue = f"{name_some(old)} {hold} {BEFORE}: is what it made put back where it was?"
+    if (row.kind, row.step) == ("parameter", 0) and any(
+        (r.name, r.step, r.layout) == (row.name, 1, BEFORE) for r in rows
+    ):
+        clue = "nor does the traced step change them, and in one process it does: does anything write them?"
     clue = clue or blame.added_up(row, rows)
     if row.kind == "output" and not says and (of_given := _of_given(judge, row)):
         if not of_given.startswith(f"{GIVEN} is right"):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import channel, stacks, system
 from ..engine.messages import Answer, Question
-from ..results import Frame, at_line
+from ..results import Frame, RankFailure, at_line, placed
 from .records import RankArrived, RankRecord
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Inside:
 
         of_main: Any = sys._current_exceptions().get(self._main)
         error = of_main[1] if isinstance(of_main, tuple) else of_main  # Python 3.11 gives three things
-        handles = "" if error is None else str(report.failure(error))
+        handles = "" if error is None else _with_place(report.failure(error))
         without = () if self.phase == "finished" else self.recording.without_gradient()
         return replace(record, events=self.recording.events(), handles=handles, without=without)
 
@@ -184,7 +184,7 @@ class Inside:
             failed_in = recorder.operations[-1].wait()  # C++ has waited for it, as DDP does
         # where the others are gone, the operation that waited for them fails: the stack tells where it stood
         stack = failure.frames if failed_in is not None else ()
-        handles = next((str(cause) for how, cause in failure.causes if how == "while handling"), "")
+        handles = next((_with_place(cause) for how, cause in failure.causes if how == "while handling"), "")
         return replace(record, why=str(failure), failure=failure, failed_in=failed_in, stack=stack, handles=handles)
 
 
@@ -213,6 +213,11 @@ def arrive(rank: int, world_size: int) -> Inside | None:
         print(f"rankcell run: rank {rank} is not recorded: {error}", file=sys.stderr)
         return None
     return found
+
+
+def _with_place(failure: RankFailure) -> str:
+    file, line = stacks.place(failure.frames)
+    return f"{failure}{placed(line, file)}"
 
 
 def init_process_group(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

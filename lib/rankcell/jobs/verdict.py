@@ -412,9 +412,11 @@ def text(found: JobVerdict, records: Sequence[RankRecord]) -> str:
     ]
     # of one that failed the exceptions behind its own are told anyway, and how one ended is
     here = [r for r in records if r.handles and r.phase != "finished" and (found.kind != "error" or not r.over)]
-    after = {r.rank: r.handles for r in here if not _CONSEQUENCE.search(r.handles)}
-    came = [f"Rank {rank} came here after {error} (in an `except` or a `finally`)." for rank, error in after.items()]
-    came = came if len(came) < len(records) else []  # else the whole program stands in one
+    after = results.grouped((r.handles, r.rank) for r in here if not _CONSEQUENCE.search(r.handles))
+    who = {error: name_ranks(ranks).capitalize() for error, ranks in after.items()}
+    came = [f"{who[error]} came here after {error} (in an `except` or a `finally`)." for error in after]
+    came = came if sum(map(len, after.values())) < len(records) else []  # else the whole program stands in one
+    found = replace(found, advice="") if came and found.kind == "hang" else found  # that is why
     return "\n".join([f"rankcell: {found}", *came, *([""] if parts else []), *parts])
 
 
