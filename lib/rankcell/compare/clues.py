@@ -163,8 +163,8 @@ def _of_given(judge: Any, row: Row) -> str:
             right = [where for where in places if reference.factor(piece.matrix, *where) == 1.0]
             found = Fit(*right[0]) if right else layouts.place(piece, reference, layouts.SeenPlaces())
             if not right and found is not None and found.rows is not None and found.factor == 1.0:
-                order = REORDERED * bool((np.diff(found.rows) < 0).any())
-                holds = f"holds {_named('row', map(int, found.rows))} of {reference.n}{order}"
+                rows, order = _named("row", map(int, found.rows)), REORDERED * bool((np.diff(found.rows) < 0).any())
+                holds = f"holds {rows if len(rows) < LONG else 'other rows'} of {reference.n}{order}"
                 return f"{what} {holds} on rank {piece.rank}: are these the right ones?" if found.sure else ""
             if not right and not places:
                 return ""

@@ -148,6 +148,10 @@ class Recorder:
             o.peer = peer
             self._count(o)
 
+    def is_uncertain(self, o: Operation) -> bool:
+        """Whether nobody knows yet which message of its pair this is: one from anyone is under way, or it is that."""
+        return o.op == "recv" and self.counts.get((*o.key[:2], None, *o.key[3:]), 0) > 0
+
     def name_of(self, o: Operation) -> str:
         """What all ranks call this operation, and nothing else is ever called."""
         name = f"{self.generation}|{o.group}|{o.seq}"
