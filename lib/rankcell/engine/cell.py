@@ -185,9 +185,8 @@ class Cell:
     def _end(self, ranks: Sequence[int]) -> None:
         self.workers.host.kill(ranks)
         self.workers.pump(0.0)  # what they wrote until then
-        for rank in ranks:
-            if self.workers.received[rank].done is None:
-                self.workers.lose(rank, "did not react and was ended", by_us=True)
+        for rank in ranks:  # also one that came back meanwhile, since those that it waited for were ended
+            self.workers.lose(rank, "did not react and was ended", by_us=True)
 
     def _ending(self, cause: Cause | None) -> Ending:
         received = self.workers.received
