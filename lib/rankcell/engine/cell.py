@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import errors, extensions
 from ..results import NotSent, Run, grouped, name_ranks
-from . import diagnose, system
+from . import diagnose, stacks, system
 from .messages import RankState, Status, Task
 from .received import unpack
 from .states import State, from_status, late, rows, standings, summary
@@ -149,8 +149,13 @@ class Cell:
     def _nobody_moves(self, now: float) -> bool:
         """Whether a rank has failed and the others do nothing: what they wait for may never come."""
         runs = [s.rank for s in self._states if s.phase == "running"]
-        failed = any(s.phase in ("error", "lost") for s in self._states)
-        return failed and bool(runs) and all(now - self._moved.get(rank, now) > STILL for rank in runs)
+        still = bool(runs) and all(now - self._moved.get(rank, now) > STILL for rank in runs)
+        if not still or not any(s.phase in ("error", "lost") for s in self._states):
+            return False
+        host = self.workers.host
+        pids = [host.pids.get(rank, 0) for rank in runs if not host.place_of(rank)[2]]  # of this machine
+        # a process of its own may work for a rank that stands still
+        return not any(s.compiles for s in self._states) and not any(map(stacks.children, pids))
 
     def _where(self, headline: str) -> str:
         """`headline`, and under it where the ranks were; those in the same place together."""
