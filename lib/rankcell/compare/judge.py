@@ -131,8 +131,8 @@ class Judge:
         depth = len({name for kind, name, *_ in dense if kind == "output"})
         self.in_16_bits = worst >= TOLERANCE["float16"]
         # torch adds 1e-6 to the norm by which it clips, and a clip of one's own may not
-        norms = [e.value[0] for e in (*beside, *(e for *_, e in theirs)) if e.kind == "clip"]
-        self.of_clip = max((2e-6 / norm for norm in norms if norm), default=0.0)
+        clips = [e.value for e in (*beside, *(e for *_, e in theirs)) if e.kind == "clip"]
+        self.of_clip = min(1e-3, max((2e-6 / norm for norm, limit in clips if norm > limit), default=0.0))
         self.tolerance = worst * min(4.0, max(1.0, depth**0.5 / 3))
         sizes = grouped((kind, typical(_matrix(es))) for (kind, *_), es in dense.items())
         self.floors = {kind: 0.01 * float(np.median(values)) for kind, values in sizes.items()}
