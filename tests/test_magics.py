@@ -291,7 +291,7 @@ def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
         shell.run_cell("%%ranks 4 --push trainer\n1").raise_error()
     shell.user_ns["loops"] = functools.partial(min, shell.user_ns["trainer"])
     shell.run_cell("def later(step): return loops() if step else later(1)")
-    with pytest.raises(PushError, match=r"later, which uses loops.args\[0\].loader.batches"):
+    with pytest.raises(PushError, match=r"because it uses loops.args\[0\].loader.batches"):
         shell.run_cell("%%ranks 4 --push later\n1").raise_error()
 
 

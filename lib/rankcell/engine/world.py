@@ -334,7 +334,8 @@ def _pickle(what: str, value: Any) -> bytes:
         return _dumps(value)
     except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything, and it is raised on
         part = _odd_part(what, value)
-        because = f", because of {part}" if part != what else ""
+        uses = part.removeprefix(f"{what}, which uses ")
+        because = f", because it uses {uses}" if uses != part else f", because of {part}" if part != what else ""
         said = f"{what} cannot be sent to the ranks{because}: {type(error).__name__}: {error}."
         how = "Push plain data, tensors, functions or classes; make the rest on the ranks, whose values `-o run` has."
         raise errors.PushError(f"{said} {how} No rank has run.") from None
