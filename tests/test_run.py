@@ -144,4 +144,5 @@ def test_rank_and_line_of_generated_jobs(tmp_path):
     done = started(command, tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == len(CHOSEN) and [r for r in rows if not (r["rank"] and r["line"])] == [], rows
+    wrong = [r for r in rows if not (r["rank"] and r["line"])]
+    assert len(rows) == len(CHOSEN) and not wrong, json.dumps(wrong, indent=1)
