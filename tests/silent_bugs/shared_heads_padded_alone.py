@@ -9,7 +9,6 @@ says: On dim 2 it is right at places 0-2, 4, 5, 8, wrong at places 3, 6, 7, 9-11
 """
 
 
-# %% one process
 class Core(nn.Module):
     """Attention of all positions, tensors `(batch, position, head, feature)`; several query heads share a key."""
 
@@ -34,32 +33,13 @@ class Net(nn.Module):
 pictures = torch.randn(2, 16, 24, generator=generator(0, "pictures")).double()
 wanted = pictures.cumsum(1)[..., :3]
 torch.manual_seed(0)
+
+# %% one process
 model = Net(Core()).double()
 step = training(model, adam(model), lambda: F.mse_loss(model(pictures), wanted))
 
 
 # %% ranks
-class Core(nn.Module):
-    """Attention of all positions, tensors `(batch, position, head, feature)`; several query heads share a key."""
-
-    def forward(self, q, k, v):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-class Net(nn.Module):
-    def __init__(self, core):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(24, n, bias=False) for n in (48, 12, 12))
-        self.core, self.out = core, nn.Linear(48, 3, bias=False)
-
-    def forward(self, x):
-        return self.out(
-            self.core(*(w(x).unflatten(-1, (-1, 4)) for w in (self.q, self.k, self.v))).flatten(-2)
-        )
-
-
 class AllToAll(torch.autograd.Function):
     """Cuts dim `scatter` over the ranks, and puts their parts together on dim `gather`."""
 
@@ -91,9 +71,6 @@ class Ulysses(Core):
         return AllToAll.apply(super().forward(q, k, v), 1, 2)[:, :, :heads]
 
 
-pictures = torch.randn(2, 16, 24, generator=generator(0, "pictures")).double()
-wanted = pictures.cumsum(1)[..., :3]
-torch.manual_seed(0)
 model = Net(Ulysses()).double()
 mine, own = (t.chunk(4, dim=1)[rank] for t in (pictures, wanted))
 step = training(model, adam(model), lambda: F.mse_loss(model(mine), own), average)

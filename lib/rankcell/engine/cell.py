@@ -139,6 +139,7 @@ class Cell:
                 states.append(from_status(status, last))
                 self._last[rank] = status
             else:  # it holds the interpreter in a long C call: busy, as far as anybody can tell
+                self._moved[rank] = time.monotonic()
                 states.append(State(rank, "running", counts=before))
         self._states = states
         for state in states:

@@ -144,7 +144,7 @@ class Recorder:
     def came_from(self, o: Operation, peer: int) -> None:
         """A receive from anyone has ended: it was the next one of that pair."""
         with self._lock:
-            self.counts[o.key] -= 1
+            self.counts[o.key] = self.counts.get(o.key, 1) - 1
             o.peer = peer
             self._count(o)
 
