@@ -824,10 +824,10 @@ def test_a_rank_that_waits_in_a_store_for_one_that_failed_is_freed(four, monkeyp
     # a rank that computes is nobody's victim
     work = "import time\nif rank == 1:\n    1 / 0\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
     assert [r.state for r in fails(four, work).run.ranks] == ["ok", "error", "ok", "ok"]
-    for works in (
-        "import subprocess; subprocess.run(['sleep', '2'])",
-        "sum(range(10**8))",
-    ):  # the other in one C call
+    in_c = (
+        "import time; time.sleep(0.4); sum(range(2 * 10**8))"  # one long call, in which a rank cannot answer
+    )
+    for works in ("import subprocess; subprocess.run(['sleep', '2'])", in_c):
         work = f"if rank == 1:\n    1 / 0\n{works}"
         assert [r.state for r in fails(four, work).run.ranks] == ["ok", "error", "ok", "ok"]
 
