@@ -117,6 +117,18 @@ def test_a_rank_says_which_exception_it_handles():
             assert inside.Inside._failed(rank, RankRecord(0), failed).handles.startswith(said)
 
 
+def test_a_stack_is_no_newer_than_the_wait_beside_it():
+    """A wait that fails while it is looked at leaves no stack of what came after it."""
+    stack = [Frame(TRAIN, 7, "<module>", "dist.all_reduce(x)")]
+
+    def record():
+        stack.clear()
+        return waiting(0)
+
+    rank = SimpleNamespace(record=record, recording=None, _stack=lambda: tuple(stack))
+    assert [frame.lineno for frame in inside.Inside.report(rank).stack] == [7]
+
+
 def test_who_computes_is_told_once_with_who_waits(capsys):
     runner = run.Runner(["torchrun"], limit=20.0, report="")
     for _ in range(2):

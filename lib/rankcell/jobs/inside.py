@@ -137,8 +137,9 @@ class Inside:
 
     def report(self) -> RankRecord:
         """The same with its stack and its last operations."""
-        record = replace(self.record(), stack=self._stack())
-        file, line = stacks.place(record.stack)
+        stack = self._stack()  # before the record, by which the runner sees whether this rank has moved on
+        record = replace(self.record(), stack=stack)
+        file, line = stacks.place(stack)
         record = record if record.line else replace(record, file=file, line=line)
         if self.recording is None:
             return record
