@@ -82,7 +82,9 @@ def test_an_unchanged_script_under_torchrun(tmp_path):
         assert (tmp_path / f"plain-{rank}").read_bytes() == (tmp_path / f"recorded-{rank}").read_bytes()
     waits = rf"waits in all_reduce\(float32\[8\]\) \(call \d+ of the world, line {line} of train.py\)"
     assert re.search(waits, done.stderr), done.stderr
-    assert re.search(rf'rank 0:\n  File ".*train.py", line {line}, .*\n    dist.all_reduce', done.stderr), done.stderr
+    assert re.search(rf'rank 0:\n  File ".*train.py", line {line}, .*\n    dist.all_reduce', done.stderr), (
+        done.stderr
+    )
     files = sorted(p.name for p in (tmp_path / "report").iterdir())
     assert files == ["rank-0.pickle", "rank-1.pickle", "verdict.txt"]
     assert missed in started([*RANKCELL, "explain", "report"], tmp_path).stdout
