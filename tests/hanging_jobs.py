@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LIMIT = 3.0  # seconds without progress
+LIMIT = 8.0  # seconds without progress: a busy machine has been seen to stand for some
 PATIENCE = 240.0  # seconds after which a job that nobody has ended is ended here
 HEAD = """
 import os, sys, time, threading, queue, socket, fcntl, subprocess, datetime
