@@ -832,6 +832,22 @@ def test_a_rank_that_waits_in_a_store_for_one_that_failed_is_freed(four, monkeyp
         assert [r.state for r in fails(four, work).run.ranks] == ["ok", "error", "ok", "ok"]
 
 
+@pytest.mark.skipif(not system.LINUX, reason="reads /proc")
+def test_a_rank_that_gets_no_core_is_waited_for(four):
+    """It computes on its way to the call in which the others wait for one that failed, and is told with them."""
+    rarely = "for n in $(seq 80); do kill -STOP $PPID; sleep 0.1; kill -CONT $PPID; sleep 0.01; done"
+    source = f"""import subprocess, time
+if rank == 1:
+    subprocess.Popen({rarely!r}, shell=True)
+    end = time.thread_time() + 0.4
+    while time.thread_time() < end: pass
+if rank == 2:
+    1 / 0
+dist.all_reduce(torch.ones(2))"""
+    said = str(fails(four, source))
+    assert "ranks 0, 1, 3 waited for it in all_reduce (line 8) and were freed" in said, said
+
+
 def test_how_a_message_was_met_before_is_told(four):
     """A buffer that was taken from a pool by its size alone."""
     took = "dist.recv(torch.ones(4, dtype=torch.float32 if n else torch.int64), 0)"

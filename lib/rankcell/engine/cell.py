@@ -24,7 +24,7 @@ from .workers import Workers, under_way
 FIRST_POLL, POLL = 0.1, 0.2  # seconds until the ranks are first asked what they do, and between two questions
 CONFIRM = 0.04  # seconds between the two looks that must agree before a deadlock is reported
 SETTLE = 2.0  # seconds that ranks on the way to an operation get to reach it: the report counts them, too
-STILL = 10.0  # seconds that a rank may stand still, in a store or a lock, when another has failed and the cell is lost
+STILL = 10.0  # ... if they get no core; and that a rank may stand still, in a store or a lock, once another has failed
 GRACE = 0.8  # seconds that a freed or interrupted rank has to come back before it is replaced
 PATIENCE = 4.0  # ... if it gets no processor: on a busy machine that is not its fault
 SPINS = 0.5  # seconds of computing meanwhile that show that it does get one
@@ -56,6 +56,8 @@ class Cell:
     _last: dict[int, Status] = field(default_factory=dict)  # what each rank answered last
     _states: list[State] = field(default_factory=list)  # at the last look
     _moved: dict[int, float] = field(default_factory=dict)  # when each rank was last seen to have run
+    _hungry: set[int] = field(default_factory=set)  # ranks that run, or wait for a core, at the last look
+    _proved: tuple[float, dict[int, float]] | None = None  # since when some wait in vain; what the others had used
 
     def run(self, interrupted: Callable[[], bool]) -> Ending:
         """Give the task to the ranks, and wait until it is over on all of them, or until `interrupted`."""
@@ -74,7 +76,7 @@ class Cell:
     def _wait(self, interrupted: Callable[[], bool]) -> Cause | None:
         """Wait until the ranks are through, or until there is a reason to end the cell."""
         began, timeout = self.workers.began, self.timeout
-        next_poll, seen, proved = began + FIRST_POLL, None, None
+        next_poll, seen = began + FIRST_POLL, None
         while not self._over():
             now = time.monotonic()
             end = began + timeout if timeout is not None else now + 3600
@@ -93,10 +95,9 @@ class Cell:
             if now >= next_poll:
                 self._look()
                 diagnosis = diagnose.diagnose(self._states)
-                proved = (proved or now) if diagnosis is not None else None
-                on_the_way = any(s.phase == "running" and not s.standing for s in self._states)
-                patient = proved is not None and now < proved + SETTLE and on_the_way
-                if diagnosis is not None and seen == _fingerprint(self._states) and not patient:
+                if diagnosis is None:
+                    self._proved = None
+                elif seen == _fingerprint(self._states) and not self._may_still_arrive(now):
                     return errors.Deadlock(str(diagnosis))
                 if self._nobody_moves(now):
                     return errors.Deadlock(self._where("a rank has failed, and the others stand still:"))
@@ -115,6 +116,7 @@ class Cell:
         idle = {rank for rank in self.workers.with_threads if not received[rank].runs}
         asked = [n for n, r in received.items() if not r.over or n in idle or (r.done and r.done.state.threads)]
         answers: dict[int, Status | None] = self.workers.ask(asked, "status", wait=0.3)
+        self._hungry = {rank for rank in asked if (found := answers.get(rank)) is None or found.runs}
         states = []
         for rank, part in sorted(received.items()):
             before = self.workers.counts.get(rank, {})
@@ -146,6 +148,13 @@ class Cell:
             if state.why.endswith(received[state.rank].late) and state.rank in self._last:
                 for wait in self._last[state.rank].waits[-1:]:
                     _, received[state.rank].late = late(wait, states, state.rank)
+
+    def _may_still_arrive(self, now: float) -> bool:
+        """Whether a rank is on the way to an operation, and has not yet had the time, or the core, to reach it."""
+        on_the_way = [s.rank for s in self._states if s.phase == "running" and not s.standing]
+        since, used = self._proved = self._proved or (now, {rank: self._used(rank) for rank in on_the_way})
+        hungry = [r for r in on_the_way if r in self._hungry and self._used(r) - used.get(r, 0.0) < SETTLE]
+        return bool(on_the_way) and now < since + (STILL if hungry else SETTLE)
 
     def _nobody_moves(self, now: float) -> bool:
         """Whether a rank has failed and the others do nothing: what they wait for may never come."""

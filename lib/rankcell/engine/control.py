@@ -98,7 +98,7 @@ def look(recorder: Recorder, rank: int, phase: str, main_thread: int, *, cell: s
     waits, counts = recorder.status()
     return Status(
         rank, cell, phase, line, file, joins=joins, synchronizes=synchronizes, compiles=compiles, waits=waits,
-        in_torch="/torch/" in top and not system.wants_a_core(), cpu=system.thread_cpu_seconds(main_thread),
+        in_torch="/torch/" in top, runs=system.wants_a_core(), cpu=system.thread_cpu_seconds(main_thread),
         switches=system.thread_switches(main_thread), counts=counts, calls=recorder.total,
         threads=threads(recorder, {main_thread, *ours}, busy=True),
     )  # fmt: skip

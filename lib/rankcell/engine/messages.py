@@ -155,7 +155,8 @@ class Status:
     phase: str  # "starting", "idle", "running", "finished" or "error"
     line: int = 0
     file: str = ""
-    in_torch: bool = False  # its main thread stands in a file of torch, and no thread wants a core
+    in_torch: bool = False  # its main thread stands in a file of torch
+    runs: bool = False  # one of its threads has a core, or waits for one
     joins: bool = False  # its main thread waits for another thread, without a time limit
     synchronizes: bool = False  # its main thread waits for its device
     compiles: bool = False  # torch.compile does, in its main thread

@@ -168,13 +168,13 @@ def from_status(status: Status, before: Status | None) -> State:
 
     A rank stands still inside torch when its main thread has not run since the answer before: measured, a wait in C++
     (DDP's reducer, a functional collective) neither uses CPU time nor wakes up. On a busy machine a thread that only
-    waits for a core uses none either, which `Status.in_torch` leaves out; nor does one that waits for its turn in
+    waits for a core uses none either, which `Status.runs` tells; nor does one that waits for its turn in
     Python, but that one wakes up.
     """
     cpu, switches = (before.cpu, before.switches) if before is not None else (None, None)
     still = status.cpu is not None and cpu is not None and status.cpu - cpu < 1e-4 and status.switches == switches
     phase = "running" if status.phase in ("starting", "idle") else status.phase
-    blocked = status.synchronizes or (status.in_torch and still)
+    blocked = status.synchronizes or (status.in_torch and not status.runs and still)
     return State(
         status.rank, phase, status.waits, status.counts, status.calls, status.line, status.file, status.joins,
         blocked_in_torch=blocked, other_threads=status.threads, compiles=status.compiles,
