@@ -189,6 +189,28 @@ def steps_elsewhere(judge: Any, rows: Sequence[Row]) -> Row | None:
     return None
 
 
+def weights_in_gradients(judge: Any, row: Row, rows: Sequence[Row]) -> str:
+    """How many times its own weights each wrong gradient holds beside that of one process, if that is one number."""
+    wrong = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status == "none"]
+    shares = []
+    for r in wrong:
+        key, start = ("grad", r.name, r.step, 0), ("parameter", r.name, r.step, 0)
+        if key not in judge.dense or start not in judge.dense:
+            return ""
+        one, weights = (matrix_of(judge.dense[k][0]) for k in (key, start))
+        for own in (matrix_of(e) for rank, e in judge.ranks.get(key, ()) if rank in r.ranks):
+            if own.shape != one.shape or not weights.any():
+                return ""
+            share = float(((own - one) * weights).sum() / (weights**2).sum())
+            if typical(own - one - share * weights) > 10 * judge.tolerance * typical(own):
+                return ""
+            shares.append(share)
+    if len(wrong) < 2 or np.ptp(shares) > 0.01 * abs(shares[0]):
+        return ""
+    asks = "does a term of the loss on the weights themselves (L2) count once for each rank?"
+    return f"{len(wrong)} gradients are off by {shares[0]:.3g} times their own weights: {asks}"
+
+
 def gradients_of_ranks(ranks: Mapping[Any, Iterable[tuple[int, Traced]]], known: Iterable[str]) -> Iterator[Row]:
     """The rows to blame where ranks have gradients, and one process has none at all."""
     for (kind, name, step, _), pairs in ranks.items():

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..results import grouped, name_ranks, name_some
 from . import blame, layouts
+from .beside import weights_in_gradients
 from .blame import CLOSE, before
 from .comparison import Row
 from .layouts import SeenPlaces
@@ -80,7 +81,7 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
         (r.name, r.step, r.layout) == (row.name, 1, BEFORE) for r in rows
     ):
         clue = "nor does the traced step change them, and in one process it does: does anything write them?"
-    clue = clue or blame.added_up(row, rows)
+    clue = clue or weights_in_gradients(judge, row, rows) or blame.added_up(row, rows)
     if row.kind == "output" and not says and (of_given := _of_given(judge, row)):
         if not of_given.startswith(f"{GIVEN} is right"):
             of_given += _strewn(judge, before(row, rows))
