@@ -123,13 +123,14 @@ def test_a_circle_of_messages_and_collectives_is_no_order_of_groups():
     )
     assert found.headline == "ranks 0, 1 wait in send for ranks 2, 3, which wait for them in all_reduce."
     assert found.advice == (
-        "Either ranks 2, 3 left out a recv, or ranks 0, 1 left out that all_reduce, or call send once too often."
+        "Either ranks 2, 3 left out a recv, or make it only after that all_reduce; "
+        "or ranks 0, 1 left out that all_reduce, or call send once too often."
     )
     assert found.culprits == (0, 1, 2, 3)
     found = diagnose([*map(collective, (0, 1)), transfer(2, "recv", 1)])
     assert found.headline == "rank 2 waits in recv for rank 1, which waits for it in all_reduce."
     assert found.advice.startswith(
-        "Either rank 1 left out a send, or rank 2 left out that all_reduce, or calls"
+        "Either rank 1 left out a send, or makes it only after that all_reduce; or rank 2 left out that "
     )
     assert found.culprits == (1, 2)
     behind = [collective(0), transfer(1, "send", 2), transfer(2, "recv", 0)]

@@ -295,6 +295,30 @@ def test_what_cannot_be_pushed_is_named_inside_of_an_object(shell):
         shell.run_cell("%%ranks 4 --push later\n1").raise_error()
 
 
+def test_what_cannot_be_pulled_is_named_inside_of_an_object(shell):
+    with pytest.raises(
+        PullError, match=r"because of kept\['group'\]: TypeError: .* `weights = model.state_dict\(\)`"
+    ):
+        shell.run_cell("%%ranks 4 --pull kept\nkept = {'group': dist.new_group([0, 1, 2, 3])}").raise_error()
+
+
+def test_a_function_reads_names_that_came_with_it_and_the_cell_sets_others(shell, capsys):
+    shell.run_cell("scale = 1.0\ndef scaled(x): return x * scale").raise_error()
+    told = (
+        "On ranks 0-3: `scaled` reads the `scale` of the notebook, which came with it, and not the one that"
+    )
+    assert shell.run_cell("%%ranks 4 --push scaled\nscale = 10.0\nscaled(2)").result.values == [2.0] * 4
+    assert told in capsys.readouterr().out
+    for push in ("scaled", "scaled,scale"):  # set in an earlier cell, or the same
+        shell.run_cell(f"%%ranks 4 --push {push}\nscaled(2)").raise_error()
+        assert told not in capsys.readouterr().out
+
+
+def test_the_name_of_the_run_is_in_the_notebook_and_not_on_the_ranks(shell):
+    with pytest.raises(RankError, match="`-o found` names what came of the cell, in the notebook"):
+        shell.run_cell("%%ranks 4 -o found\nfound.values").raise_error()
+
+
 def test_an_object_that_asks_itself_for_ever_while_it_is_read_is_told_in_a_few_lines(shell):
     source = "class Wraps:\n    def __init__(self, inner):\n        self._inner = inner\n"
     source += (

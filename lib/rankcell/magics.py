@@ -100,7 +100,7 @@ class RankMagics(Magics):
             _tell(ranks)
             if any(r.stdout or r.stderr or r.displays or r.data for r in error.run.ran):
                 display(error.run)  # what the ranks printed before it went wrong
-            for hint in _hints(error.run, names, options.push or ()):
+            for hint in _hints(error.run, names, options.push or (), options.out):
                 error.add(hint)
             raise
         finally:  # a figure that came from a rank stands under its rank; matplotlib would show it again
@@ -244,7 +244,7 @@ def _tell(ranks: world.Ranks) -> None:
         print(ranks.notes.pop(0))
 
 
-def _hints(run: Run, notebook: dict[str, Any], pushed: Sequence[str]) -> list[str]:
+def _hints(run: Run, notebook: dict[str, Any], pushed: Sequence[str], out: str | None) -> list[str]:
     """What to do where a rank failed for want of something that the notebook has."""
     failures = [r.error for r in run.failed if r.error is not None]
     hints: list[str] = []
@@ -256,6 +256,10 @@ def _hints(run: Run, notebook: dict[str, Any], pushed: Sequence[str]) -> list[st
     for name in (n for n in errors.missing_names(run) if n in notebook):
         if isinstance(notebook[name], types.ModuleType):
             hints.append(f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too.")
+        elif name == out:
+            hints.append(
+                f"`-o {name}` names what came of the cell, in the notebook, when it is over: use it in a cell below."
+            )
         elif name not in pushed:
             hints.append(f"The notebook has {name}: `--push {name}` in the `%%ranks` line copies it to the ranks.")
     return hints

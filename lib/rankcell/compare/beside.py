@@ -11,7 +11,7 @@ import numpy as np
 
 from ..results import grouped, name_ranks, placed
 from .comparison import Row
-from .reference import Fit, Traced, matrix_of, typical
+from .reference import Fit, Traced, matrix_of, matrix_of_calls, typical
 from .wording import BEFORE, GONE, NO_GRADIENT
 
 OF_ALL = "its settings and state are those of one process: does the step need the whole tensor, or that of all ranks?"
@@ -189,9 +189,56 @@ def steps_elsewhere(judge: Any, rows: Sequence[Row]) -> Row | None:
     return None
 
 
-def weights_in_gradients(judge: Any, row: Row, rows: Sequence[Row]) -> str:
+def of_gradient(judge: Any, row: Row, rows: Sequence[Row]) -> str:
+    """What is told of a gradient that fits nowhere by what made it: the calls of layers, the weights, who uses it."""
+    if row.kind == "grad_output":
+        return _users(judge, row)
+    wrong = (
+        [r for r in rows if (r.kind, r.step, r.status) == (row.kind, row.step, "none")] if row.kind == "grad" else []
+    )
+    return next(filter(None, (_counted(judge, r) for r in wrong)), "") or _weights_in_gradients(judge, wrong)
+
+
+def _users(judge: Any, row: Row) -> str:
+    """The modules that are given an output, if there are several."""
+    key = ("output", row.name, row.step, 0)
+    made = matrix_of_calls(judge.dense[key]) if key in judge.dense else None
+    users = [
+        name
+        for (name, step, _), es in judge.given.items()
+        if step == row.step and made is not None and np.array_equal(matrix_of_calls(es), made)
+    ]
+    named = " and ".join(f"`{name}`" for name in dict.fromkeys(users))
+    return f"{named} are given it, and each sends back its part of this gradient" if len({*users}) > 1 else ""
+
+
+def _counted(judge: Any, row: Row) -> str:
+    """How often what comes back in each call of a layer is in the gradient of its weight or bias, if not alike."""
+    layer, _, leaf = row.name.rpartition(".")
+    given = {(rank, e.call): matrix_of(e) for rank, e in judge.ranks.get(("given", layer, row.step, 0), ())}
+    parts: dict[int, dict[int, np.ndarray]] = {}  # call, rank
+    for rank, e in judge.ranks.get(("grad_output", layer, row.step, 0), ()):
+        back, x = matrix_of(e), given.get((rank, e.call))
+        if leaf != "bias" and (x is None or len(x) != len(back)):
+            return ""
+        parts.setdefault(e.call, {})[rank] = (back.sum(0) if leaf == "bias" else back.T @ x).ravel()
+    grads = judge.ranks.get(("grad", row.name, row.step, 0), ())
+    rank, found = next(((r, matrix_of(e).ravel()) for r, e in grads if r in row.ranks), (0, np.zeros(0)))
+    for ranks in ({r for of in parts.values() for r in of}, {rank}):  # all may have been added up
+        columns = [sum(part for r, part in of.items() if r in ranks) for _, of in sorted(parts.items())]
+        if not 1 < len(columns) < 9 or any(np.shape(c) != found.shape for c in columns) or len(found) <= len(columns):
+            continue
+        times, _, independent, _ = np.linalg.lstsq(np.stack(columns, 1), found, rcond=1e-6)
+        off = typical(np.stack(columns, 1) @ times - found)
+        share = times / max(times, key=abs)
+        if independent == len(columns) and off <= 10 * judge.tolerance * typical(found) and np.ptp(share) > 0.01:
+            each = ", ".join(f"call {n} counts {k:.3g} times" for n, k in enumerate(np.round(share, 3) + 0.0, 1))
+            return f"in `{row.title}` {each}: what becomes of `.grad` from one backward to the next?"
+    return ""
+
+
+def _weights_in_gradients(judge: Any, wrong: Sequence[Row]) -> str:
     """How many times its own weights each wrong gradient holds beside that of one process, if that is one number."""
-    wrong = [r for r in rows if r.kind == row.kind == "grad" and r.step == row.step and r.status == "none"]
     shares = []
     for r in wrong:
         key, start = ("grad", r.name, r.step, 0), ("parameter", r.name, r.step, 0)

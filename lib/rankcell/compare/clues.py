@@ -10,7 +10,7 @@ import numpy as np
 
 from ..results import grouped, name_ranks, name_some
 from . import blame, layouts
-from .beside import weights_in_gradients
+from .beside import of_gradient
 from .blame import CLOSE, before
 from .comparison import Row
 from .layouts import SeenPlaces
@@ -81,7 +81,7 @@ def explained(judge: Any, rows: Sequence[Row], row: Row, used_as_whole: bool) ->
         (r.name, r.step, r.layout) == (row.name, 1, BEFORE) for r in rows
     ):
         clue = "nor does the traced step change them, and in one process it does: does anything write them?"
-    clue = clue or weights_in_gradients(judge, row, rows) or blame.added_up(row, rows)
+    clue = clue or of_gradient(judge, row, rows) or blame.added_up(row, rows)
     if row.kind == "output" and not says and (of_given := _of_given(judge, row)):
         if not of_given.startswith(f"{GIVEN} is right"):
             of_given += _strewn(judge, before(row, rows))
@@ -376,7 +376,8 @@ def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray]) -> str:
             back = kind == "grad_output" and min(well) > max(badly)
             return f"{words}: does what later positions send back arrive?" if back else words
     some, lost = len(good - bad), bad - good
-    few = f", and {_named('row', lost)} {'is' if len(lost) == 1 else 'are'} not" if 0 < len(lost) <= 8 else ""
+    few = f", and {_named('row', lost)} {'is' if len(lost) == 1 else 'are'} not" if lost else ""
+    few = few if len(few) < 50 else ""
     return f"{some} of {len(good | bad)} rows are right{few}" if 8 * some >= len(good | bad) else ""
 
 

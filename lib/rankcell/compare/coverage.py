@@ -37,10 +37,13 @@ def covered(row: Row, reference: Reference, shape: tuple[int, ...], placed: Sequ
     if is_start and any((np.diff(m) < 0).any() for m in maps):
         layout += REORDERED
     if is_start and not is_flat and sure:
-        missing, of = max((int((held == 0).sum()), len(held)) for held in _coverage(fits, reference))
-        if missing:
-            says = f"{missing} of its {of} rows or columns are on no rank: do several ranks hold the same part?"
-            return row.found("uncovered", f"{layout}; {missing} of {of} nowhere", says=says)
+        for word, held in zip(("row", "column"), _coverage(fits, reference), strict=True):
+            if lacking := np.flatnonzero(held == 0).tolist():
+                which = name_ranks(lacking).replace("rank", word)
+                which = which if len(which) < 60 else f"{len(lacking)} {word}s"
+                says = f"{which} of its {len(held)} {'is' if len(lacking) == 1 else 'are'} on no rank: is the cut "
+                says += "rounded down, or do several ranks hold the same part?"
+                return row.found("uncovered", f"{layout}; {len(lacking)} of {len(held)} nowhere", says=says)
     flat = [f.flat for f in fits if f.flat is not None]
     size = reference.matrix.size
     if is_start and len(flat) == len(fits) and len(np.unique(reference.matrix)) > 0.9 * size:  # else a place is chance

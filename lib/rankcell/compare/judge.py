@@ -332,6 +332,10 @@ class Judge:
         # of gradients that travel back the losses of all ranks count together
         odd = [fit.factor for _, fit in placed if fit.factor != 1.0 or row.kind == "grad_output"]
         same = max(odd) - min(odd) <= FACTORS * self.tolerance * abs(worst)
+        passes = [*grouped(((p.rank, p.call), fit.factor) for p, fit in placed).values()]
+        # through which a gradient travels twice, as one that is itself part of a loss
+        twice = len(passes[0]) > 1 and all(k == passes[0] for k in passes)
+        same = same or (twice and row.kind == "grad_output")
         # any number is a multiple of another, as one that all ranks have is of the parts of each
         if not same and reference.matrix.size > 1 and len({p.matrix.tobytes() for p, _ in placed}) == 1:
             return row.found("none", _nowhere(row, reference, [p for p, _ in placed], self.seen), ranks=wrong)

@@ -315,7 +315,9 @@ def _pull_error(run: Run, pull: Sequence[str]) -> errors.PullError | None:
         problems += [f"{name} on {name_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
     if not problems:
         return None
-    return errors.PullError("the cell ran, but not every name could be pulled. " + "; ".join(problems) + ".", run)
+    how = " Make plain data of it in the rank cell, of a module `weights = model.state_dict()`, and pull that."
+    said = f"the cell ran, but not every name could be pulled. {'; '.join(problems)}."
+    return errors.PullError(said + how * any("cannot be sent" in problem for problem in problems), run)
 
 
 def _with_threads(state: State, status: Status | None) -> State:

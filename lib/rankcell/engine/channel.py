@@ -5,8 +5,10 @@ prove that they know a key (`authenticate`) before either unpickles a byte of th
 """
 
 import contextlib
+import functools
 import hashlib
 import hmac
+import inspect
 import json
 import os
 import pickle
@@ -14,8 +16,9 @@ import secrets
 import socket
 import struct
 import threading
+import types
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from . import system
 
 _HEADER = struct.Struct("!Q")
 _NONCE = 32  # bytes
+MAX_PARTS = 8  # how deep what cannot be pickled is looked for
 
 
 class Channel:
@@ -194,3 +198,29 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
             raise EOFError("the other end of the connection is gone")
         data += part
     return data
+
+
+def odd_part(name: str, value: Any, dumps: Callable[[Any], Any], seen: tuple[Any, ...] = ()) -> str:
+    """What in a value, and in what is in there, `dumps` cannot pickle: "trainer.loader.files[2]"."""
+    for part, inner in _made_of(value) if len(seen) < MAX_PARTS else ():
+        try:
+            dumps(inner)
+        except Exception:  # noqa: BLE001 - a __reduce__ may raise anything
+            if not any(inner is one for one in (value, *seen)):
+                return odd_part(name + part, inner, dumps, (*seen, value))
+    return name
+
+
+def _made_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value is made of: items, attributes, the arguments of a partial, the names that a function uses."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", inner) for key, inner in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{n}]", inner) for n, inner in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((f".{part}", getattr(value, part)) for part in ("func", "args", "keywords"))
+    elif isinstance(value, types.FunctionType) and value.__module__ == "__main__":
+        used = inspect.getclosurevars(value)
+        yield from ((f", which uses {part}", inner) for part, inner in {**used.globals, **used.nonlocals}.items())
+    elif not isinstance(value, type):
+        yield from ((f".{part}", inner) for part, inner in getattr(value, "__dict__", {}).items())

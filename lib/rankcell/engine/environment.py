@@ -132,6 +132,8 @@ class Names:
         self.values.update(self._lent)
         shell.user_module, shell.user_ns = module, self.values
         self._known = {*sys.modules}
+        # by a function of the notebook: its own value of a name, and the rank's when it came
+        self._brought: dict[str, dict[str, tuple[Any, Any]]] = {}
         self._imported: dict[str, tuple[Any, bytes]] = {}  # modules of the learner's: how they were loaded, their text
 
     def lend(self, value: Any) -> None:
@@ -141,6 +143,8 @@ class Names:
         if isinstance(scope, dict) and scope is not getattr(module, "__dict__", None):
             for name in source.LENT:
                 scope.setdefault(name, self.values[name])
+            used = {*value.__code__.co_names} & scope.keys() - {*source.LENT}
+            self._brought[value.__name__] = {name: (scope[name], self.values.get(name)) for name in used}
 
     def restore(self) -> list[str]:
         """Put back what a cell has deleted or changed; what the learner should know of that."""
@@ -153,6 +157,12 @@ class Names:
                 self.values[name] = ours
                 kept = "the next cell finds it as it was. Take another name for yours."
                 changed.append(f"the cell gave `{name}` another value; {kept}")
+        for function, names in self._brought.items():
+            for name, known in names.items():
+                if not any(self.values.get(name) is value for value in known):
+                    theirs = f"`{function}` reads the `{name}` of the notebook, which came with it"
+                    changed.append(f"{theirs}, and not the one that this cell sets: give it as an argument.")
+        self._brought.clear()
         return [*changed, *self._edited()]
 
     def _edited(self) -> list[str]:
@@ -178,7 +188,7 @@ class Names:
         """The pickled value of `name`, or a sentence that says why there is none."""
         if name not in self.values:
             return "no such name"
-        packed = report.pack(self.values[name], "", None)
+        packed = report.pack(self.values[name], "", None, name)
         return packed if isinstance(packed, bytes) else packed.reason
 
 

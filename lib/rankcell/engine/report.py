@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CLOSED, LATE, MismatchError, SpawnError
 from ..results import Call, Frame, NotSent, RankFailure, name_some
+from .channel import odd_part
 
 MAX_VALUE_NBYTES = 16 << 20  # a larger value of the last expression stays on its rank; --pull has no limit
 MAX_MESSAGE = 20_000  # characters of an exception's text
@@ -223,8 +224,8 @@ class _ValuePickler(cloudpickle.Pickler):
         return super().reducer_override(value)
 
 
-def pack(value: Any, text: str, limit: int | None = MAX_VALUE_NBYTES) -> bytes | NotSent:
-    """`value` as a pickle of at most `limit` bytes, or why there is none; `text` stands for it then."""
+def pack(value: Any, text: str, limit: int | None = MAX_VALUE_NBYTES, name: str = "it") -> bytes | NotSent:
+    """`value` as a pickle of at most `limit` bytes, or why there is none; `text` and `name` stand for it then."""
     if isinstance(value, FakeTensor):
         return NotSent(text or repr(value), "a fake tensor has a shape and no numbers to send")
     buffer = _Limited()
@@ -235,5 +236,7 @@ def pack(value: Any, text: str, limit: int | None = MAX_VALUE_NBYTES) -> bytes |
         return NotSent(text, f"larger than {MAX_VALUE_NBYTES >> 20} MiB: fetch it with --pull")
     except Exception as error:  # noqa: BLE001 - reported
         why = failure(error)
-        return NotSent(text or _safely(lambda: repr(value), ""), f"cannot be sent: {why.type}: {why.message}")
+        part = _safely(lambda: odd_part(name, value, lambda inner: _ValuePickler(_Limited()).dump(inner)), name)
+        because = f", because of {part}" if part != name else ""
+        return NotSent(text or _safely(lambda: repr(value), ""), f"cannot be sent{because}: {why.type}: {why.message}")
     return buffer.getvalue()

@@ -170,9 +170,9 @@ class Rank:
     def _work(self, task: Task, start: float) -> tuple[Any, float]:
         """The value of the cell or call, and the seconds until all that it waits for was through."""
         pushed = _read(task.push, task.pushed) if task.push else {}
+        self.names.update(pushed)
         for item in pushed.values():
             self._names.lend(item)
-        self.names.update(pushed)
         # a tensor by itself is left out: communication is made to change those
         self._given = {n: (value, marks(value)) for n, value in pushed.items() if not isinstance(value, torch.Tensor)}
         settings.follow(task.settings, self._settings)

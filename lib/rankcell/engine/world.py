@@ -7,28 +7,25 @@ A world is a set of processes that live on from cell to cell, on this machine or
 import ast
 import atexit
 import functools
-import inspect
 import io
 import linecache
 import os
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
 from .. import errors, extensions
 from ..results import Run, grouped, name_ranks
-from . import launch, settings
+from . import channel, launch, settings
 from .cell import Cell, Ending, OnUpdate, deferred_interrupt
 from .host import Host
 from .local import this_machine
 from .messages import Task, with_cache
 from .workers import Workers
 
-MAX_PARTS = 8  # how deep what cannot be pushed is looked for
 STOP_PATIENCE = 2.0  # seconds that `stop` waits for a cell in another thread
 
 
@@ -333,35 +330,9 @@ def _pickle(what: str, value: Any) -> bytes:
     try:
         return _dumps(value)
     except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything, and it is raised on
-        part = _odd_part(what, value)
+        part = channel.odd_part(what, value, _dumps)
         uses = part.removeprefix(f"{what}, which uses ")
         because = f", because it uses {uses}" if uses != part else f", because of {part}" if part != what else ""
         said = f"{what} cannot be sent to the ranks{because}: {type(error).__name__}: {error}."
         how = "Push plain data, tensors, functions or classes; make the rest on the ranks, whose values `-o run` has."
         raise errors.PushError(f"{said} {how} No rank has run.") from None
-
-
-def _odd_part(name: str, value: Any, seen: tuple[Any, ...] = ()) -> str:
-    """What in it, and in what is in there, cannot be pickled: "trainer.loader.files[2]"."""
-    for part, inner in _parts(value) if len(seen) < MAX_PARTS else ():
-        try:
-            _dumps(inner)
-        except Exception:  # noqa: BLE001 - as above
-            if not any(inner is one for one in (value, *seen)):
-                return _odd_part(name + part, inner, (*seen, value))
-    return name
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value is made of: items, attributes, the arguments of a partial, the names that a function uses."""
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", inner) for key, inner in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"[{n}]", inner) for n, inner in enumerate(value))
-    elif isinstance(value, functools.partial):
-        yield from ((f".{part}", getattr(value, part)) for part in ("func", "args", "keywords"))
-    elif isinstance(value, types.FunctionType) and value.__module__ == "__main__":
-        used = inspect.getclosurevars(value)
-        yield from ((f", which uses {part}", inner) for part, inner in {**used.globals, **used.nonlocals}.items())
-    elif not isinstance(value, type):
-        yield from ((f".{part}", inner) for part, inner in getattr(value, "__dict__", {}).items())
