@@ -129,6 +129,25 @@ def test_a_stack_is_no_newer_than_the_wait_beside_it():
     assert [frame.lineno for frame in inside.Inside.report(rank).stack] == [7]
 
 
+def test_what_polls_stands_still_and_what_waits_for_a_core_does_not():
+    """Each gloo group of a process polls: it runs for a moment, now and then at several looks in a row."""
+    known = watch.WatchedRank(None, None, RankRecord(0), moved=0.0)
+    for _ in range(watch.CHANCE):
+        known.take(RankRecord(0, runs=True))
+    assert known.moved == 0.0
+    known.take(RankRecord(0, runs=True, moved=1 << 30))
+    assert known.moved > 0.0
+
+
+def test_what_a_rank_reads_to_answer_is_no_progress():
+    job, known = SimpleNamespace(_news=threading.Condition()), watch.WatchedRank(None, None, RankRecord(0))
+    known.used, known.moved = (0.0, 0.0, 0), 0.0
+    with job._news:
+        watch.WatchedJob._take(job, known, Answer(1, RankRecord(0, moved=1 << 30)))
+    known.take(RankRecord(0, moved=1 << 30))
+    assert known.moved == 0.0
+
+
 def test_who_computes_is_told_once_with_who_waits(capsys):
     runner = run.Runner(["torchrun"], limit=20.0, report="")
     for _ in range(2):
@@ -381,6 +400,22 @@ def test_a_thread_that_outlives_the_script_is_told():
     frame = Frame("python3.11/threading.py", 1002, "Thread._bootstrap of threading")
     still = [replace(stands_in(rank, "Queue.get"), stack=(frame,)) for rank in WORLD]
     assert "make it with daemon=True" in verdict.stalled(still, 60.0).advice
+
+
+def test_calls_of_one_group_that_crossed_are_told_where_nothing_moves():
+    """As of two threads that use one group: nobody is known to wait in a barrier with a time limit of its own."""
+    first = tuple(event(0, "monitored_barrier", seq=seq) for seq in (5, 6))
+    other = (event(1, "monitored_barrier", seq=5), event(1, "all_gather", seq=6, line=30))
+    still = [
+        replace(stands_in(r, "monitored_barrier"), events=e) for r, e in enumerate((first, other, first))
+    ]
+    said = verdict.stalled(still, 20.0).advice
+    assert said.startswith(
+        "In one group call 6 is monitored_barrier(float32[8]) at line 12 of train.py on ranks 0, 2 "
+    )
+    assert (
+        "and all_gather(float32[8]) at line 30 of train.py on rank 1. " in said and "do two threads" in said
+    )
 
 
 def test_a_backward_that_a_rank_has_not_done_names_parameters_without_a_gradient():

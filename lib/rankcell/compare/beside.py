@@ -51,7 +51,7 @@ class Beside:
         for r in self._buffers() if row.kind == "output" and row.status == "none" and not row.says else ():
             if r.name.startswith(inside) and r.step <= row.step and {*r.ranks} & {*row.ranks}:
                 when = "afterwards " if r.step == row.step else ""
-                return replace(row, clue=f"{when}its buffer `{r.name.removeprefix(inside)}` {r.layout}")
+                return replace(row, clue=f"{when}its buffer `{r.name.removeprefix(inside)}` {r.layout}{r.clue}")
         return row
 
     def _of_clip(self, step: int) -> str:
@@ -89,7 +89,9 @@ class Beside:
                 has = "has the rows of one process in another order" if is_order else "has other numbers"
                 layout = f"{has} on {name_ranks(wrong)}"
                 says = f"this buffer {layout}, and gradients and weights are right"
-                yield Row(name, kind, step - 1, layout, "none", wrong, says=says)
+                is_own = len(wrong) == len(parts) == len({part.tobytes() for part in parts.values()}) > 1
+                asks = ", other ones on each: is it made of a rank's own part, and not of all ranks'?" * is_own
+                yield Row(name, kind, step - 1, layout, "none", wrong, says=says, clue=asks)
 
     def _of_optimizer(self, row: Row, holders: Mapping[int, Fit | None]) -> str:
         key = "optimizer", row.name, row.step - 1

@@ -13,7 +13,7 @@ from itertools import permutations, takewhile
 from ..engine import stacks
 from ..engine.messages import Wait
 from ..errors import PAIRED
-from ..results import Call, Event, at_line, grouped, name_ranks
+from ..results import Call, Event, at_line, grouped, name_ranks, placed
 from .records import RankRecord
 
 _BEGIN, _END = "begin", "end"  # of a program, among its calls
@@ -159,6 +159,22 @@ def met_before(records: Sequence[RankRecord], calls: Mapping[int, Call]) -> str:
         if met := [e.text for e in events[rank] if (e.seq, e.peer) == (last.seq, other)]:
             same = f"In call {last.seq} {last.text} of rank {other} was met by {met[0]} in the same line"
             return f"{same}: what has made rank {rank} call it otherwise now?"
+    return ""
+
+
+def crossed(records: Sequence[RankRecord]) -> str:
+    """The first call of a group that is another operation on some ranks than on others."""
+    calls: dict[tuple[str, tuple[int, ...], int], dict[int, Event]] = {}
+    for record in records:
+        for e in record.events:
+            if e.op not in PAIRED:
+                calls.setdefault((e.group, e.ranks, e.seq), {})[record.rank] = e
+    for (_, _, seq), by_rank in sorted(calls.items(), key=lambda item: item[0][2]):
+        ways = grouped((f"{e.text}{placed(e.line, e.file)}", rank) for rank, e in by_rank.items())
+        if len({e.op for e in by_rank.values()}) > 1:
+            each = " and ".join(f"{way} on {name_ranks(ranks)}" for way, ranks in ways.items())
+            asks = "All ranks must call the same in the same order: do two threads of a rank use this group?"
+            return f"In one group call {seq} is {each}. {asks} Then give each a group of its own."
     return ""
 
 

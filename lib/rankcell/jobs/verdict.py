@@ -16,7 +16,7 @@ from ..engine import diagnose, stacks
 from ..engine.messages import Wait
 from ..engine.states import SCRIPT, State, call_of, inside, late, missing_peers, rows
 from ..results import FROM, Call, Event, Mismatch, RankFailure, RankResult, Run, at_line, name_ranks, name_some, placed
-from .divergence import Divergence, came_again, find_divergent_rank, goes_round_more, met_before, what
+from .divergence import Divergence, came_again, crossed, find_divergent_rank, goes_round_more, met_before, what
 from .records import RankRecord
 
 SHOWN = 4  # last operations of a rank that are printed
@@ -379,6 +379,8 @@ def stalled(records: Sequence[RankRecord], limit: float) -> JobVerdict:
     if waits:
         advice = "Everybody has come to the operation that it stands in: what does not end is the transfer itself."
         return unclear(records, f"{head}.", f"{advice} Look at the network and at what the backend logs.")
+    if parted := crossed(records):
+        return unclear(records, f"{head}.", parted)
     advice = _of_workers(records) or "Look at what they wait for: a file, a lock, input, another process?"
     return unclear(records, f"{head}, and no rank waits in a communication.", advice)
 

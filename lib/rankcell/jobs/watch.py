@@ -22,6 +22,7 @@ from .records import RankArrived, RankRecord
 
 ANSWER = 20.0  # seconds for a rank to answer a question: on a busy machine it waits for a core
 SILENT = 3.0  # seconds after which a rank that says nothing is taken to compute: it holds the interpreter
+CHANCE = 3  # looks in a row at which what polls, as each gloo group of a process does, may be seen to run
 BUSY, MOVED = 0.02, 1 << 18  # of a core, and bytes per second: a rank that uses less stands still
 WITHOUT_A_WORD, FINISHED = "ended without a word: it was killed, or called os._exit", "finished"
 
@@ -36,7 +37,7 @@ class WatchedRank:
     called: float = field(default_factory=time.monotonic)  # when it was last seen to call something new
     moved: float = field(default_factory=time.monotonic)  # ... or to compute, read or write
     used: tuple[float, float, int] | None = None  # when, CPU seconds, bytes
-    runs: int = 0  # looks in a row in which it had a core, or waited for one as on a busy machine
+    runs: int = 0  # looks in a row at which it had a core, or waited for one as on a busy machine
 
     def take(self, record: RankRecord) -> None:
         self.heard = now = time.monotonic()
@@ -44,7 +45,7 @@ class WatchedRank:
             self.called = self.moved = now
         self.record = record
         self.runs = self.runs + 1 if record.runs else 0
-        if self.runs > 1:  # once is chance: what polls runs for a moment, too
+        if self.runs > CHANCE:
             self.moved = now
         at, cpu, moved = self.used or (now - 1.0, record.cpu, record.moved)
         if now - at >= 1.0:
@@ -129,6 +130,7 @@ class WatchedJob:
     def _take(self, known: WatchedRank, message: Any) -> None:
         if isinstance(message, Answer):
             known.answers[message.number] = message.value
+            known.used = None  # what was read to answer is none of its program's
         elif message.over:  # its last one
             known.record = replace(message, at=time.time())
             if message.phase == "error":
