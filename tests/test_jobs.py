@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -141,7 +142,7 @@ def test_what_polls_stands_still_and_what_waits_for_a_core_does_not():
 
 def test_what_a_rank_reads_to_answer_is_no_progress():
     job, known = SimpleNamespace(_news=threading.Condition()), watch.WatchedRank(None, None, RankRecord(0))
-    known.used, known.moved = (0.0, 0.0, 0), 0.0
+    known.used, known.moved = (time.monotonic() - 1.5, 0.0, 0), 0.0
     with job._news:
         watch.WatchedJob._take(job, known, Answer(1, RankRecord(0, moved=1 << 30)))
     known.take(RankRecord(0, moved=1 << 30))
