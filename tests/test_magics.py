@@ -309,8 +309,14 @@ def test_a_function_reads_names_that_came_with_it_and_the_cell_sets_others(shell
     )
     assert shell.run_cell("%%ranks 4 --push scaled\nscale = 10.0\nscaled(2)").result.values == [2.0] * 4
     assert told in capsys.readouterr().out
-    for push in ("scaled", "scaled,scale"):  # set in an earlier cell, or the same
-        shell.run_cell(f"%%ranks 4 --push {push}\nscaled(2)").raise_error()
+    # set in an earlier cell, or the same, or taken away
+    for push, does in (
+        ("scaled", ""),
+        ("scaled,scale", ""),
+        ("scaled", "scale = 0.5 + 0.5"),
+        ("scaled", "del scale"),
+    ):
+        shell.run_cell(f"%%ranks 4 --push {push}\n{does}\nscaled(2)").raise_error()
         assert told not in capsys.readouterr().out
 
 

@@ -210,8 +210,9 @@ def _users(judge: Any, row: Row) -> str:
         for (name, step, _), es in judge.given.items()
         if step == row.step and made is not None and np.array_equal(matrix_of_calls(es), made)
     ]
-    named = " and ".join(f"`{name}`" for name in dict.fromkeys(users))
-    return f"{named} are given it, and each sends back its part of this gradient" if len({*users}) > 1 else ""
+    outer = [name for name in dict.fromkeys(users) if not any(name.startswith(f"{other}.") for other in users)]
+    named = " and ".join(f"`{name}`" for name in outer)
+    return f"{named} are given it, and each sends back its part of this gradient" if len(outer) > 1 else ""
 
 
 def _counted(judge: Any, row: Row) -> str:

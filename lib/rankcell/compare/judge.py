@@ -331,11 +331,7 @@ class Judge:
             return found
         # of gradients that travel back the losses of all ranks count together
         odd = [fit.factor for _, fit in placed if fit.factor != 1.0 or row.kind == "grad_output"]
-        same = max(odd) - min(odd) <= FACTORS * self.tolerance * abs(worst)
-        passes = [*grouped(((p.rank, p.call), fit.factor) for p, fit in placed).values()]
-        # through which a gradient travels twice, as one that is itself part of a loss
-        twice = len(passes[0]) > 1 and all(k == passes[0] for k in passes)
-        same = same or (twice and row.kind == "grad_output")
+        same = _comes_twice(row, placed) or max(odd) - min(odd) <= FACTORS * self.tolerance * abs(worst)
         # any number is a multiple of another, as one that all ranks have is of the parts of each
         if not same and reference.matrix.size > 1 and len({p.matrix.tobytes() for p, _ in placed}) == 1:
             return row.found("none", _nowhere(row, reference, [p for p, _ in placed], self.seen), ranks=wrong)
@@ -373,6 +369,12 @@ def _cut_off(judge: Judge, name: str, step: int) -> tuple[int, ...]:
 def _lies_in(piece: Piece, reference: Reference, seen: layouts.SeenPlaces) -> bool:
     fit = layouts.place(piece, reference, seen)
     return fit is not None and fit.factor == 1.0
+
+
+def _comes_twice(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> bool:
+    """Whether gradients come back to each call several times, as one that is part of a loss does, everywhere alike."""
+    passes = [*grouped(((p.rank, p.call), fit.factor) for p, fit in placed).values()]
+    return row.kind == "grad_output" and len(passes[0]) > 1 and all(factors == passes[0] for factors in passes)
 
 
 def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:

@@ -143,8 +143,9 @@ class Names:
         if isinstance(scope, dict) and scope is not getattr(module, "__dict__", None):
             for name in source.LENT:
                 scope.setdefault(name, self.values[name])
-            used = {*value.__code__.co_names} & scope.keys() - {*source.LENT}
-            self._brought[value.__name__] = {name: (scope[name], self.values.get(name)) for name in used}
+            used = {*value.__code__.co_names} if isinstance(value, types.FunctionType) else set()
+            known = {name: (scope[name], self.values.get(name)) for name in used & scope.keys() - {*source.LENT}}
+            self._brought[getattr(value, "__name__", "")] = known
 
     def restore(self) -> list[str]:
         """Put back what a cell has deleted or changed; what the learner should know of that."""
@@ -159,7 +160,8 @@ class Names:
                 changed.append(f"the cell gave `{name}` another value; {kept}")
         for function, names in self._brought.items():
             for name, known in names.items():
-                if not any(self.values.get(name) is value for value in known):
+                now = self.values.get(name, known[0])
+                if not any(now is v or (isinstance(now, (int, float, str)) and now == v) for v in known):
                     theirs = f"`{function}` reads the `{name}` of the notebook, which came with it"
                     changed.append(f"{theirs}, and not the one that this cell sets: give it as an argument.")
         self._brought.clear()

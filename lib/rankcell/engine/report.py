@@ -1,6 +1,7 @@
 """Inside a rank: what it tells the notebook of an exception and of a value, so that both can travel."""
 
 import builtins
+import contextlib
 import difflib
 import io
 import linecache
@@ -228,15 +229,24 @@ def pack(value: Any, text: str, limit: int | None = MAX_VALUE_NBYTES, name: str 
     """`value` as a pickle of at most `limit` bytes, or why there is none; `text` and `name` stand for it then."""
     if isinstance(value, FakeTensor):
         return NotSent(text or repr(value), "a fake tensor has a shape and no numbers to send")
-    buffer = _Limited()
-    buffer.limit = limit
     try:
-        _ValuePickler(buffer).dump(value)
+        return _pickled(value, limit)
     except _TooLarge:
         return NotSent(text, f"larger than {MAX_VALUE_NBYTES >> 20} MiB: fetch it with --pull")
     except Exception as error:  # noqa: BLE001 - reported
         why = failure(error)
-        part = _safely(lambda: odd_part(name, value, lambda inner: _ValuePickler(_Limited()).dump(inner)), name)
+        part = _safely(lambda: odd_part(name, value, _probe), name)
         because = f", because of {part}" if part != name else ""
         return NotSent(text or _safely(lambda: repr(value), ""), f"cannot be sent{because}: {why.type}: {why.message}")
+
+
+def _pickled(value: Any, limit: int | None) -> bytes:
+    buffer = _Limited()
+    buffer.limit = limit
+    _ValuePickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+def _probe(value: Any) -> None:
+    with contextlib.suppress(_TooLarge):
+        _pickled(value, MAX_VALUE_NBYTES)
