@@ -257,9 +257,8 @@ def _hints(run: Run, notebook: dict[str, Any], pushed: Sequence[str], out: str |
         if isinstance(notebook[name], types.ModuleType):
             hints.append(f"The notebook has imported {name}; the ranks have not: import it in a rank cell, too.")
         elif name == out:
-            hints.append(
-                f"`-o {name}` names what came of the cell, in the notebook, when it is over: use it in a cell below."
-            )
+            what = "names what came of the cell, in the notebook, when it is over"
+            hints.append(f"`-o {name}` {what}: use it in a cell below.")
         elif name not in pushed:
             hints.append(f"The notebook has {name}: `--push {name}` in the `%%ranks` line copies it to the ranks.")
     return hints

@@ -51,15 +51,11 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no time. Write a number of seconds above 0, such as 60.")
 
 
-def _whole(what: str, example: str, least: int) -> Any:
-    """The type of an option that takes a whole number."""
-
-    def number(text: str) -> int:
-        if not re.fullmatch("[0-9]+", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}. Write for example {example}.")
-        return int(text)
-
-    return number
+def _whole(what: str, example: str, text: str) -> int:
+    """A whole number above 0."""
+    if not re.fullmatch("[0-9]+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}. Write for example {example}.")
+    return int(text)
 
 
 def marks(value: Any, most: int = 1000) -> tuple[list[Any], list[Any]]:
@@ -105,7 +101,7 @@ OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--timeout",), {"type": _seconds, "metavar": "SECONDS", "help": "interrupt the ranks after this time"}),
     (("--device",), {"default": "auto", "metavar": "DEVICE", "help":
         "cpu, cuda (ranks share what GPUs there are), or auto (a GPU for each rank, else the CPU)"}),
-    (("--nodes",), {"type": _whole("number of nodes", "--nodes 2", 1), "metavar": "NODES", "help":
+    (("--nodes",), {"type": functools.partial(_whole, "number of nodes", "--nodes 2"), "metavar": "NODES", "help":
         "spread the ranks over so many nodes of the Slurm allocation that the notebook runs in"}),
     (("--start",), {"choices": ("forkserver", "spawn"), "default": "forkserver", "help":
         "how ranks are started: from a process that has torch, or as torch.multiprocessing.spawn does"}),
@@ -123,7 +119,7 @@ def option_strings() -> list[str]:
 def parser() -> argparse.ArgumentParser:
     """That of the words behind `%%ranks`."""
     made = argparse.ArgumentParser("%%ranks", add_help=False, exit_on_error=False)
-    number = _whole("number of ranks", "`%%ranks 4`", 1)
+    number = functools.partial(_whole, "number of ranks", "`%%ranks 4`")
     made.add_argument("world_size", nargs="?", type=number, help="how many ranks: `%%%%ranks 4`")
     for flags, how in OPTIONS:
         made.add_argument(*flags, **how)

@@ -89,9 +89,8 @@ def side_by_side(splits: Sequence[Split], shapes: Shapes, *, alt: str) -> Figure
         for r, top in enumerate(tops):
             marks.append(rect(x0 + 3, top, panel - 6, box, stroke=MUTED, radius=6))
             marks += _matrices(split, shapes, r, x0 + panel / 2, top, unit)
-        for top in tops[1:]:
-            for i, words in enumerate(split.exchange):
-                marks.append(label(x0 + panel / 2, top - between + 26 * (i + 1), words, anchor="middle"))
+        rows = ((top - between + 26 * i, words) for top in tops[1:] for i, words in enumerate(split.exchange, 1))
+        marks += [label(x0 + panel / 2, y, words, anchor="middle") for y, words in rows]
     bottom = tops[-1] + box + 8
     if hatched:
         swatch = rect(10, bottom + 6, 18, 16, fill="url(#partial0)", stroke=rank_colour(0), radius=0)

@@ -5,7 +5,7 @@ it waits for, in the colour of the operation that it stands in. Arrows that clos
 import math
 from collections.abc import Mapping, Sequence, Set
 
-from ..results import Run, Standing, at_line, name_ranks
+from ..results import Run, Standing, at_line, grouped, name_ranks
 from .parts import EDGE, SIZE, WIDTH, text_width
 from .svg import COLOURS, INK, MUTED, PAPER, Figure, drawing, label, line
 
@@ -78,13 +78,10 @@ def _finding(by_rank: Mapping[int, Standing], cycles: Sequence[Set[int]]) -> str
         else:
             said.append(f"{_name(cycle)} wait for each other")
         told |= cycle
-    causes: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
-    for rank in sorted(waiting - told):
-        for peer in (p for p in by_rank[rank].waits_for if p not in waiting):
-            waiters, peers = causes.setdefault(_state(by_rank.get(peer)), (set(), set()))
-            waiters.add(rank)
-            peers.add(peer)
-    for state, (waiters, peers) in causes.items():
+    left = ((rank, peer) for rank in sorted(waiting - told) for peer in by_rank[rank].waits_for)
+    causes = grouped((_state(by_rank.get(peer)), (rank, peer)) for rank, peer in left if peer not in waiting)
+    for state, ends in causes.items():
+        waiters, peers = map(set, zip(*ends, strict=True))
         said.append(f"{_waiters(waiters)} for {_name(peers)}, which {state[len(peers) > 1]}")
         told |= waiters
     if rest := waiting - told:

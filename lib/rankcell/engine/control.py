@@ -60,15 +60,15 @@ class Control:
             system.interrupt_children()  # as Jupyter does
             # of this process the main thread alone: it may have to finish a message first
             signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
-            self._await_end(BACK)
+            self._await_end()
         if self._rank.running:
             self._rank.groups.close()
-            self._await_end(BACK)
+            self._await_end()
         if self._rank.running:
             signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
 
-    def _await_end(self, seconds: float) -> None:
-        end = clock() + seconds
+    def _await_end(self) -> None:
+        end = clock() + BACK
         while self._rank.running and clock() < end:
             time.sleep(0.002)
 

@@ -153,8 +153,7 @@ class Names:
             self.values.setdefault(name, ours)  # `del rank`, or `%reset`
         changed = []
         for name, ours in self._fixed.items():
-            given = self.values[name]
-            if type(given) is not int or given != ours:
+            if type(self.values[name]) is not int or self.values[name] != ours:
                 self.values[name] = ours
                 kept = "the next cell finds it as it was. Take another name for yours."
                 changed.append(f"the cell gave `{name}` another value; {kept}")

@@ -90,9 +90,7 @@ class Runner:
                 limit = None
                 if job.living:
                     self._end_all(process)
-            if self.verdicts:
-                continue
-            if (found := self._conclude()) is not None:
+            if not self.verdicts and (found := self._conclude()) is not None:
                 self.say(*found)
                 job.tell(job.ranks, "release")
                 if job.failed is not None and found[0].kind in ("error", "lost", "mismatch"):

@@ -221,13 +221,10 @@ def _storages(tensor: Any, device: str) -> Iterator[torch.UntypedStorage]:
     if type(tensor) is FakeTensor:
         if tensor.fake_device.type == device:
             yield tensor.untyped_storage()
-        return
-    if not isinstance(tensor, Tensor):
-        return
-    if is_traceable_wrapper_subclass(tensor):
+    elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name), device)
-    elif tensor.layout is torch.strided and tensor.device.type == device:
+    elif isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == device:
         yield tensor.untyped_storage()
 
 

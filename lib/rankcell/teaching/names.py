@@ -50,8 +50,7 @@ def _steps(source: str) -> Iterator[tuple[set[str], set[str]]]:
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             reads.add(node.target.id)
         inner = list(table.get_children())
-        while inner:
-            scope = inner.pop()
+        for scope in inner:  # which grows meanwhile
             inner += scope.get_children()
             reads |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
         filled = {n.value.id for n in ast.walk(node) if _fills(n, node) and isinstance(n.value, ast.Name)} & made
