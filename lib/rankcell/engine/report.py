@@ -52,6 +52,7 @@ _NOTES = {  # by a part of the exception: what to do
     "'__file__' is not defined": "A cell stands in no file: write `os.getcwd()` for the folder of the notebook.",
     "Cannot access accelerator device": _ON_CPU,
     "not compiled with CUDA enabled": _ON_CPU,
+    "Found no NVIDIA driver": _ON_CPU,
     "asyncio.run() cannot be called": "The cell has an `await`, so a loop runs already: write `await main()`.",
 }
 
