@@ -840,3 +840,13 @@ def test_a_gradient_that_the_loss_sends_back_wrong_asks_about_its_collectives():
         and "summed again on the way back" in text
         and "send gradients back?" in text
     )
+
+
+def test_gradients_that_were_lost_altogether_count_no_calls(four):
+    """They are multiples of nothing: it is said without a warning of a division by zero."""
+    rows = (
+        "for n in range(2 * rank, 2 * rank + 2): cross_entropy(model(x[n : n + 1]), y[n : n + 1]).backward()"
+    )
+    zero = "for p in model.parameters(): p.grad.zero_()"
+    verdict = compared(four, f"model = gpt()\ndef backward():\n    {rows}\n    {zero}")
+    assert not verdict.ok and verdict.first.kind == "grad" and " counts " not in verdict.text

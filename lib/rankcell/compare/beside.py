@@ -195,9 +195,9 @@ def of_gradient(judge: Any, row: Row, rows: Sequence[Row]) -> str:
     """What is told of a gradient that fits nowhere by what made it: the calls of layers, the weights, who uses it."""
     if row.kind == "grad_output":
         return _users(judge, row)
-    wrong = (
-        [r for r in rows if (r.kind, r.step, r.status) == (row.kind, row.step, "none")] if row.kind == "grad" else []
-    )
+    if row.kind != "grad":
+        return ""
+    wrong = [r for r in rows if (r.kind, r.step, r.status) == ("grad", row.step, "none")]
     return next(filter(None, (_counted(judge, r) for r in wrong)), "") or _weights_in_gradients(judge, wrong)
 
 
@@ -229,11 +229,14 @@ def _counted(judge: Any, row: Row) -> str:
     rank, found = next(((r, matrix_of(e).ravel()) for r, e in grads if r in row.ranks), (0, np.zeros(0)))
     for ranks in ({r for of in parts.values() for r in of}, {rank}):  # all may have been added up
         columns = [sum(part for r, part in of.items() if r in ranks) for _, of in sorted(parts.items())]
-        if not 1 < len(columns) < 9 or any(np.shape(c) != found.shape for c in columns) or len(found) <= len(columns):
+        # fewer numbers than calls, or none, tell nothing
+        if not 1 < len(columns) < min(9, len(found)) or not found.any():
+            continue
+        if any(np.shape(column) != found.shape for column in columns):
             continue
         times, _, independent, _ = np.linalg.lstsq(np.stack(columns, 1), found, rcond=1e-6)
         off = typical(np.stack(columns, 1) @ times - found)
-        share = times / max(times, key=abs)
+        share = times / (max(times, key=abs) or 1.0)
         if independent == len(columns) and off <= 10 * judge.tolerance * typical(found) and np.ptp(share) > 0.01:
             each = ", ".join(f"call {n} counts {k:.3g} times" for n, k in enumerate(np.round(share, 3) + 0.0, 1))
             return f"in `{row.title}` {each}: what becomes of `.grad` from one backward to the next?"

@@ -377,7 +377,7 @@ def _where(kind: str, held: Sequence[Held], right: Sequence[np.ndarray]) -> str:
             return f"{words}: does what later positions send back arrive?" if back else words
     some, lost = len(good - bad), bad - good
     few = f", and {_named('row', lost)} {'is' if len(lost) == 1 else 'are'} not" if lost else ""
-    few = few if len(few) < 50 else ""
+    few = few if len(lost) <= 8 or len(few) < 50 else ""
     return f"{some} of {len(good | bad)} rows are right{few}" if 8 * some >= len(good | bad) else ""
 
 

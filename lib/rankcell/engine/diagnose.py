@@ -143,11 +143,9 @@ def _of_missed_call(
         peers = [peer for peer in come if peer in {late[r].peer for r in ends}]
         one, part = len(ends) == 1, "recv" if op == "send" else "send"
         whom = f"{name_ranks(peers)}, which {'waits' if len(peers) == 1 else 'wait'} for {'it' if one else 'them'}"
-        advice = f"Either {name_ranks(peers)} left out a {part}, or {'makes' if len(peers) == 1 else 'make'} it only "
-        advice += (
-            f"after that {call}; or {name_ranks(ends)} left out that {call}, or {'calls' if one else 'call'} {op} "
-        )
-        advice += "once too often."
+        make, again = "makes" if len(peers) == 1 else "make", "calls" if one else "call"
+        advice = f"Either {name_ranks(peers)} left out a {part}, or {make} it only after that {call}; or "
+        advice += f"{name_ranks(ends)} left out that {call}, or {again} {op} once too often."
         return f"{_who(ends, 'wait')} in {op} for {whom} in {call}.", advice, tuple(sorted({*ends, *peers}))
     calls = " or ".join(sorted({waits[r].via or waits[r].op for r in rest}))
     head = f"{_who(rest, 'wait')} in {calls} without the {call} that {_who(come, 'stand')} in."
