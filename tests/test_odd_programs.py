@@ -4,6 +4,7 @@ All cases share a world of two ranks, one after the other: whatever a case does,
 """
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import rankcell
 from rankcell import Deadlock, RankError, RankLost, RankMismatch, RanksInterrupted
+from rankcell.engine.messages import Question
 
 
 @pytest.fixture(scope="module")
@@ -806,6 +808,23 @@ def test_a_rank_that_does_not_read_makes_nobody_deaf(two):
     with pytest.raises(RanksInterrupted):
         two.run("len(big)", push={"big": bytes(30 << 20)})
     works(two)
+
+
+def test_an_interrupt_that_is_read_late_ends_no_later_cell(two, tmp_path):
+    """A rank that got no processor reads it when the cell that it was meant for is over."""
+    seen = []
+
+    def update(run, doing):
+        seen.append(doing)
+        if len(seen) == 1:
+            for cell in ("an earlier one", "another"):
+                two._host.send([1], pickle.dumps(Question(-1, "interrupt", cell)), control=True)
+                two._host.send([1], pickle.dumps(Question(-1, "free", cell)), control=True)
+        elif len(seen) == 3:  # ranks answer in order
+            (tmp_path / "seen").touch()
+
+    source = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'seen').exists(): time.sleep(0.01)\nrank"
+    assert two.run(source, on_update=update).values == [0, 1]
 
 
 def test_a_stop_does_not_wait_for_a_cell_in_another_thread():

@@ -181,7 +181,7 @@ class Cell:
             received[rank].freed = True
         began = time.monotonic()
         used = {rank: self._used(rank) for rank in running}
-        workers.ask(running, about, wait=GRACE / 2)
+        workers.ask(running, about, self.task.cell, wait=GRACE / 2)
         again = time.monotonic() + GRACE / 4
         while running := [rank for rank, r in received.items() if not r.over]:
             now = time.monotonic()
@@ -189,7 +189,7 @@ class Cell:
                 self._end([r for r in running if now > began + PATIENCE or self._used(r) - used[r] >= SPINS])
             elif now > again:  # a first interrupt may have been swallowed by an `except`
                 again = now + GRACE / 4
-                workers.ask(running, about, wait=0.05)
+                workers.ask(running, about, self.task.cell, wait=0.05)
             workers.pump(0.05)
 
     def _used(self, rank: int) -> float:

@@ -45,31 +45,34 @@ class Control:
             return self.status()
         if question.about == "complete":
             return complete(question.argument, self._rank.names)
-        self._free(wanted=question.about == "interrupt")
+        self._free(question.argument, wanted=question.about == "interrupt")
         return True
 
-    def _free(self, *, wanted: bool) -> None:
-        """Get the main thread out of the cell.
+    def _free(self, cell: str, *, wanted: bool) -> None:
+        """Get the main thread out of `cell`, unless that is over here: a question may be read late.
 
         `wanted`: the learner asked for it, and most likely the rank computes, or waits only for a moment. Then
         Python is interrupted first, and connections are closed if that did not help: gloo may hang for good if
         its connections are closed in the middle of a transfer. Otherwise the rank is known to wait in vain, and
         leaves with the clean error of a closed connection.
         """
-        if wanted:
+        if wanted and self._runs(cell):
             system.interrupt_children()  # as Jupyter does
-            # of this process the main thread alone: it may have to finish a message first
-            signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
-            self._await_end()
-        if self._rank.running:
+            if self._runs(cell):  # of this process the main thread alone: it may have to finish a message first
+                signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
+            self._await_end(cell)
+        if self._runs(cell):
             self._rank.groups.close()
-            self._await_end()
-        if self._rank.running:
+            self._await_end(cell)
+        if self._runs(cell):
             signal.pthread_kill(self._rank.main_thread, signal.SIGINT)
 
-    def _await_end(self) -> None:
+    def _runs(self, cell: str) -> bool:
+        return self._rank.running and self._rank.recorder.cell == cell
+
+    def _await_end(self, cell: str) -> None:
         end = clock() + BACK
-        while self._rank.running and clock() < end:
+        while self._runs(cell) and clock() < end:
             time.sleep(0.002)
 
     def status(self) -> Status:

@@ -109,8 +109,8 @@ class Done(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Something that the control thread answers while the main thread runs or waits: "status", "interrupt" (the
-    learner wants to stop), "free" (nobody will ever answer) or "complete".
+    """Something that the control thread answers while the main thread runs or waits: "status", "complete" (the
+    argument is the text), or "interrupt" (the learner wants to stop) and "free" (nobody will ever answer): a cell.
     """
 
     number: int
