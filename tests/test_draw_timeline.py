@@ -83,7 +83,7 @@ def test_an_arrow_leads_from_send_to_receive():
     alone = timeline(messages[:2]).alt
     assert alone.endswith("rank 0 waits most for the others, 2 ms (50%)."), "a send waits for its receiver"
     alone = timeline([all_reduce(r, 0.0, 0.008) for r in (0, 1)])
-    assert alone.alt == "Timeline of ranks 0, 1 over 8 ms: no rank waits for another."
+    assert alone.alt == "Timeline of ranks 0, 1 over 8 ms: no rank waits for a late one."
 
 
 def test_spans_show_what_is_inside_them():

@@ -450,7 +450,7 @@ theirs = torch.stack([whole.detach().flatten() for whole in wholes])
 def clip(shards, max_norm):
     norm = sum((shard.grad**2).sum() for shard in shards).item() ** 0.5
     for shard in shards:
-        shard.grad *= min(1.0, max_norm / norm)
+        shard.grad *= min(1.0, max_norm / (norm + 1e-6))
     return norm
 
 
@@ -460,7 +460,7 @@ def clip(shards, max_norm):
     norm = torch.cat([shard.grad for shard in shards]).norm()
     dist.all_reduce(norm)
     for shard in shards:
-        shard.grad *= min(1.0, max_norm / norm.item())
+        shard.grad *= min(1.0, max_norm / (norm.item() + 1e-6))
     return norm.item()
 
 
@@ -471,7 +471,7 @@ def clip(shards, max_norm):
     dist.all_reduce(squares)
     norm = squares.item() ** 0.5
     for shard in shards:
-        shard.grad *= max_norm / norm  # also where it is below
+        shard.grad *= max_norm / (norm + 1e-6)  # also where it is below
     return norm
 
 

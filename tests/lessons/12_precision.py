@@ -333,12 +333,23 @@ def gather_float8(shard):
     return whole.view(torch.float8_e4m3fn).float() / scale
 
 
+# wrong: float8: divides by an amax of zero | the weight of 8 zeros on rank 0
+# %%ranks 4 --device cpu
+def gather_float8(shard):
+    amax = shard.abs().max()
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+    sent = (shard * (448 / amax)).to(torch.float8_e4m3fn)
+    whole = torch.empty(world_size * len(shard), dtype=torch.uint8)
+    dist.all_gather_single(whole, sent.view(torch.uint8))
+    return whole.view(torch.float8_e4m3fn).float() / (448 / amax)
+
+
 # right: float8: gathers the four maxima, and lists of parts
 # %%ranks 4 --device cpu
 def gather_float8(shard):
     largest = [torch.zeros(1) for _ in range(world_size)]
     dist.all_gather(largest, shard.abs().max().view(1))
-    step = torch.cat(largest).max() / 448  # what the largest code stands for, in parts of 448
+    step = torch.cat(largest).max().clamp(min=1e-9) / 448  # what the largest code stands for, in parts of 448
     parts = [torch.empty(len(shard), dtype=torch.uint8) for _ in range(world_size)]
     dist.all_gather(parts, (shard / step).to(torch.float8_e4m3fn).view(torch.uint8))
     return torch.cat(parts).view(torch.float8_e4m3fn).float() * step
@@ -349,10 +360,11 @@ def gather_float8(shard):
 def gather_float8(shard):
     amax = torch.tensor([shard.min().neg(), shard.max()]).max().double()
     dist.all_reduce(amax, op=dist.ReduceOp.MAX)
-    sent = shard.mul(448 / amax.item()).to(torch.float8_e4m3fn).view(torch.int8)
+    amax = max(amax.item(), 1e-30)
+    sent = shard.mul(448 / amax).to(torch.float8_e4m3fn).view(torch.int8)
     whole = sent.new_empty(world_size, len(shard))
     dist.all_gather_single(whole.view(-1), sent)
-    return whole.view(-1).view(torch.float8_e4m3fn).to(torch.float32) * (amax.item() / 448)
+    return whole.view(-1).view(torch.float8_e4m3fn).to(torch.float32) * (amax / 448)
 
 
 # wrong: round-once: a reduce-scatter, which rounds at every rank | one all-to-all of

@@ -54,6 +54,7 @@ free, helped = ([share for _, share in of.points] for of in curves)
 assert abs(loss - loss_biased) < 0.1, "nearly the same loss"
 assert max(free) > 0.99, "without a bias one expert gets all"
 assert sum(free[-10:]) / 10 > 0.35 and 0.15 < sum(helped[-10:]) / 10 < 0.33, "half of them; about a quarter"
+assert sum(sorted(load)[-3:]) > 0.9 * sum(load) and sorted(load)[4] < 0.05 * sum(load), "three have nearly all"
 
 # after: real-number
 check.close_to([predicted, 56 * 8 * 128 / 64 * 7168 * 2 / 50e9], [289e-6, 257e-6], rtol=0.01)

@@ -51,6 +51,7 @@ assert 0.5 < off(orthogonal, 2) < 0.55 < off(orthogonal, 4) < 0.6 and off(torch.
 # after: both-losses
 first, last = fall["whole"][0], [losses[-1] for losses in fall.values()]
 assert max(last) < 0.6 * first and abs(last[0] - last[1]) < 0.15 * min(last), "no loss tells"
+assert last[1] < last[0], "the wrong one ends lower"
 apart = (train(partial(muon, blocks=4))[1] - one[8, 0]).abs().max()
 assert apart > 3e-3, "far more than bfloat16 makes"
 

@@ -331,7 +331,7 @@ class Judge:
             return found
         # of gradients that travel back the losses of all ranks count together
         odd = [fit.factor for _, fit in placed if fit.factor != 1.0 or row.kind == "grad_output"]
-        same = _comes_twice(row, placed) or max(odd) - min(odd) <= FACTORS * self.tolerance * abs(worst)
+        same = max(odd) - min(odd) <= (near := FACTORS * self.tolerance * abs(worst)) or _comes_twice(row, placed, near)
         # any number is a multiple of another, as one that all ranks have is of the parts of each
         if not same and reference.matrix.size > 1 and len({p.matrix.tobytes() for p, _ in placed}) == 1:
             return row.found("none", _nowhere(row, reference, [p for p, _ in placed], self.seen), ranks=wrong)
@@ -371,10 +371,11 @@ def _lies_in(piece: Piece, reference: Reference, seen: layouts.SeenPlaces) -> bo
     return fit is not None and fit.factor == 1.0
 
 
-def _comes_twice(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> bool:
+def _comes_twice(row: Row, placed: Sequence[tuple[Piece, Fit]], near: float) -> bool:
     """Whether gradients come back to each call several times, as one that is part of a loss does, everywhere alike."""
     passes = [*grouped(((p.rank, p.call), fit.factor) for p, fit in placed).values()]
-    return row.kind == "grad_output" and len(passes[0]) > 1 and all(factors == passes[0] for factors in passes)
+    alike = len({*map(len, passes)}) == 1 < len(passes[0])
+    return row.kind == "grad_output" and alike and bool(np.ptp(passes, axis=0).max() <= near)
 
 
 def _calls_apart(row: Row, placed: Sequence[tuple[Piece, Fit]]) -> Row | None:

@@ -108,7 +108,7 @@ def _finding(rows: Mapping[int, Sequence[_Bar]], total: float) -> str:
     if len(rows) == 1 and not waits[worst]:
         return f"{head}."
     if waits[worst] < 0.01 * total:
-        return f"{head}: no rank waits for another."
+        return f"{head}: no rank waits for a late one."
     wait = f"{format_seconds(waits[worst])} ({waits[worst] / total:.0%})"
     return f"{head}: rank {worst} waits most for the others, {wait}."
 
