@@ -122,7 +122,7 @@ def test_a_world_of_more_ranks_than_were_started(tmp_path):
 import os, torch.distributed as dist
 dist.init_process_group("gloo", world_size=4, rank=int(os.environ["RANK"]))
 """
-    done = started([*RUN, "--limit", "2", "--", *TORCHRUN], tmp_path, script)
+    done = started([*RUN, "--limit", "6", "--", *TORCHRUN], tmp_path, script)
     missing = (
         "ranks 2, 3 did not come to init_process_group, and ranks 0, 1 wait for them in init_process_group."
     )
