@@ -2,6 +2,7 @@
 
 import csv
 import os
+import time
 
 import nbformat
 import psutil
@@ -42,6 +43,7 @@ HARM = {
     "daemon": "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n"
     "        time.sleep(6000)\n    os._exit(0)\nopen(OUTSIDE, 'w').write('I was here')",
     "killed": "import os\nos.kill(os.getpid(), 9)",
+    "orphan": "import os\nos.kill(os.getppid(), 9)",
 }
 
 
@@ -105,11 +107,11 @@ def test_answers_are_found_whatever_an_editor_does(course, lesson, tmp_path):
 
     first, second = lesson.exercises
     hand_in(course, tmp_path, "ada", "half = lambda x: x / helper", change=new_ids_and_a_helper)
-    found = lesson.answers(exercises.read(tmp_path / "ada" / "01_tiny.ipynb"))
+    found = lesson.begun(exercises.read(tmp_path / "ada" / "01_tiny.ipynb"))
     assert found[first.index][:2] == ["helper = 2", "half = lambda x: x / helper"]
-    assert found[second.index] == [second.stub]
+    assert second.index not in found
     hand_in(course, tmp_path, "ben", "half = None", change=edited)
-    found = lesson.answers(exercises.read(tmp_path / "ben" / "01_tiny.ipynb"))
+    found = lesson.begun(exercises.read(tmp_path / "ben" / "01_tiny.ipynb"))
     assert found[first.index] == ["half = None"]
 
 
@@ -124,10 +126,20 @@ def test_students_lessons_and_damaged_files_are_found(course, lesson, tmp_path):
     hand_in(course, tmp_path, ".hidden")
     copy = (tmp_path / "ada" / "01_tiny.ipynb").read_text("utf-8")
     (tmp_path / "ben-01_tiny.ipynb").write_text(copy, "utf-8")
+    (tmp_path / "zoe").mkdir()
+    (tmp_path / "zoe" / "my own name.ipynb").write_text(copy, "utf-8")
+    (tmp_path / "leo").mkdir()
     nbformat.write(new_notebook(cells=[new_code_cell("1")]), tmp_path / "another.ipynb")
     for k, text in enumerate(DAMAGED):
         (tmp_path / f"cut{k}_01_tiny.ipynb").write_text(text)
-    found = grading.submissions(tmp_path, [lesson])
+    told = []
+    *found, zoe = grading.submissions(tmp_path, [lesson], told.append)
+    assert (zoe.student, zoe.lesson) == ("zoe", "01_tiny")
+    assert told == [
+        "another.ipynb is left out: it is no lesson with exercises",
+        "ada/01_tiny.ipynb is left out: ada/again/01_tiny.ipynb counts",
+        "leo has no notebook of the course",
+    ]
     assert [(s.student, s.lesson, s.problem) for s in found[:2]] == [
         ("ada", "01_tiny", ""),
         ("ben", "01_tiny", ""),
@@ -150,6 +162,15 @@ def graded(course, tmp_path_factory):
     own = TOTAL.replace("dist.all_reduce(x)", "dist.all_reduce(x)\nx += rank")
     hand_in(course, folder, "shadow", "all = None\nprint = None\nget_ipython = None\nhalf = 3", own)
     hand_in(course, folder, "stub")
+
+    def in_cells_of_its_own(notebook):
+        notebook.cells.insert(1, new_code_cell("def two():\n    return 2"))
+        at = next(k for k, cell in enumerate(notebook.cells) if "exercise" in exercises.tags(cell))
+        below = [new_code_cell("half = lambda x: x / tow()"), new_code_cell("half = lambda x: x / two()")]
+        notebook.cells[at + 1 : at + 1] = [*below, new_code_cell("half(1, 2)")]
+
+    hand_in(course, folder, "dan", change=in_cells_of_its_own)
+    hand_in(course, folder, "eva", RIGHT, TOTAL.replace(" -o run", ""))
     outside = folder / "outside"
     for name, code in HARM.items():
         second = [f"%%ranks 2 -o run\n{code}"] if name == "killed" else []
@@ -171,15 +192,17 @@ def test_a_class_is_judged_right(graded):
     said = {student: row["feedback"] for (student, e), row in rows.items() if e == "Exercise 1"}
     assert status == 1 and left == set()
     assert found[1] == dict.fromkeys(["ben", "shadow", *HARM], "failed") | {
-        "ada": "passed",
+        **dict.fromkeys(["ada", "dan", "eva"], "passed"),
         "stub": "not begun",
     }
-    failed = {"shadow": "failed", "killed": "failed"}
-    assert found[2] == dict.fromkeys(["ben", "stub", *HARM], "not begun") | {"ada": "passed", **failed}
+    failed = dict.fromkeys(["shadow", "killed", "eva"], "failed")
+    assert found[2] == dict.fromkeys(["ben", "dan", "stub", *HARM], "not begun") | {"ada": "passed", **failed}
+    name = "NameError: name 'run' is not defined"
+    assert rows["eva", "Exercise 2"]["feedback"] == f"{name} Its first line has to keep `%%ranks 2 -o run`."
     assert said["ben"] == "AssertionError: half(6) is 12"
-    assert said["hang"].startswith("did not end within ")
-    assert said["bomb"].startswith(("had ", "took ", "did not end within "))
-    assert said["killed"] == "the notebook's process was ended by SIGKILL"
+    assert said["hang"].startswith("it did not end within ")
+    assert said["bomb"].startswith(("it had ", "it took ", "it did not end within "))
+    assert said["killed"] == said["orphan"] == "the notebook's process was ended by SIGKILL"
     # in sessions begun anew: the first was ended, or its names spoilt for the cells below
     assert "SIGKILL" in rows["killed", "Exercise 2"]["feedback"]
     assert rows["shadow", "Exercise 2"]["feedback"].startswith("CheckFailed: 3 of 6 numbers differ.")
@@ -196,7 +219,7 @@ class Played:
         self.log, self.fails = log, fails
         log.append([])
 
-    def run(self, cells, seconds, given_up):
+    def run(self, cells, seconds, given_up, *, may_fail=0, forget=()):
         for place, cell in enumerate(cells):
             self.log[-1].append((cell, seconds))
             if error := self.fails(cell, [c for c, _ in self.log[-1]]):
@@ -216,7 +239,7 @@ def played(course, lesson, tmp_path, monkeypatch):
         monkeypatch.setattr(grading, "Session", lambda **_: Played(log, fails))
         hand_in(course, tmp_path, "ada", *answers)
         grader = grading.Grader(course, [lesson], seconds=10.0, jobs=1, walled=False)
-        return log, grader.grade(grading.submissions(tmp_path, [lesson]), lambda _: None)
+        return log, grader.grade(grading.submissions(tmp_path, [lesson], print), lambda _: None)
 
     return judge
 
@@ -243,6 +266,28 @@ def test_nobody_fails_where_the_solution_does(played):
     assert (first.status, second.status) == (grading.PASSED, grading.NOT_JUDGED)
     assert second.feedback == "the course's own solution fails on this machine: OSError: none"
     assert score([first, second]) == (1, 1)
+
+
+def test_what_was_judged_before_an_interrupt_is_kept(course, lesson, tmp_path, monkeypatch):
+    class Waits(Played):
+        def run(self, cells, seconds, given_up, **how):
+            while "half = 4" in cells and not given_up():
+                time.sleep(0.01)
+            return super().run(cells, seconds, given_up, **how)
+
+    monkeypatch.setattr(grading, "Session", lambda **_: Waits([], lambda cell, _: "no" * (cell == "1 / 0")))
+    hand_in(course, tmp_path, "ada", "half = 3")
+    hand_in(course, tmp_path, "ben", "half = 4")
+
+    def stop(one):
+        if one.student == "ada":
+            raise KeyboardInterrupt
+
+    grader = grading.Grader(course, [lesson], seconds=10.0, jobs=1, walled=False)
+    found = grader.grade(grading.submissions(tmp_path, [lesson], print), stop)
+    assert grader.interrupted
+    first = {j.student: (j.status, j.feedback) for j in found if "Exercise 1:" in j.exercise}
+    assert first == {"ada": (grading.PASSED, ""), "ben": (grading.NOT_JUDGED, "interrupted")}
 
 
 # What is said

@@ -208,9 +208,19 @@ def test_errors_count_lines_as_the_notebook_shows_them(cell, shell, monkeypatch)
         cell("4", "g = dist.new_group([2, 3])\nif rank > 1: dist.broadcast(torch.ones(1), 0, group=g)")
     with pytest.raises(RankError, match=r"input\(\) does not work on a rank"):
         cell("4", "name = input('name? ')")
+    shell.user_ns["nothing"] = "mine"
     with pytest.raises(PullError, match="nothing on ranks 0-3: no such name") as missing:
         cell("4 --pull some,nothing", "some = rank")
     assert shell.user_ns["some"] == [0, 1, 2, 3] and missing.value.run.values == [None] * 4
+    assert shell.user_ns["nothing"] == "mine"
+    with pytest.raises(PullError, match="one on ranks 1-3: no such name"):
+        cell("4 --pull one", "if rank == 0: one = 1")
+    assert str(shell.user_ns["one"]) == f"[1{', <no such name>' * 3}]"
+    if not torch.cuda.is_available():
+        with pytest.raises(RankError, match="This torch finds no GPU") as no_gpu:
+            cell("4", "torch.cuda.set_device(rank)")
+        assert "Did you mean" not in str(no_gpu.value)
+    cell("4", "%cd ..")
 
 
 def test_ranks_follow_the_notebook_into_another_folder(shell, tmp_path, monkeypatch):

@@ -58,6 +58,9 @@ def test_long_output_shows_head_and_tail():
 
 def test_html_shows_text_as_text_and_pictures():
     assert "&lt;script&gt;" in html_of(stdout="<script>")
+    assert html_of(stdout="x").startswith("<!-- output of ranks -->\n"), (
+        "JupyterLab shows this line of a folded output"
+    )
     assert "\x1b" not in html_of(stdout="\x1b[31mred\x1b[0m"), "colours of a terminal"
     assert "color" not in html_of(stderr="100%"), "a progress bar is no alarm"
     html = html_of(data={"image/png": "aG\nk=", "text/plain": "<Figure>"})

@@ -27,7 +27,7 @@ from IPython.display import clear_output, display
 from . import errors, extensions, source, versions
 from .draw import page
 from .engine import devices, launch, world
-from .results import Run
+from .results import NotSent, Run
 
 # Where the kernel has ended nobody takes the line of its last second away; the page itself says so then.
 _ENDED = (
@@ -151,7 +151,8 @@ class RankMagics(Magics):
     def _keep(self, run: Run, options: Any) -> Run:
         """Give the notebook the names it asked for; the run for Out, without what was pulled: `del name` frees it."""
         for name, values in run.pulled.items():
-            self.shell.user_ns[name] = list(values)
+            if any(not isinstance(value, NotSent) or value.text for value in values):  # or no rank has the name
+                self.shell.user_ns[name] = list(values)
         if options.out:
             self.shell.user_ns[options.out] = run
         kept = replace(run, pulled={})

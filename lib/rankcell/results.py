@@ -129,7 +129,7 @@ class NotSent:
     rank: int | None = None
 
     def __repr__(self) -> str:
-        return self.text
+        return self.text or f"<{self.reason}>"
 
     def __getitem__(self, *_: Any) -> Any:
         raise TypeError(self._why())

@@ -8,7 +8,7 @@
   });
   addEventListener("afterprint", () => opened.forEach((fold) => (fold.open = false)));
 
-  // Marks of the lessons that this browser has shown. From file://, or where storage is off, there are none.
+  // Marks of the lessons that this browser has shown. Where storage is off there are none.
   const KEY = "course-visited";
   const visited = () => {
     try { return new Set(JSON.parse(localStorage.getItem(KEY) || "[]")); } catch { return new Set(); }
@@ -23,7 +23,7 @@
   document.querySelectorAll(".sidebar-tree a[href], .lesson-cards a[href]").forEach((link) => {
     const name = lesson(link.getAttribute("href"));
     if (!name || name === here || !seen.has(name)) return;
-    const mark = Object.assign(document.createElement("span"), { className: "visited", textContent: "✓" });
+    const mark = Object.assign(document.createElement("span"), { className: "visited", textContent: "•", title: "opened before" });
     mark.append(Object.assign(document.createElement("span"), { className: "unseen", textContent: " opened before" }));
     (link.closest(".sd-card")?.querySelector(".sd-card-title") || link).append(mark);
   });

@@ -49,7 +49,8 @@ def as_html(run: Run) -> str:
         mark = _MARK + (colour if group[0].state in ("ok", "running") else "#d55e00")
         rows.append(f'<div style="{mark}"><{tag} style="{_NAME}">{name}</{tag}>{said}</div>')
     rows += [f'<div style="{_NAME}">{html.escape(text)}</div>' for text in _dropped(run)]
-    return f'<div class="rankcell-run">{"".join(rows)}</div>'
+    # JupyterLab shows the first line in place of an output that is folded
+    return f'<!-- output of ranks -->\n<div class="rankcell-run">{"".join(rows)}</div>'
 
 
 def _dropped(run: Run) -> list[str]:

@@ -128,7 +128,7 @@ class Names:
         self.values: dict[str, Any] = module.__dict__
         self._fixed: dict[str, Any] = {"rank": config.rank, "world_size": config.world_size}
         lent = {"device": device_of(config), "torch": torch, "dist": dist, "__builtins__": builtins}
-        self._lent = self._fixed | lent | {"display": display, "get_ipython": shell.get_ipython}
+        self._lent = self._fixed | lent | {"display": display, "get_ipython": shell.get_ipython, "_dh": ["."]}
         self.values.update(self._lent)
         shell.user_module, shell.user_ns = module, self.values
         self._known = {*sys.modules}

@@ -43,7 +43,7 @@ _HIDDEN = "`{0}` is of type {1} here, which hides Python's `{0}`: `del {0}` in a
 _SET = "A cell has set `{0}`: it is of type {1} now, no longer {2}. `del {0}` in a rank cell: the next has it again."
 _GIVEN = {"torch": torch, "dist": torch.distributed, "device": torch.device}  # what rank cells find: the value, or type
 _NO_DEVICE = re.compile(r"torch\.device|device string|device ordinal|with CUDA|No CUDA|no NVIDIA")
-_ON_CPU = "This torch finds no GPU: write `.to(device)` in place of `.cuda()`. `device` is the rank's own, GPU or CPU."
+_ON_CPU = "This torch finds no GPU: write `.to(device)` for `.cuda()`, and no `set_device`. `device` is the rank's own."
 _NOTES = {  # by a part of the exception: what to do
     "BdbQuit": BDB_NOTE,
     "is not part of group": "`src`, `dst` are ranks of the world, `group_src` and `group_dst` count within the group.",
@@ -53,6 +53,7 @@ _NOTES = {  # by a part of the exception: what to do
     "Cannot access accelerator device": _ON_CPU,
     "not compiled with CUDA enabled": _ON_CPU,
     "Found no NVIDIA driver": _ON_CPU,
+    "has no attribute '_cuda_": _ON_CPU,
     "asyncio.run() cannot be called": "The cell has an `await`, so a loop runs already: write `await main()`.",
 }
 
@@ -125,7 +126,9 @@ def _of_names(error: BaseException) -> list[str]:
     if "Expected to have finished reduction" in str(error):
         return _without_gradient(error)
     here = frame.f_globals | frame.f_locals
-    if isinstance(error, (AttributeError, NameError)):  # Python tells this in a traceback only
+    if isinstance(error, (AttributeError, NameError)) and not str(error.name).startswith(
+        "_"
+    ):  # Python tells this in a traceback only
         known = dir(error.obj) if isinstance(error, AttributeError) else [*here, *dir(builtins)]
         return [f"Did you mean `{near}`?" for near in difflib.get_close_matches(str(error.name), known, 1, 0.75)]
     called = re.findall(r"\b([a-z]\w*)\(", linecache.getline(frame.f_code.co_filename, line))

@@ -17,7 +17,7 @@ from .grading import FAILED, NOT_JUDGED, PASSED, UNTOUCHED, Judgement
 
 _MARKS = {PASSED: "✓", FAILED: "✗", UNTOUCHED: "·", NOT_JUDGED: "?"}
 _WIDTH = 110
-_WALLED = "Answers ran behind bubblewrap: with processes and a network of their own, and no file outside their folder."
+_WALLED = "Answers ran behind bubblewrap, with their own processes and network. They could write to their folder only."
 _OPEN = (
     "Answers were NOT walled off: they could reach the network and your files. Install bubblewrap (`bwrap`, Linux), or "
     "judge as a user who owns nothing."
@@ -35,7 +35,7 @@ def add_command(commands: Any) -> None:
     add("folder", type=Path, metavar="FOLDER")
     course = "the course's notebooks, with solutions (./notebooks)"
     add("--course", type=Path, metavar="FOLDER", default=Path("notebooks"), help=course)
-    add("--seconds", type=float, default=10.0, help="of an answer, beyond twice what the solution takes (10)")
+    add("--seconds", type=_seconds, default=10.0, help="of an answer, beyond twice what the solution takes (10)")
     add("--jobs", type=int, default=0, metavar="N", help="notebooks at a time (one for each core)")
     add("--csv", type=Path, metavar="FILE", help="write a row for each exercise of each student")
     command.set_defaults(run=run)
@@ -44,32 +44,42 @@ def add_command(commands: Any) -> None:
 def run(options: Any) -> int:
     """Judge as the options say and print the table; the number for the shell."""
     try:
+        if not options.folder.is_dir():
+            raise ExerciseError(f"there is no folder {options.folder}.")
         lessons = [lesson for path in sorted(options.course.glob("*.ipynb")) if (lesson := Lesson(path)).exercises]
         if not lessons:
             why = "--course names the course's own notebooks."
             raise ExerciseError(f"{options.course} holds no lesson with solutions. {why}")
-        if not (found := grading.submissions(options.folder, lessons)):
+        if options.csv:
+            options.csv.parent.mkdir(parents=True, exist_ok=True)
+            options.csv.open("a", encoding="utf-8").close()  # rather now than after the work
+        found = grading.submissions(options.folder, lessons, lambda said: print(f"  {said}", file=sys.stderr))
+        if not found:
             names = ", ".join(lesson.name for lesson in lessons)
             raise ExerciseError(f"{options.folder} holds no notebook of the course (lessons: {names}).")
-    except ExerciseError as error:
+    except (ExerciseError, OSError) as error:
         print(f"rankcell grade: {error}", file=sys.stderr)
         return 2
     jobs, walled, began = max(0, options.jobs) or system.available_cores(), sandbox.walls(), time.monotonic()
     print(f"{len(found)} notebooks, {jobs} at a time ...", file=sys.stderr, flush=True)
     grader = grading.Grader(options.course, lessons, seconds=options.seconds, jobs=jobs, walled=walled)
-    try:
-        judgements = grader.grade(found, lambda one: print(f"  {one.student} {one.lesson}", file=sys.stderr))
-    except KeyboardInterrupt:
-        print("rankcell grade: interrupted.", file=sys.stderr)
-        return 130
+    judgements = grader.grade(found, lambda one: print(f"  {one.student} {one.lesson}", file=sys.stderr))
     print(table(judgements))
     print(f"\n{len(judgements)} exercises in {time.monotonic() - began:.0f} s. {_WALLED if walled else _OPEN}")
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
         with options.csv.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([Judgement._fields, *judgements])
     passed, count = score(judgements)
+    if grader.interrupted:
+        print("rankcell grade: interrupted.", file=sys.stderr)
+        return 130
     return 2 if not count else int(passed < count)
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (seconds := float(text)) < float("inf"):
+        raise ValueError
+    return seconds
 
 
 def score(judgements: Sequence[Judgement]) -> tuple[int, int]:
@@ -97,6 +107,7 @@ def table(judgements: Sequence[Judgement]) -> str:
     for (lesson, exercise), count in failed.most_common(5):
         same = [j for j in judgements if (j.lesson, j.exercise) == (lesson, exercise)]
         tried = sum(j.status in (PASSED, FAILED) for j in same)
-        said = Counter(j.feedback for j in same if j.status == FAILED).most_common(1)[0][0]
-        lines.append(f"  {lesson}, {exercise}: {count} of {tried}. Most often: {textwrap.shorten(said, _WIDTH)}")
+        (said, often), *_ = Counter(j.feedback for j in same if j.status == FAILED).most_common(1)
+        why = f" Most often: {textwrap.shorten(said, _WIDTH)}" if often > 1 else ""
+        lines.append(f"  {lesson}, {exercise}: {count} of {tried}.{why}")
     return "\n".join(lines)

@@ -3,6 +3,8 @@ tag `solution` (in a student's copy: `exercise`) whose first comment is `# Exerc
 up to the next solution, heading or deliberate error, are its checks. Cells are the mappings of nbformat 4.
 """
 
+import ast
+import contextlib
 import difflib
 import json
 import re
@@ -54,6 +56,15 @@ def is_code(cell: Cell) -> bool:
 def is_exercise(cell: Cell) -> bool:
     """Whether the cell holds a solution, or what a student has put into its place."""
     return cell["cell_type"] == "code" and bool({"solution", "exercise"} & set(tags(cell)))
+
+
+def only_defines(cell: Cell) -> bool:
+    """Whether the cell has functions, classes and imports, for the notebook or for ranks, and nothing else to run."""
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    with contextlib.suppress(SyntaxError, ValueError):
+        parts = ast.parse(re.sub(r"\A%%ranks.*\n", "", cell["source"])).body
+        return is_code(cell) and all(isinstance(part, kinds) for part in parts)
+    return False
 
 
 def exercise_text(cell: Cell) -> str | None:
@@ -125,11 +136,26 @@ class Lesson:
                 checks = tuple(checks_of(self.cells, index))
                 self.exercises.append(Exercise(text, index, checks, cell["source"], stub(cell)))
 
-    def answers(self, cells: Sequence[Cell]) -> dict[int, list[str]]:
-        """What a student has written in place of each solution, by its place: the code cells between the neighbours
-        that it has in the lesson, known by their id, or by their words where an editor has given them new ids.
+    def begun(self, cells: Sequence[Cell]) -> dict[int, list[str]]:
+        """The answers that are not missing, and not still the stub, by the places of the solutions. What the student
+        defines above, in cells of their own, belongs to each.
         """
         partner = self._partners(cells)
+        answers = self._answers(cells, partner)
+        taken = {*partner.values(), *(j for places in answers.values() for j in places)}
+        own = [j for j, cell in enumerate(cells) if j not in taken and only_defines(cell)]
+        found = {}
+        for exercise in self.exercises:
+            answer = [cells[j]["source"] for j in answers[exercise.index]]
+            if [source.strip() for source in answer] not in ([], [exercise.stub.strip()]):
+                above = [cells[j]["source"] for j in own if j < answers[exercise.index][0]]
+                found[exercise.index] = above + answer
+        return found
+
+    def _answers(self, cells: Sequence[Cell], partner: Mapping[int, int]) -> dict[int, list[int]]:
+        """Where a student has written something in place of each solution, by its place: in the code cells between
+        the neighbours that it has in the lesson.
+        """
         fixed = {i: j for i, j in partner.items() if not is_exercise(self.cells[i])}
         taken = set(fixed.values())
         found = {}
@@ -138,18 +164,15 @@ class Lesson:
             after = [j for i, j in fixed.items() if i > exercise.index and j > first]
             places = range(first + 1, min(after, default=len(cells)))
             inside = [j for j in places if j not in taken and is_code(cells[j])]
-            if exercise.index in partner and partner[exercise.index] not in inside:  # moved elsewhere
-                inside = [partner[exercise.index]]
-            found[exercise.index] = [cells[j]["source"] for j in inside]
+            if (moved := partner.get(exercise.index)) is not None and moved not in inside and is_code(cells[moved]):
+                inside = [moved]
+            found[exercise.index] = inside
         return found
 
-    def begun(self, cells: Sequence[Cell]) -> dict[int, list[str]]:
-        """The answers that are not missing, and not still the stub."""
-        answers, stubs = self.answers(cells), {e.index: e.stub.strip() for e in self.exercises}
-        return {at: found for at, found in answers.items() if [c.strip() for c in found] not in ([], [stubs[at]])}
-
     def _partners(self, cells: Sequence[Cell]) -> dict[int, int]:
-        """The place of a cell of the lesson -> its place among `cells`."""
+        """The place of a cell of the lesson -> its place among `cells`, by their ids, or by their words where an editor
+        has given them new ids.
+        """
         ids = {cell.get("id"): j for j, cell in enumerate(cells) if cell.get("id")}
         by_id = {i: ids[cell["id"]] for i, cell in enumerate(self.cells) if cell.get("id") in ids}
         if len(by_id) * 2 >= len(self.cells):

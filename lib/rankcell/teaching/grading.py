@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,19 +44,21 @@ class Judgement(NamedTuple):
     feedback: str = ""
 
 
-def submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission]:
-    """The notebooks in `folder` whose names hold that of a lesson, by student and lesson. Nothing in them is run.
+def submissions(folder: Path, lessons: Sequence[Lesson], tell: Callable[[str], None]) -> list[Submission]:
+    """The notebooks of lessons in `folder`, by student and lesson; `tell` hears what is left out. Nothing is run.
 
-    A student is the first folder in `folder` on the way to the notebook; of notebooks in `folder` itself it is what
-    the file's name has besides that of the lesson, and the name of `folder` if that is nothing. Of several copies of
-    a lesson the one that was saved last counts.
+    A notebook's lesson is told by its name, or by its cells' ids. A student is the first folder in `folder` on the way
+    to the notebook; of notebooks in `folder` itself it is what the file's name has besides that of the lesson, and the
+    name of `folder` if that is nothing. Of several copies of a lesson the one that was saved last counts, of those that
+    were begun.
     """
-    newest = dict[tuple[str, str], Submission]()
-    paths = [path for path in folder.rglob("*.ipynb") if path.is_file()]
-    for path in sorted(paths, key=lambda path: (path.stat().st_mtime, path)):
+    found: list[tuple[bool, float, Path, Submission]] = []
+    for path in sorted(path for path in folder.rglob("*.ipynb") if path.is_file()):
         inside = path.relative_to(folder)
-        lesson = next((one for one in lessons if one.name in path.stem), None)
-        if lesson is None or any(part.startswith(".") for part in inside.parts):
+        if any(part.startswith(".") for part in inside.parts):
+            continue
+        if (lesson := _lesson_of(path, lessons)) is None:
+            tell(f"{inside} is left out: it is no lesson with exercises")
             continue
         answers, problem = dict[int, list[str]](), ""
         try:
@@ -66,8 +68,27 @@ def submissions(folder: Path, lessons: Sequence[Lesson]) -> list[Submission]:
         rest = re.sub(r"^[\W_]+|[\W_]+$", "", inside.stem.replace(lesson.name, ""))
         name = inside.parts[0] if len(inside.parts) > 1 else rest or folder.resolve().name
         student = "".join(c if c.isprintable() else "?" for c in name)
-        newest[student, lesson.name] = Submission(student, lesson.name, answers, problem)
-    return [newest[key] for key in sorted(newest)]
+        one = Submission(student, lesson.name, answers, problem)
+        found.append((bool(answers), path.stat().st_mtime, inside, one))
+    counts = dict[tuple[str, str], tuple[Path, Submission]]()
+    for _, _, inside, one in sorted(found, key=lambda entry: entry[:3]):
+        if (earlier := counts.get(one[:2])) is not None:
+            tell(f"{earlier[0]} is left out: {inside} counts")
+        counts[one.student, one.lesson] = inside, one
+    students = {one.student for _, one in counts.values()}
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in students and not path.name.startswith("."):
+            tell(f"{path.name} has no notebook of the course")
+    return [counts[key][1] for key in sorted(counts)]
+
+
+def _lesson_of(path: Path, lessons: Sequence[Lesson]) -> Lesson | None:
+    if (named := next((one for one in lessons if one.name in path.stem), None)) is not None:
+        return named
+    with suppress(ExerciseError):
+        ids = {cell["id"] for cell in read(path)} - {""}
+        return next((one for one in lessons if 2 * sum(c["id"] in ids for c in one.cells) > len(one.cells)), None)
+    return None
 
 
 class Playback:
@@ -81,6 +102,7 @@ class Playback:
 
     def judge(self, exercise: Exercise, answer: Sequence[str], seconds: float) -> Attempt:
         """How the answer and its checks fare; it is not `judged` where the cells before it fail, whatever it does."""
+        names = _named(exercise.solution)
         for _ in range(2):
             failed_before = self._spoilt
             self._session = session = self._session or self._begin()
@@ -88,8 +110,12 @@ class Playback:
                 attempt = Attempt(f"the cells before the exercise fail: {problem}", judged=False)
             else:
                 checks = [self._lesson.cells[i]["source"] for i in exercise.checks]
-                attempt = session.run([*answer, *checks], seconds, self._given_up)
+                cells = [*answer, *checks]
+                attempt = session.run(cells, seconds, self._given_up, may_fail=len(answer), forget=names)
                 self._spoilt |= bool(attempt.error)
+                if any(f"name '{name}' is not defined" in attempt.error for name in names):
+                    keep = f"{attempt.error} Its first line has to keep `{exercise.solution.splitlines()[0]}`."
+                    attempt = attempt._replace(error=keep)
             again = not attempt.judged or (attempt.error and failed_before)
             if again or attempt.over:
                 self.close()
@@ -129,7 +155,7 @@ class Grader:
         self._own: dict[str, dict[int, Attempt]] = {}  # lesson -> how its own solutions fare, by place
 
     def grade(self, found: Sequence[Submission], tell: Callable[[Submission], None]) -> list[Judgement]:
-        """Judge all answers; `tell` hears of each notebook that is judged. Ctrl-C ends all sessions."""
+        """Judge all answers; `tell` hears of each notebook that is judged. Ctrl-C ends all sessions: `interrupted`."""
         begun = {one.lesson: set[int]() for one in found}
         for one in found:
             begun[one.lesson] |= one.answers.keys()
@@ -138,18 +164,33 @@ class Grader:
             own = {e.index: [e.solution] for e in self._lessons[name].exercises if e.index in begun[name]}
             return self._attempts(name, {at: (cells, _SOLUTION_SECONDS) for at, cells in own.items()})
 
-        def judged(one: Submission) -> list[Judgement]:
+        done = dict[tuple[str, str], list[Judgement]]()
+
+        def judge(one: Submission) -> None:
             judgements = self._judgements(one)
-            tell(one)
-            return judgements
+            if not self.interrupted:
+                done[one.student, one.lesson] = judgements
+                tell(one)
 
         with ThreadPoolExecutor(self._jobs) as pool:
             try:
                 self._own = dict(zip(begun, pool.map(solved, begun), strict=True))
-                return [judgement for judgements in pool.map(judged, found) for judgement in judgements]
+                list(pool.map(judge, found))
             except KeyboardInterrupt:
                 self._stopped.set()
-                raise
+        return [judgement for one in found for judgement in done.get(one[:2]) or self._open(one)]
+
+    @property
+    def interrupted(self) -> bool:
+        return self._stopped.is_set()
+
+    def _open(self, one: Submission) -> list[Judgement]:
+        """What is said of a notebook when the judging was interrupted."""
+        exercises = self._lessons[one.lesson].exercises
+        begun = {e.text: NOT_JUDGED if e.index in one.answers else UNTOUCHED for e in exercises}
+        return [
+            Judgement(*one[:2], text, status, "interrupted" * (status == NOT_JUDGED)) for text, status in begun.items()
+        ]
 
     def _attempts(self, name: str, answers: Mapping[int, tuple[Sequence[str], float]]) -> dict[int, Attempt]:
         """How answers fare that may take so many seconds, by the places of their exercises."""
@@ -173,6 +214,12 @@ class Grader:
                 status, feedback = NOT_JUDGED, _problem(own[at])
             found.append(Judgement(one.student, one.lesson, exercise.text, status, feedback))
         return found
+
+
+def _named(solution: str) -> list[str]:
+    """The names that a solution's first line sets in the notebook: none of an earlier cell may be judged."""
+    first = solution.split("\n")[0] if solution.startswith("%%ranks") else ""
+    return [name for names in re.findall(r"(?:-o|--out|--pull)[ =](\S+)", first) for name in names.split(",")]
 
 
 def _problem(own: Attempt) -> str:

@@ -61,7 +61,10 @@ def roles_in(cells: list[dict[str, Any]]) -> dict[str, CellRole]:
             found[cell["id"]] = CellRole("later", tuple(map(str, kept["builds_on"])))
     for index, cell in enumerate(cells):
         text = exercises.exercise_text(cell) if "exercise" in exercises.tags(cell) else None
-        if text and (checks := exercises.checks_of(cells, index)):
+        checks = [
+            place for place in exercises.checks_of(cells, index) if exercises.CHECK in exercises.tags(cells[place])
+        ]
+        if text and checks:
             found[cell["id"]] = CellRole("answer", (text,))
             found |= {cells[place]["id"]: CellRole("check", (text,)) for place in checks}
     return found

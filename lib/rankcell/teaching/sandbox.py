@@ -76,11 +76,16 @@ class Session:
         self._orders: Any = self._process.stdin
         self._answers: Any = self._process.stdout
 
-    def run(self, cells: Sequence[str], seconds: float, given_up: Callable[[], bool]) -> Attempt:
-        """Run the cells until one fails. They may take `seconds`, more if they had to wait for a core meanwhile."""
+    def run(
+        self, cells: Sequence[str], seconds: float, given_up: Callable[[], bool], *, may_fail: int = 0,
+        forget: Sequence[str] = (),
+    ) -> Attempt:  # fmt: skip
+        """Run the cells, without the names `forget`, until one fails; of the first `may_fail` all have to. They may
+        take `seconds`, more if they had to wait for a core meanwhile.
+        """
         began, used = time.monotonic(), self._core_seconds()
         with contextlib.suppress(BrokenPipeError):
-            self._orders.write(json.dumps(cells).encode() + b"\n")
+            self._orders.write(json.dumps([cells, may_fail, forget]).encode() + b"\n")
         while True:
             ended = self._process.poll() is not None  # what it has started may hold the pipe open
             ready, _, _ = select.select([self._answers], [], [], 0.0 if ended else _LOOK)
@@ -89,9 +94,9 @@ class Session:
                 return Attempt(**json.loads(line), seconds=took)
             if ready or ended:
                 return self._ended(took)
-            error = "was given up" if given_up() else self._broken_limit()
+            error = "it was given up" if given_up() else self._broken_limit()
             if took > seconds and (self._core_seconds() - used > seconds or took > _BUSY * seconds):
-                error = f"did not end within {seconds:.0f} s"
+                error = f"it did not end within {seconds:.0f} s"
             if error:
                 self.close()
                 return Attempt(error, over=True, seconds=took)
@@ -120,13 +125,13 @@ class Session:
     def _broken_limit(self) -> str:
         processes = self._processes()
         if len(processes) > PROCESSES:
-            return f"had {len(processes)} processes at once; {PROCESSES} are allowed"
+            return f"it had {len(processes)} processes at once; {PROCESSES} are allowed"
         used = 0
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 memory = process.memory_info()
                 used += memory.rss - getattr(memory, "shared", 0)
-        return f"took {used / 2**30:.1f} GiB of memory; {MEMORY >> 30} GiB are allowed" if used > MEMORY else ""
+        return f"it took {used / 2**30:.1f} GiB of memory; {MEMORY >> 30} GiB are allowed" if used > MEMORY else ""
 
     def close(self) -> None:
         """End it with all that it has started, and remove its folder."""
