@@ -143,6 +143,7 @@ def test_student_copy_has_tasks_and_no_solution(path):
     assert sum(cell.source.count("%load_ext rankcell.teaching\n") for cell in copy.cells) == 1
     for cell, theirs in zip(ours.cells, copy.cells, strict=True):
         assert not theirs.get("outputs") and not theirs.get("execution_count")
+        assert '"../' not in theirs.source or cell.cell_type != "code", "a copy stands elsewhere"
         if "solution" not in exercises.tags(cell):
             assert theirs.source.replace("%load_ext rankcell.teaching\n", "") == cell.source
             continue

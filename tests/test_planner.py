@@ -445,3 +445,9 @@ def test_the_constants_are_those_of_the_fit():
     few = fit_planner.fit(r for r in ROWS if r["source"] == "megatron21_table1").stacks["nanotron"]
     default = stacks.Stack()  # without a stack's runs nothing is known that was set with them in view
     assert (few["floor"], few["network"]) == (default.floor, default.network)
+
+
+def test_the_lesson_s_published_rows_are_ours():
+    rows = shapes.table("published.csv")
+    assert len(rows) == 22
+    assert all(any(row.items() <= other.items() for other in ROWS) for row in rows)
