@@ -234,6 +234,8 @@ def test_search_ranks_title_heading_topics_text(visit, text):
     for stem in LESSONS:
         title = re.search(r"<h1>\d+ ([^<]+)<", text(f"notebooks/{stem}.html"))[1]
         assert page.evaluate(ranked, title)[0] == f"notebooks/{stem}", title
+    for option in ("%%ranks", "--pull", "--timeout"):
+        assert page.evaluate(ranked, option)[0] == "reference", option
 
 
 def test_a_word_in_the_sidebar_leads_to_its_section(visit):

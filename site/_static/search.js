@@ -26,7 +26,8 @@ window.courseSearch = (() => {
       const inTopics = Math.max(0, ...topics.map(plain).map((t) => found(t, phrase, single)[0] * (t.search(phrase) === 0 ? 2 : 1)));
       const [inText, times] = found(plain(text), phrase, single);
       const lesson = page.startsWith("notebooks/") ? 1 : 0;
-      const score = inTitle * (first ? 10000 : 40) + inHeading * 1000 + inTopics * 100 + inText * Math.min(times, 9);
+      const option = page === "reference" && /^(%|-)/.test(query) && inText ? 2000 : 0; // of a cell: the page that explains it
+      const score = inTitle * (first ? 10000 : 40) + inHeading * 1000 + inTopics * 100 + inText * Math.min(times, 9) + option;
       return { page, id, title, heading, text, order, score: score && score + lesson };
     });
     return results.filter((r) => r.score > 0).sort((a, b) => b.score - a.score || a.order - b.order);
