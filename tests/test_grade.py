@@ -300,6 +300,14 @@ def test_commands_that_cannot_judge_say_why(course, tmp_path, capsys):
     ):
         assert command.main(["grade", str(tmp_path), "--course", str(folder)]) == 2
         assert said in capsys.readouterr().err
+    assert command.main(["grade", str(tmp_path / "none"), "--course", str(course)]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    hand_in(course, tmp_path, "ada", "half = 3")
+    assert command.main(["grade", str(tmp_path), "--course", str(course), "--csv", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["grade", str(tmp_path), "--seconds", "nan"])
+    assert "nan is no number of seconds above 0" in capsys.readouterr().err
 
 
 def test_the_table_has_the_whole_message_and_what_failed_most():

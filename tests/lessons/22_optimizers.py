@@ -270,7 +270,7 @@ def step(shards, momenta, lr=0.02, decay=0.1, max_norm=1.0):
 def step(shards, momenta, lr=0.02, decay=0.1, max_norm=1.0):
     square = torch.stack([shard.grad.norm() ** 2 for shard in shards]).sum()
     dist.all_reduce(square)
-    factor = min(1.0, max_norm / square.item() ** 0.5)
+    factor = min(1.0, max_norm / (square.item() ** 0.5 + 1e-6))  # as torch's clip_grad_norm_
     for shard, momentum in zip(shards, momenta, strict=True):
         momentum *= 0.9
         momentum += factor * shard.grad

@@ -183,7 +183,7 @@ def policy_loss(log_probs, generated, advantages, mask, limit):
 def policy_loss(log_probs, generated, advantages, mask, limit):
     new, old, advantage = (torch.where(mask, of, 0.0) for of in (log_probs, generated, advantages))
     with torch.no_grad():
-        ratio = torch.minimum(torch.exp(new - old), torch.tensor(limit, dtype=new.dtype))
+        ratio = torch.minimum(torch.exp(new - old), torch.tensor(limit))
     return -(ratio * advantage * new * mask).sum() / mask.sum()
 
 

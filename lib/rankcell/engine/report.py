@@ -126,9 +126,9 @@ def _of_names(error: BaseException) -> list[str]:
     if "Expected to have finished reduction" in str(error):
         return _without_gradient(error)
     here = frame.f_globals | frame.f_locals
-    if isinstance(error, (AttributeError, NameError)) and not str(error.name).startswith(
-        "_"
-    ):  # Python tells this in a traceback only
+    if isinstance(error, (AttributeError, NameError)):  # Python tells this in a traceback only
+        if str(error.name).startswith("_"):
+            return []
         known = dir(error.obj) if isinstance(error, AttributeError) else [*here, *dir(builtins)]
         return [f"Did you mean `{near}`?" for near in difflib.get_close_matches(str(error.name), known, 1, 0.75)]
     called = re.findall(r"\b([a-z]\w*)\(", linecache.getline(frame.f_code.co_filename, line))

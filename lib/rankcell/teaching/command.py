@@ -1,5 +1,7 @@
 """`rankcell grade FOLDER`: many students' notebooks, judged by the course's own checks, as a table and as CSV."""
 
+import argparse
+import contextlib
 import csv
 import sys
 import textwrap
@@ -50,13 +52,13 @@ def run(options: Any) -> int:
         if not lessons:
             why = "--course names the course's own notebooks."
             raise ExerciseError(f"{options.course} holds no lesson with solutions. {why}")
-        if options.csv:
-            options.csv.parent.mkdir(parents=True, exist_ok=True)
-            options.csv.open("a", encoding="utf-8").close()  # rather now than after the work
         found = grading.submissions(options.folder, lessons, lambda said: print(f"  {said}", file=sys.stderr))
         if not found:
             names = ", ".join(lesson.name for lesson in lessons)
             raise ExerciseError(f"{options.folder} holds no notebook of the course (lessons: {names}).")
+        if options.csv:
+            options.csv.parent.mkdir(parents=True, exist_ok=True)
+            options.csv.open("a", encoding="utf-8").close()  # rather now than after the work
     except (ExerciseError, OSError) as error:
         print(f"rankcell grade: {error}", file=sys.stderr)
         return 2
@@ -77,9 +79,10 @@ def run(options: Any) -> int:
 
 
 def _seconds(text: str) -> float:
-    if not 0 < (seconds := float(text)) < float("inf"):
-        raise ValueError
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
 
 
 def score(judgements: Sequence[Judgement]) -> tuple[int, int]:

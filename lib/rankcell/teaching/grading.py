@@ -113,7 +113,7 @@ class Playback:
                 cells = [*answer, *checks]
                 attempt = session.run(cells, seconds, self._given_up, may_fail=len(answer), forget=names)
                 self._spoilt |= bool(attempt.error)
-                if any(f"name '{name}' is not defined" in attempt.error for name in names):
+                if any(attempt.error == f"NameError: name '{name}' is not defined" for name in names):
                     keep = f"{attempt.error} Its first line has to keep `{exercise.solution.splitlines()[0]}`."
                     attempt = attempt._replace(error=keep)
             again = not attempt.judged or (attempt.error and failed_before)
@@ -186,6 +186,8 @@ class Grader:
 
     def _open(self, one: Submission) -> list[Judgement]:
         """What is said of a notebook when the judging was interrupted."""
+        if one.problem:
+            return self._judgements(one)
         exercises = self._lessons[one.lesson].exercises
         begun = {e.text: NOT_JUDGED if e.index in one.answers else UNTOUCHED for e in exercises}
         return [
